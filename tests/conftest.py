@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 share_gloo_devices()
+flags.load_built_in()  # before a test could forget what it registers
 
 # Tests start many programs, and what these import (torch is large) need not be compiled each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

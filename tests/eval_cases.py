@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from megatron.core.collectives import all_reduce_
-from megatron.extensions.evaluation.in_loop import generation_of, scorer_of
+from megatron.extensions.evaluation.in_loop import EvalTasks, generation_of, scorer_of
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
 from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.train_step import train_step
 
 TASKS = Path(__file__).parent / "fixtures" / "eval_tasks"
 
@@ -29,9 +29,9 @@ EXPERTS = LLAMA + "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
 
 def task_results(run: TrainingRun) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """(scores by name, what each document came out as) of a run's tasks."""
-    assert run.eval_tasks is not None
+    (suite,) = (callback.suite for callback in run.callbacks if isinstance(callback, EvalTasks))
     with run.pipeline.evaluation_mode():
-        results = run.eval_tasks.evaluate(scorer_of(run), generation_of(run))
+        results = suite.evaluate(scorer_of(run), generation_of(run, suite.tokenizer))
     return {score.key: score.value for score in results.scores}, results.samples
 
 
@@ -44,9 +44,9 @@ def evaluated(
     scores, samples = dict[str, float](), list[dict[str, Any]]()
     with local_run(config, rank, world_size) as run:
         for step in range(2):
-            interval = Interval()
-            train_step(run, interval)
-            loss, tokens = all_reduce_(interval.losses[0].clone(), run.runtime.state.world).tolist()
+            run.interval = Interval()
+            train_step(run)
+            loss, tokens = all_reduce_(run.interval.losses[0].clone(), run.runtime.state.world).tolist()
             losses.append(loss / tokens)
             if evaluate and step == 0:
                 scores, samples = task_results(run)

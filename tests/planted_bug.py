@@ -32,7 +32,7 @@ from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
 from megatron.training.metrics.interval import Interval
-from megatron.training.training import train_step
+from megatron.training.train_step import train_step
 
 WORDS = "stone river cloud ember".split()
 LETTERS = [chr(code) for code in range(0xE4, 0xF0)]
@@ -107,14 +107,14 @@ def run(rank: int, world_size: int, flags: str, every: int, start: int | None, f
         for step in range(1, config.training.train_iters + 1):
             if step == start:
                 VocabParallelEmbedding.forward = scaled  # type: ignore[method-assign]
-            train_step(training, interval)
+            train_step(training)
             if step % every == 0:
                 total, tokens = all_reduce_(sum(interval.losses), training.runtime.state.world).tolist()
                 assert training.eval_tasks is not None
                 with training.pipeline.evaluation_mode():
                     found = training.eval_tasks.evaluate(scorer_of(training), generation_of(training)).scores
                 points.append((step, total / tokens, {each.task: (each.value, each.error or 0.0) for each in found}))
-                interval = Interval()
+                interval = training.interval = Interval()
     return points
 
 

@@ -213,7 +213,7 @@ def described(measured: Measured, device: torch.device, ranks_per_node: int) -> 
     import torch
 
     from megatron.extensions.planner.calibration.fit import device_file
-    from megatron.training.metrics.mfu import PEAK_TFLOPS_16BIT
+    from megatron.training.metrics.summary import PEAK_TFLOPS_16BIT
 
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node / 2**30

@@ -30,7 +30,10 @@ class BuiltIn:
     """The extensions that it imports."""
 
 
-BUILT_IN: tuple[BuiltIn, ...] = ()
+BUILT_IN: tuple[BuiltIn, ...] = (
+    BuiltIn("diagnosis", "Search for NaNs, dump and replay of a step, layer statistics, stragglers, traces, profiles."),
+    BuiltIn("evaluation", "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints."),
+)
 """The one list of built-in extensions."""
 
 INDEX = Path(__file__).with_name("flag_index.txt")

@@ -17,6 +17,7 @@ from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import FLOOR
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
+from megatron.training.metrics.multi_token_losses import MultiTokenLosses
 from megatron.training.progress import Step
 from megatron.training.run import TrainingRun
 
@@ -62,9 +63,9 @@ def _loss(run: TrainingRun, step: Step, batches: list[Batch]) -> float:
     """The loss sum of the step, with that of multi-token prediction. Leaves its gradients in `main_grad`."""
     sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     assert sums.seed == 1.0, "fp64 has no loss scale"
-    further = run.forward_backward.multi_token
+    further = next(meter for meter in run.meters if isinstance(meter, MultiTokenLosses))
     loss = (sums.loss_and_tokens[0] + further.weighted_sum()).item()
-    further.forget_step()
+    further.discard_step()
     return loss
 
 

@@ -21,7 +21,7 @@ from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 
 NOW = Label(0)
 NOTHING: Mapping[str, Mapping[str, float]] = {}
@@ -113,7 +113,7 @@ def _visit(
     with local_run(config, rank, world_size) as run:
         checkpointer = Checkpointer(config, run.runtime.state, run.stages, run.optimizer)
         if train:
-            train_step(run, Interval())
+            train_step(run)
             checkpointer.save(run.progress)
             found.trained = state_fragments(run, NOW)
             found.counters = (run.progress.iteration, run.progress.consumed_samples, run.optimizer.step_count)

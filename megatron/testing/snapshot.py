@@ -25,8 +25,9 @@ from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
+from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _train_on_rank(
     with local_run(config, rank, world_size) as run:
         fragments = list(_weights(run, Label(0)))
         for _ in range(unseen):
-            train_step(run, Interval())
+            train_step(run)
         for step in range(unseen + 1, unseen + steps + 1):
             with ExitStack() as hooks:
                 seen = _Activations(run, Label(step), hooks) if activations else None
@@ -115,7 +116,7 @@ def _train_on_rank(
 
 def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
     """One training step, and the fragments of the loss, gradients, weights and moments on this rank."""
-    interval = Interval()
+    interval = run.interval = Interval()
     found: list[Fragment] = []
 
     def before_update() -> None:
@@ -123,7 +124,7 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
         run.ddp.gather_grads_()
         found.extend(_gradients(run, label))
 
-    train_step(run, interval, before_update=before_update)
+    train_step(run, before_update=before_update)
     totals = all_reduce_(interval.losses[0].clone(), run.runtime.state.world)
     found.append(_scalar(label, "loss", (totals[0] / totals[1]).item()))
     found.append(_scalar(label, "grad_norm", interval.results[0].grad_norm))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import torch
 
@@ -11,13 +12,13 @@ from megatron.core.collectives import all_reduce_
 from megatron.core.datasets.samplers import DataIterator
 from megatron.training.data import put_on_device
 from megatron.training.forward_backward import count_tokens, loss_and_tokens
+from megatron.training.hooks import Log
 from megatron.training.metrics import megatron_format
-from megatron.training.metrics.run_log import RunLog
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 
 
-def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log: RunLog) -> None:
+def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log: Log) -> None:
     """Evaluates the data sets of `valid` or `test`, and logs the loss of each and its perplexity, unless the run is
     asked to stop meanwhile. If all of them have names, the loss without a name is that of all tokens. Each validation
     reads the next samples. Collective."""
@@ -25,16 +26,17 @@ def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log
     number = max(0, iteration - 1) // training.eval_interval if split == "valid" else 0
     runtime.watchdog.begin(f"evaluation ({split}) at iteration {iteration}")
     sums: dict[str, tuple[float, float]] = {}
-    of_sources: dict[str, float | None] = {}
+    of_meters: Record = {}
     for name, iterator in sets.items():
         whole = training.full_validation and split == "valid"
         steps = len(iterator.dataset) // training.eval_batch_size if whole else training.eval_iters
-        found = summed_loss(run, iterator, 0 if whole else number * steps * training.eval_batch_size, steps)
+        first_sample = 0 if whole else number * steps * training.eval_batch_size
+        found = summed_loss(run, iterator, first_sample, steps, split)
         if found is None:
             return
         sums[name] = found[:2]
         if not name:
-            of_sources = run.forward_backward.sources.record(found[2], f"{split}_")
+            of_meters = found[2]
     if "" not in sums:
         sums[""] = sum(loss for loss, _ in sums.values()), sum(tokens for _, tokens in sums.values())
     means = {name: loss / count if count else 0.0 for name, (loss, count) in sums.items()}
@@ -51,11 +53,11 @@ def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log
             shown = f"{split} {name}".strip()
             line = f" {shown} after iteration {iteration} | loss: {means[name]:.6E}"
             runtime.say(f"{line} | perplexity: {perplexity(means[name]):.6E}")
-    record |= {key: mean for key, mean in of_sources.items() if mean is not None}
+    record |= of_meters
     run.measured[f"{split}_loss"] = means[""]
     log.write(record)
     for callback in run.callbacks:
-        callback.on_evaluation(run.view, split, record)
+        callback.on_evaluation(run, split, record)
 
 
 def perplexity(loss: float) -> float:
@@ -64,13 +66,15 @@ def perplexity(loss: float) -> float:
 
 @torch.no_grad()
 def summed_loss(
-    run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int
-) -> tuple[float, float, torch.Tensor] | None:
-    """(loss of all tokens, tokens, the same of each source [sources * 2]) of `steps` batches, without dropout.
-    Collective; equal on every rank. None if the run is asked to stop before the evaluation ends."""
+    run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int, split: str
+) -> tuple[float, float, Record] | None:
+    """(loss of all tokens, tokens, what meters report) of `steps` batches, without dropout. Collective; equal on every
+    rank. None if the run is asked to stop before the evaluation ends."""
     training, runtime = run.config.training, run.runtime
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-    with run.pipeline.evaluation_mode(), run.forward_backward.sources.evaluating() as by_source:
+    with ExitStack() as counting:
+        counted = [(meter, counting.enter_context(meter.evaluating())) for meter in run.meters]
+        counting.enter_context(run.pipeline.evaluation_mode())
         for step in range(steps):
             if not runtime.watchdog.requests.tick(save_later=True):
                 break
@@ -78,8 +82,12 @@ def summed_loss(
             taken = iterator.next_step(first, training.eval_batch_size)
             batches = put_on_device(taken, run.config.model, runtime)
             total += loss_and_tokens(run.pipeline.evaluate(batches), count_tokens(batches), runtime)
-    summed = all_reduce_(torch.cat((total, by_source.flatten())), runtime.state.world)
+    own = [(meter, counts.flatten()) for meter, counts in counted if counts is not None]
+    summed = all_reduce_(torch.cat((total, *(counts for _, counts in own))), runtime.state.world)
     if runtime.watchdog.requests.stopping:
         return None
     loss, tokens = summed[:2].tolist()
-    return loss, tokens, summed[2:]
+    record: Record = {}
+    for (meter, _), counts in zip(own, summed[2:].split([counts.numel() for _, counts in own]), strict=True):
+        record |= meter.report_evaluation(counts, split)
+    return loss, tokens, record

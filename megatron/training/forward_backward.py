@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,9 @@ import torch
 from megatron.core.batch import Batch
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count
-from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Meter
 from megatron.training.initialize import Runtime
-from megatron.training.metrics.expert_load import ExpertLoad
-from megatron.training.metrics.multi_token_losses import MultiTokenLosses
-from megatron.training.metrics.source_losses import SourceLosses
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Step
 
@@ -41,10 +39,7 @@ class ForwardBackward:
     runtime: Runtime
     ddp: DistributedDataParallel
     pipeline: Pipeline
-    experts: ExpertLoad
-    scaling: DelayedScaling
-    multi_token: MultiTokenLosses
-    sources: SourceLosses
+    meters: Sequence[Meter]
 
     def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
         """Adds the gradients of the step's loss sums, times the seed, to the gradient buffers."""
@@ -64,27 +59,25 @@ class ForwardBackward:
         # Ranks count the same: none waits for the loss rank, which may still be in the step before.
         loss_rank = None if self.pipeline.post_validation else self.pipeline.loss_rank
         total = global_token_count(count_tokens(batches), self.runtime.state, loss_rank)
-        return self.experts.with_scale(batches, seed, total, step.samples * self.config.model.seq_length), total
+        scale = total * (seed / (step.samples * self.config.model.seq_length))
+        for meter in self.meters:
+            batches = meter.with_scales(batches, scale)
+        return batches, total
 
     def end_step(self, skip: torch.Tensor) -> None:
-        """Updates expert biases, fp8 scales and what is logged after an update of the weights, unless `skip` is 1."""
-        self.experts.end_step(skip)
-        self.multi_token.end_step(skip)
-        self.sources.end_step(skip)
-        self.scaling.end_step(skip)
+        """Updates expert biases, fp8 scales and what is logged with an update of the weights, unless `skip` is 1."""
+        for meter in self.meters:
+            meter.end_step(skip)
 
-    def moved_by_end_step(self) -> list[torch.Tensor]:
+    def step_state(self) -> list[torch.Tensor]:
         """The tensors that `end_step` changes."""
-        parts = (self.experts, self.multi_token, self.sources, self.scaling)
-        return [tensor for part in parts for tensor in part.moved_by_end_step()]
+        return [tensor for meter in self.meters for tensor in meter.step_state()]
 
-    def forget_step(self) -> None:
-        """Drops the gradients and tallies of a step that will not update the weights."""
+    def discard_step(self) -> None:
+        """Drops the gradients and counts of a step that will not update the weights."""
         self.ddp.zero_grad_buffer()
-        self.experts.forget_step()
-        self.multi_token.forget_step()
-        self.sources.forget_step()
-        self.scaling.forget_step()
+        for meter in self.meters:
+            meter.discard_step()
 
 
 def count_tokens(batches: list[Batch]) -> torch.Tensor:

@@ -1,35 +1,52 @@
-"""Metrics and callbacks of a user's own: what they are told, and how they are added to a run. No torch.
+"""What extensions add to a run: callbacks, meters, periodic tasks and metrics. No torch.
 
-Those that an extension registers are part of every run that loads it; `Parts` adds objects of a program's own.
+A `Callback` is an extension's object in a run: it is told what happens, and may bring meters (what is counted during
+passes and reported at log lines), periodic tasks and state that checkpoints keep. The built-in extensions use nothing
+else. `Parts` adds objects of a program's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.registry import NoFacts, Registry
 from megatron.training.config.run_config import RunConfig
-from megatron.training.progress import Progress
+from megatron.training.progress import Progress, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.core.batch import Batch
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
+    from megatron.training.initialize import Runtime
+    from megatron.training.metrics.interval import Interval
 
 METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts, "config")
 """`Metric(config)`: see `Metric`."""
 
-CALLBACKS: Registry[Any, NoFacts] = Registry("callback", NoFacts, "config")
+
+def _always(config: RunConfig) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class CallbackFacts:
+    when: Callable[[RunConfig], bool] = _always
+    """Whether a run of this configuration has it; where not, it is not imported."""
+
+
+CALLBACKS: Registry[Any, CallbackFacts] = Registry("callback", CallbackFacts, "config")
 """`Callback(config)`: see `Callback`."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunView:
-    """What callbacks and metrics see of a run, on each rank."""
+    """What callbacks and metrics see of a run, on each rank. It is a `megatron.training.run.TrainingRun`, which has all
+    parts of the run."""
 
     config: RunConfig
     stages: Mapping[int, GPTModel]
@@ -58,6 +75,104 @@ class StepView:
     """[loss sum, valid tokens] float64 on the device; zeros on ranks without the last stage."""
 
 
+class Log(Protocol):
+    """Where a run writes what it measures, on one rank."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes a record to every sink."""
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the progress bar if there is one."""
+
+
+class Meter:
+    """Counts during the passes of steps on one rank, and reports at log lines.
+
+    For each step: `begin_step`, the passes, `gradients_ready`, `end_step` with the update of the weights, or
+    `discard_step` in its place, `after_update`. At a log line: `take` on every rank, a sum over the world, `report`.
+    """
+
+    def begin_step(self, step: Step) -> None:
+        """Before the passes of a step, also where they run again."""
+
+    def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
+        """The micro-batches as the passes get them. `scale`: the factor that turns a mean over the tokens of the global
+        batch into a term of the loss that is differentiated."""
+        return batches
+
+    def gradients_ready(self, factor: Tensor) -> None:
+        """After the last backward: the reduced gradients are still to be multiplied by `factor`."""
+
+    def end_step(self, skip: Tensor) -> None:
+        """With the update of the weights; of a step with `skip` 1 nothing counts. Nothing waits for the device."""
+
+    def step_state(self) -> list[Tensor]:
+        """The tensors that `end_step` changes: they are restored if the update is rolled back."""
+        return []
+
+    def discard_step(self) -> None:
+        """Drops what a step has counted that will not reach `end_step`."""
+
+    def after_update(self, step: StepView, result: StepResult) -> None:
+        """After the update of the weights. `result.skip` is 1 if there was none; it may be read only in steps of which
+        `reads_result` says so."""
+
+    def reads_result(self, iteration: int) -> bool:
+        """Whether it reads the parameters or the result of this step before the next one begins."""
+        return False
+
+    def take(self) -> Tensor | None:
+        """What was counted since the last call, flat float64, to be summed over the world; None for nothing."""
+        return None
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+        """What is logged of the sum of `take` over the world, equal on all ranks."""
+        return {}
+
+    def write(self, log: Log) -> None:
+        """Writes records of its own, before that of the interval."""
+
+    def lines(self, record: Mapping[str, Any]) -> list[str]:
+        """Lines for the console below that of the record."""
+        return []
+
+    def evaluating(self) -> AbstractContextManager[Tensor | None]:
+        """What an evaluation within this block counts on this rank, to be summed over the world, once it has ended."""
+        return nullcontext()
+
+    def report_evaluation(self, summed: Tensor, split: str) -> dict[str, Any]:
+        """What is logged of the sum of `evaluating` over the world."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that a run does every so many iterations."""
+
+    name: str
+    interval: int | None
+    """Iterations; None or 0 for never."""
+    run: Callable[[], object]
+    at_end: bool = False
+    """Whether it is due after the last iteration too."""
+    also: Callable[[], bool] | None = None
+    """Whether it is due after this step, beside the interval."""
+    counts: bool = False
+    """Whether its time is part of the step's time."""
+    reads_result: bool = True
+    """Whether it reads the result of the step or its parameters: the next step then waits for them."""
+    may_stop: bool = False
+    """Whether callbacks are asked after it whether the run is to stop."""
+    evaluates: bool = False
+    """Whether it evaluates the model: --skip-train performs it once."""
+    at_finish: bool = False
+    """Whether it is performed once all iterations are trained and saved."""
+
+    def at(self, iteration: int, last: bool) -> bool:
+        """Whether its interval says that it is due."""
+        return (last and self.at_end) or bool(self.interval and self.interval > 0 and iteration % self.interval == 0)
+
+
 class Metric:
     """A mean over the steps of a log interval and over all ranks, logged under the name it is registered by."""
 
@@ -73,8 +188,29 @@ class Metric:
 class Callback:
     """Called on every rank. Records are equal on all ranks, so that all take the same decisions."""
 
+    name = ""
+    """The name it is registered by, under which checkpoints keep its state."""
+
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+
+    def on_setup(self, runtime: Runtime) -> None:
+        """Once the ranks have met, before the model is built: for reading inputs. A ValueError ends the run."""
+
+    def meters(self, run: Any) -> Sequence[Meter]:
+        """What it counts in `run`, a `TrainingRun` that is built and has loaded its checkpoint. Collective."""
+        return ()
+
+    def tasks(self, run: Any, log: Log) -> Sequence[Task]:
+        """What it does every so many iterations of `run`, a `TrainingRun`."""
+        return ()
+
+    def state(self) -> Any:
+        """What it keeps in checkpoints, of JSON's types and equal on all ranks; None for nothing."""
+        return None
+
+    def load_state(self, state: Any) -> None:
+        """Takes what `state` returned when the checkpoint was saved."""
 
     def on_start(self, run: RunView) -> None:
         """Before the first step, after a checkpoint was loaded."""
@@ -106,6 +242,13 @@ class Parts:
 
     def with_registered(self, config: RunConfig) -> Parts:
         """These, after those that extensions have registered."""
-        callbacks = [CALLBACKS[name](config) for name in CALLBACKS]
+        callbacks = [registered(name, config) for name in CALLBACKS if CALLBACKS.facts(name).when(config)]
         metrics = {name: METRICS[name](config) for name in METRICS}
         return Parts((*callbacks, *self.callbacks), metrics | dict(self.metrics))
+
+
+def registered(name: str, config: RunConfig) -> Callback:
+    """A registered callback, built."""
+    callback: Callback = CALLBACKS[name](config)
+    callback.name = name
+    return callback

@@ -1,7 +1,9 @@
-"""How far a run has come, and which step comes next."""
+"""How far a run has come, which step comes next, and the parts of a step. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from megatron.training.config.batch_size import BatchSizes
@@ -53,3 +55,26 @@ class Progress:
 
     def next_step(self, batch_sizes: BatchSizes) -> Step:
         return Step(self.iteration + 1, self.consumed_samples, batch_sizes.at(self.consumed_samples))
+
+
+GRAD_SYNC = "grad_sync"
+STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
+"""Reading samples, the passes through the model, the end of the reduction of gradients, and the update."""
+
+
+class StepTimers:
+    """The parts of a step as contexts: `with timers("forward"):`. Whoever times or traces them adds a watcher, whose
+    context is entered around each part. Costs nothing without any."""
+
+    def __init__(self) -> None:
+        self.watchers: list[Callable[[str], AbstractContextManager[None]]] = []
+
+    def __call__(self, part: str) -> AbstractContextManager[None]:
+        return self._watched(part) if self.watchers else nullcontext()
+
+    @contextmanager
+    def _watched(self, part: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for watcher in self.watchers:
+                stack.enter_context(watcher(part))
+            yield

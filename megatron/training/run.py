@@ -4,67 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
-from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
-from megatron.extensions.diagnosis.straggler import PhaseClock
 from megatron.extensions.phases.plan import StagePlan
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.batch_size import BatchSizes
-from megatron.training.config.run_config import RunConfig
 from megatron.training.data import TrainingData
 from megatron.training.forward_backward import ForwardBackward
-from megatron.training.hooks import Callback, RunView
+from megatron.training.hooks import Callback, Meter, RunView, Task
 from megatron.training.initialize import Runtime
-from megatron.training.metrics.expert_load import ExpertLoad
-from megatron.training.metrics.model_sums import ModelSums
-from megatron.training.metrics.user_metrics import UserMetrics
+from megatron.training.metrics.interval import Interval
 from megatron.training.pipeline import Pipeline
-from megatron.training.progress import Progress
+from megatron.training.progress import StepTimers
 from megatron.training.saving import RunSaver
 
-if TYPE_CHECKING:
-    from megatron.extensions.evaluation.suite import Suite
 
+@dataclass(kw_only=True)
+class TrainingRun(RunView):
+    """Owns the parts of a run on one rank. The loop holds it; other functions take the parts they use.
 
-@dataclass
-class TrainingRun:
-    """Owns the parts of a run on one rank. The loop holds it; other functions take the parts they use."""
-
-    config: RunConfig
-    """That of the present stage; `plan.base` is the one that the flags say."""
+    `config` is that of the present stage; `plan.base` is the one that the flags say. `progress` and `interval` change
+    with every step, the other parts are built once."""
 
     plan: StagePlan
     runtime: Runtime
-    stages: dict[int, GPTModel]
     ddp: DistributedDataParallel
-    optimizer: DistributedOptimizer
     scheduler: OptimizerParamScheduler
     pipeline: Pipeline
     forward_backward: ForwardBackward
     data: TrainingData
-    eval_tasks: Suite | None
-    """What --eval-tasks names."""
-
     batch_sizes: BatchSizes
     train_iters: int
-    progress: Progress
-    """Changes with every step; the other parts are built once."""
-
-    experts: ExpertLoad
-    sums: ModelSums
-    layer_stats: LayerStatistics
     saver: RunSaver
     guard: StepGuard
-    clock: PhaseClock
+    timers: StepTimers
     callbacks: Sequence[Callback]
-    user_metrics: UserMetrics
-    view: RunView
-    """What callbacks and metrics see of this run."""
+    meters: Sequence[Meter]
+    """All that is counted during passes and reported at log lines."""
+
+    tasks: Sequence[Task] = ()
+    """What it does every so many iterations, in this order."""
+
+    interval: Interval = field(default_factory=Interval)
+    """The steps since the last log line."""
 
     stage: int = 0
     """Number of the present stage."""

@@ -31,6 +31,9 @@ class RunSaver:
         self.exporter: HFExporter | None = None
         """None without --export-hf-interval."""
 
+        self.last = progress.iteration or None
+        """The iteration that was saved last, or loaded."""
+
         if self.writer is not None and self.options.export_hf_interval is not None:
             self.exporter = HFExporter(checkpointer.config, self.writer.held)
 
@@ -52,6 +55,7 @@ class RunSaver:
         """Starts a checkpoint of the present iteration; with --no-async-save it is written on return."""
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
+        self.last = iteration
         self._runtime.watchdog.begin(f"saving iteration {iteration}")
         if self.exporter is not None:  # learns of the save before, whose checkpoint retention must then not delete
             self.writer.wait()

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,11 +26,6 @@ from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms, place_of
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.core.tokenizers import build_tokenizer
-from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
-from megatron.extensions.diagnosis.profiler import Profiler
-from megatron.extensions.diagnosis.straggler import PhaseClock
-from megatron.extensions.diagnosis.trace.tracer import Tracer
 from megatron.extensions.hugging_face.start import load_start
 from megatron.extensions.phases.change import enter_stage
 from megatron.extensions.phases.history import continued, read_history
@@ -42,20 +36,20 @@ from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward
-from megatron.training.hooks import Callback, Parts, RunView
+from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.metrics.fp8_scales import FP8Scales
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.multi_token_losses import MultiTokenLosses
 from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.metrics.source_losses import SourceLosses
+from megatron.training.metrics.summary import PeakMemory
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
+from megatron.training.progress import StepTimers
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
-
-if TYPE_CHECKING:
-    from megatron.extensions.evaluation.suite import Suite
 
 
 def build_stages(
@@ -171,21 +165,6 @@ def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTMo
         runtime.say(f" kernel of fp8 weight gradients {name}: {choice.winner or 'torch'} ({choice.times})")
 
 
-def load_tasks(config: RunConfig, runtime: Runtime) -> Suite | None:
-    """The tasks of --eval-tasks in tokens. Raises ValueError with every problem of their files."""
-    options = config.eval_tasks
-    if not options.eval_tasks:
-        return None
-    from megatron.extensions.evaluation.suite import Suite  # which needs yaml and jinja2
-
-    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
-    limit, num_fewshot = options.eval_tasks_limit, options.eval_tasks_num_fewshot
-    suite = Suite.load(options.eval_tasks, tokenizer, config.model.seq_length, limit, num_fewshot)
-    for line in suite.notes:
-        runtime.say(f" {line}")
-    return suite
-
-
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
@@ -193,9 +172,11 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("data"):
         plan = continued(stage_plan(config), read_history(config.checkpoint))
         data, plan = build_data(plan, runtime)
-    with phases("tasks"):
+    with phases("inputs of extensions"):
         check_same_data(data.fingerprints, state.world)  # once all ranks have come here
-        eval_tasks = load_tasks(config, runtime)
+        parts = (parts or Parts()).with_registered(config)
+        for callback in parts.callbacks:
+            callback.on_setup(runtime)
     with phases("model"):
         attention = choose_attention(plan.longest.config, runtime)
         stages = build_stages(config, runtime, queue, casts, overlap, attention)
@@ -235,18 +216,17 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         path = Path(config.logging.sample_log)
         data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)
     pipeline = Pipeline(config, runtime, stages, queue, casts, overlap)
-    experts = ExpertLoad(config.model, state, stages, runtime.device)
-    multi_token = MultiTokenLosses(config.model, state, stages, runtime.device)
-    sources = SourceLosses(data.logged_sources, state, stages, runtime.device)
-    clock = PhaseClock(runtime.device, config.logging.log_straggler)
-    pipeline.executor.timed = clock
+    timers = pipeline.executor.timed = StepTimers()
     pipeline.executor.validate = optimizer.validate
-    parts = (parts or Parts()).with_registered(config)
-    watchers: list[Callback] = []
-    if config.logging.profile or config.logging.record_memory_history:
-        watchers.append(Profiler(config))
-    if config.logging.trace:
-        watchers.append(Tracer(config, runtime, pipeline, clock, saver))
+    meters: list[Meter] = [
+        ExpertLoad(config.model, state, stages, runtime.device),
+        MultiTokenLosses(config.model, state, stages, runtime.device),
+        SourceLosses(data.logged_sources, state, stages, runtime.device),
+        FP8Scales(scaling),
+        ModelSums(config.logging, optimizer, stages, state, runtime.device),
+        UserMetrics(parts.metrics, runtime.device),
+        PeakMemory(state.world, runtime.device),
+    ]
     run = TrainingRun(
         config=config,
         plan=plan,
@@ -256,22 +236,20 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         optimizer=optimizer,
         scheduler=scheduler,
         pipeline=pipeline,
-        forward_backward=ForwardBackward(config, runtime, ddp, pipeline, experts, scaling, multi_token, sources),
+        forward_backward=ForwardBackward(config, runtime, ddp, pipeline, meters),
         data=data,
-        eval_tasks=eval_tasks,
         batch_sizes=plan.sizes,
         train_iters=plan.iterations,
         progress=progress,
-        experts=experts,
-        sums=ModelSums(config.logging, optimizer, stages, state, runtime.device),
-        layer_stats=LayerStatistics(config, state, stages, optimizer, runtime.device),
         saver=saver,
         guard=StepGuard(config.checks, runtime.device, progress),
-        clock=clock,
-        callbacks=(*watchers, *parts.callbacks),
-        user_metrics=UserMetrics(parts.metrics, runtime.device),
-        view=RunView(config, stages, optimizer, progress, runtime.say),
+        timers=timers,
+        callbacks=parts.callbacks,
+        meters=meters,
+        say=runtime.say,
     )
+    for callback in parts.callbacks:
+        meters.extend(callback.meters(run))
     # What is only evaluated is evaluated on the data of the stage that it was trained in.
     enter_stage(run, plan.number_at(progress.consumed_samples - config.training.skip_train))
     return run

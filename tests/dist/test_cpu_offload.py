@@ -27,9 +27,8 @@ from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
-from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
+from megatron.training.train_step import train_step
 from tests.dist.toy import build, run_step
 from tests.harness import run_world
 from tests.limits import HANG
@@ -116,11 +115,11 @@ def _continue_elsewhere(rank: int, world_size: int, folder: str, flags: str) -> 
         with local_run(config(more), rank, world_size) as run:
             checkpointer = Checkpointer(run.config, run.runtime.state, run.stages, run.optimizer)
             if not states:
-                train_step(run, Interval())
+                train_step(run)
                 checkpointer.save(run.progress)
             else:
                 run.progress = checkpointer.load(data=run.data.fingerprint_at)
-            train_step(run, Interval())
+            train_step(run)
             states.append({piece.key + piece.meta.name: piece.data.clone() for piece in merged(run)})
     return [key for key in states[0] for other in states[1:] if not torch.equal(states[0][key], other[key])]
 
@@ -146,7 +145,7 @@ def _skip_a_step(rank: int, world_size: int, flags: str) -> None:
     config = resolve(parse(flags), world_size)
     assert validate(config, world_size) == []
     with local_run(config, rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
         before, made = held(run), run.optimizer.step_count
         for buffer in run.ddp.buffers:
             buffer.grad_data[rank] = torch.nan
@@ -326,7 +325,8 @@ with fake_cuda(read_device("h100")) as mode:
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
-    from megatron.training.training import Interval, train_step
+    from megatron.training.metrics.interval import Interval
+from megatron.training.train_step import train_step
     flags = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
     config = config_of(SHAPES["tiny"], 1, 1, flags)
     with (
@@ -348,7 +348,7 @@ with fake_cuda(read_device("h100")) as mode:
         assert run.optimizer.nbytes == (held["cuda"], held["cpu"] + 2 * max(host) * (4 + 2))
         log.clear()
         with Copies():
-            train_step(run, Interval())
+            train_step(run)
 to_host, to_device = (
     [entry for entry in log if entry[0] == "copy" and entry[2] == place and entry[1] != "compute"]
     for place in ("cpu", "cuda")

@@ -20,7 +20,8 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.cuda_graphs import GraphedMicrobatches
 from megatron.training.initialize import prepare_graphs
-from megatron.training.training import Interval, train_step
+from megatron.training.metrics.interval import Interval
+from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
 
 MODEL = (
@@ -58,9 +59,9 @@ def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Te
             run.pipeline.graph = GraphedMicrobatches(
                 run.pipeline._one, recorder, 3, CPU, run.ddp.main_dtype, run.pipeline.executor.casts
             )
-        interval = Interval()
+        interval = run.interval = Interval()
         for _ in range(5):
-            train_step(run, interval)
+            train_step(run)
         seen = recorder.recorded, recorder.replayed
         settle(run)
         step = run.progress.next_step(run.batch_sizes)

@@ -14,7 +14,8 @@ import torch
 from megatron.core.moe import dispatcher
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from megatron.training.training import Interval, train_step
+from megatron.training.metrics.interval import Interval
+from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
 from tests.host_waits import HostWaits
 
@@ -51,11 +52,11 @@ def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Cou
     config = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
     assert not validate(config, world_size)
     with local_run(config, rank, world_size) as run:
-        interval = Interval()
+        run.interval = Interval()
         for _ in range(2):
-            train_step(run, interval)
+            train_step(run)
         with HostWaits(HOST_ONLY) as seen:
-            train_step(run, interval)
+            train_step(run)
         run.optimizer.finish_param_sync()
         return seen.found, seen.calls
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.metrics.interval import Interval
-from megatron.training.training import train_step
+from megatron.training.metrics.model_sums import ModelSums
+from megatron.training.train_step import train_step
 from tests.harness import run_world
 
 # Without biases: those of keys have gradients that are zero but for rounding.
@@ -27,8 +27,10 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
     """(what is logged after a step, the same counted parameter by parameter, which is right in one process)."""
     config = resolve(parse_args(flags.split()), world_size)
     with local_run(config, rank, world_size) as run:
-        train_step(run, Interval())
-        sums = run.sums.take()
+        train_step(run)
+        (meter,) = (meter for meter in run.meters if isinstance(meter, ModelSums))
+        sums = meter.take()
+        assert sums is not None
         if world_size > 1:
             dist.all_reduce(sums)
         parameters = [p for stage in run.stages.values() for p in stage.parameters()]
@@ -37,7 +39,7 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
             "params_norm": torch.cat([p.flatten() for p in parameters]).norm().item(),
             "num_zeros": float(sum((p.main_grad == 0).sum().item() for p in trained)),
         }
-        return run.sums.record(sums), plain
+        return meter.report(sums, run.interval), plain
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megatron.extensions.planner.flops import orthogonalization_flops
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
 from tests.harness import run_world
@@ -209,7 +209,7 @@ def test_both_configurations_must_agree():
 
 def _flops_of_an_update(rank, world_size, config):
     with local_run(config, rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
         with FlopCounterMode(display=False) as counter:
             run.optimizer.step(1e-3, 0.0)
         return counter.get_total_flops()

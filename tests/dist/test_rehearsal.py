@@ -20,8 +20,7 @@ from megatron.extensions.planner.rehearsal.shards import coverage_problems
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
-from megatron.training.metrics.interval import Interval
-from megatron.training.training import train_step
+from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
 
 COMMON = (
@@ -50,7 +49,7 @@ LAYOUTS = [
 def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
     log = CollectiveLog()
     with LoggedWorld(log), log.objects(answer=False), local_run(config, rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
     return log.collectives
 
 

@@ -6,11 +6,12 @@ import time
 
 import pytest
 
-from megatron.extensions.diagnosis.straggler import PHASES
 from megatron.training.config.run_config import RunConfig
-from megatron.training.metrics.interval import summarize
+from megatron.training.metrics.interval import Interval
 from megatron.training.metrics.sinks import Record
-from megatron.training.training import Interval, train_step
+from megatron.training.metrics.summary import summarize
+from megatron.training.progress import STEP_PARTS
+from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import config_of
 
@@ -26,10 +27,10 @@ def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int
             module.register_forward_hook(lambda *_: time.sleep(DELAY))
         if rank == slow.get("backward"):
             module.register_full_backward_hook(lambda *_: time.sleep(DELAY))
-        interval = Interval()
+        run.interval = Interval()
         for _ in range(2):
-            train_step(run, interval)
-        return summarize(run, interval)
+            train_step(run)
+        return summarize(run)
 
 
 @pytest.mark.parametrize("layout", ["--tp 2 --pp 2", "--pp 2 --dp 2"])
@@ -38,5 +39,5 @@ def test_a_slow_rank_is_named(layout: str) -> None:
     records = run_world(4, slow_down, config, {"forward": 3, "backward": 0})
     for record in records:
         assert record["straggler_forward_rank"] == 3 and record["straggler_backward_rank"] == 0
-        assert [len(record[f"straggler_{phase}"]) for phase in PHASES] == [2] * len(PHASES)
+        assert [len(record[f"straggler_{phase}"]) for phase in STEP_PARTS] == [2] * len(STEP_PARTS)
     assert all(record["straggler_forward"] == records[0]["straggler_forward"] for record in records)

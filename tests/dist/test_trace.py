@@ -41,10 +41,10 @@ def traced(rank: int, size: int, flags: str, folder: str) -> tuple[list[float], 
     functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
     losses = []
     with local_run(config, rank, size) as run, ExitStack() as resources:
-        run.view.say = print
+        run.say = print
         train(run, resources)
         losses.append(run.measured["lm_loss"])
-        as_before = "run_action" not in vars(run.pipeline.executor) and "block" not in vars(run.clock)
+        as_before = "run_action" not in vars(run.pipeline.executor) and not run.timers.watchers
     return losses, as_before and functions == (dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait)
 
 
@@ -159,7 +159,7 @@ def traced_lines(rank: int, size: int, flags: str, folder: str) -> list[str]:
     )
     said: list[str] = []
     with local_run(config, rank, size) as run, ExitStack() as resources:
-        run.view.say = said.append
+        run.say = said.append
         train(run, resources)
     return [line for line in said if "trace" in line]
 

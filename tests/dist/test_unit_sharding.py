@@ -19,7 +19,7 @@ from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve_legal, validate
 from megatron.training.run import TrainingRun
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 from tests.dist.test_collective_counts import recorded
 from tests.harness import run_world
 
@@ -69,10 +69,10 @@ class Watch:
 def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
     """Collectives of the second step, the most units whole at once, and the memory left after it."""
     with local_run(config(flags, world_size), rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
         watch = Watch(run)
         with recorded() as calls:
-            train_step(run, Interval())
+            train_step(run)
         buckets = run.ddp.units.buckets
         whole = [t for b in buckets for t in ((b.params, b.grads) if b.shards_params else (b.grads,))]
         return {
@@ -136,9 +136,9 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
             for bucket in buckets:
                 watch_collectives(bucket, name, found)
         for _ in range(2):
-            train_step(run, Interval())
+            train_step(run)
         found.clear()
-        train_step(run, Interval())
+        train_step(run)
     return found
 
 
@@ -204,9 +204,9 @@ def test_recomputed_layers_are_gathered_once_in_the_backward() -> None:
 def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
     """Whether each layer leaves its last addition to the next norm, and the most units that are whole at once."""
     with local_run(config(flags, world_size), rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
         watch = Watch(run)
-        train_step(run, Interval())
+        train_step(run)
         layers: Any = run.stages[0].decoder.layers  # type: ignore[union-attr]
         streams = [layer.takes_stream() for layer in layers]
         layers[0].register_forward_hook(lambda *seen: None)

@@ -10,9 +10,10 @@ import torch
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.initialize import StartupPhases, initialize
+from megatron.training.metrics.interval import Interval
 from megatron.training.reliability.launch import Launch
 from megatron.training.setup import build_run
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 
 
 def main(argv: list[str]) -> None:
@@ -20,12 +21,12 @@ def main(argv: list[str]) -> None:
     problems = validate(config, 1)
     assert not problems, problems
     run = build_run(config, initialize(config, Launch(0, 1, 0), StartupPhases()))
-    interval = Interval()
+    interval = run.interval = Interval()
     for step in range(4):
         if step == 2:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
-        train_step(run, interval)
+        train_step(run)
     torch.cuda.set_sync_debug_mode("default")
     run.data.close()
     print("losses", torch.stack(interval.losses)[:, 0].tolist())

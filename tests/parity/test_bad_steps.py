@@ -19,8 +19,10 @@ from megatron.training.checks.bad_steps import BadStepError, settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
+from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
-from megatron.training.training import Interval, save, train_step
+from megatron.training.tasks import save
+from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
 
 MODEL = (
@@ -84,11 +86,11 @@ def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str,
         run = build(config, rank, world_size, resources)
         plant(kind, run)
         if kind != "weight gradient":
-            train_step(run, Interval())
+            train_step(run)
         before = tensors(run)
-        train_step(run, Interval())
+        train_step(run)
         with pytest.raises(BadStepError) as error:
-            train_step(run, Interval())  # notices before it uses its own gradients
+            train_step(run)  # notices before it uses its own gradients
         return str(error.value), same(before, tensors(run))
 
 
@@ -140,7 +142,7 @@ def poison(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
         table.data[token] = math.nan
         for shard in run.optimizer.shards:
             shard.main.data.copy_(shard.bucket.owned_params)
-        train_step(run, Interval())
+        train_step(run)
         with pytest.raises(BadStepError) as error:
             settle(run)
         return str(error.value), sample
@@ -164,7 +166,7 @@ def once(rank: int, world_size: int, config: RunConfig) -> str:
             return output * math.nan if left and left.pop() else None
 
         layer.register_forward_hook(hook)
-        train_step(run, Interval())
+        train_step(run)
         with pytest.raises(BadStepError) as error:
             settle(run)
         return str(error.value)
@@ -181,7 +183,7 @@ def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps:
         if kind:
             plant(kind, run)
         for _ in range(steps):
-            train_step(run, Interval())
+            train_step(run)
         settle(run)
         progress = run.progress
         return tensors(run), (progress.consumed_samples, progress.skipped_iterations, progress.nan_iterations)
@@ -221,7 +223,7 @@ def rates(
 
         run.optimizer.step = step  # type: ignore[method-assign]
         for _ in range(steps):
-            train_step(run, Interval())
+            train_step(run)
         settle(run)
         return found
 
@@ -284,9 +286,9 @@ def spiky(
     with ExitStack() as resources:
         run = build(config, rank, world_size, resources)
         multiply_losses(run, samples)
-        interval = Interval()
+        interval = run.interval = Interval()
         for _ in range(steps):
-            train_step(run, interval)
+            train_step(run)
         settle(run)
         run.guard.store_means()
         if run.saver.writer is not None:

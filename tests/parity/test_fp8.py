@@ -30,7 +30,8 @@ from megatron.training.checks.bad_steps import BadStepError
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.run import TrainingRun
-from megatron.training.training import Interval, save, train_step
+from megatron.training.tasks import save
+from megatron.training.train_step import train_step
 from tests.harness import Snapshot, local_run, train_in_world
 
 BASE = (
@@ -193,13 +194,13 @@ def interrupted(rank: int, world_size: int, folder: Path, layout: str) -> None:
             if step == 2:
                 save(run)
                 saved = states(run)
-            train_step(run, Interval())
+            train_step(run)
         run.saver.finish()
         again = build(rank, world_size, flags, resources)
         assert again.progress.iteration == 2
         loaded = states(again)
         for _ in range(2):
-            train_step(again, Interval())
+            train_step(again)
         for one, two in ((saved, loaded), (states(run), states(again))):
             assert one.keys() == two.keys()
             assert [name for name, value in one.items() if not torch.equal(value, two[name])] == []
@@ -211,7 +212,7 @@ def loaded_histories(rank: int, world_size: int, flags: list[str]) -> dict[str, 
     with ExitStack() as resources:
         run = build(rank, world_size, flags, resources)
         assert run.progress.iteration == 2
-        train_step(run, Interval())
+        train_step(run)
         return {name: value for name, value in states(run).items() if name.endswith("amax_history")}
 
 
@@ -234,13 +235,13 @@ def broken(rank: int, world_size: int, recipe: str) -> bool:
     """Whether a weight that is not finite was seen, and what was noted of that step forgotten."""
     with ExitStack() as resources:
         run = build(rank, world_size, flags_of(recipe), resources)
-        train_step(run, Interval())
+        train_step(run)
         before = states(run)
         with torch.no_grad():
             run.stages[0].decoder.layers[1].mlp.linear_fc1.weight[0, 0] = torch.inf  # type: ignore[union-attr, index]
-        train_step(run, Interval())
+        train_step(run)
         with pytest.raises(BadStepError, match="iteration 2 is not finite"):
-            train_step(run, Interval())
+            train_step(run)
         after = states(run)
         return all(torch.equal(value, after[name]) for name, value in before.items() if name.endswith("history"))
 
@@ -335,7 +336,7 @@ def gathered_bytes(rank: int, world_size: int, flags: list[str]) -> int:
     with ExitStack() as resources, pytest.MonkeyPatch.context() as patched:
         run = build(rank, world_size, flags, resources)
         patched.setattr(param_and_grad_buffer, "start_all_gather", counted)
-        train_step(run, Interval())
+        train_step(run)
         total = sum(found)
         run.optimizer.finish_param_sync()
         run.optimizer.finish_param_sync()

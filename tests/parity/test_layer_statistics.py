@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from megatron.core.moe.router import TopKRouter
+from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.metrics.interval import Interval, summarize
-from megatron.training.training import train_step
+from megatron.training.metrics.interval import Interval
+from megatron.training.metrics.summary import summarize
+from megatron.training.run import TrainingRun
+from megatron.training.train_step import train_step
 from tests.harness import run_world
 
 MODEL = (
@@ -29,11 +32,15 @@ def recorded(rank: int, world_size: int, flags: str, steps: int = 2) -> list[dic
     """The records of so many steps."""
     config = resolve_legal(parse_args(flags.split()), world_size)
     with local_run(config, rank, world_size) as run:
-        interval = Interval()
         for _ in range(steps):
-            train_step(run, interval)
-        summarize(run, interval)
-        return [record.as_json() for record in interval.layers]
+            train_step(run)
+        summarize(run)
+        return [record.as_json() for record in statistics_of(run).found]
+
+
+def statistics_of(run: TrainingRun) -> LayerStatistics:
+    (found,) = (meter for meter in run.meters if isinstance(meter, LayerStatistics))
+    return found
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
@@ -81,9 +88,9 @@ def test_every_layout_records_what_one_process_does(flags: str, layouts: dict[st
 
 def losses(rank: int, world_size: int, flags: str) -> list[float]:
     with local_run(resolve_legal(parse_args(flags.split()), world_size), rank, world_size) as run:
-        interval = Interval()
+        interval = run.interval = Interval()
         for _ in range(3):
-            train_step(run, interval)
+            train_step(run)
         return [loss[0].item() for loss in interval.losses]
 
 
@@ -117,9 +124,8 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
             for name, (parameter, _) in model.named_metas().items():
                 plain[f"{name} grad_norm"] = parameter.main_grad.norm().item()
 
-        interval = Interval()
-        train_step(run, interval, before_update=look)
-        summarize(run, interval)
+        train_step(run, before_update=look)
+        summarize(run)
         for name, (parameter, _) in model.named_metas().items():
             plain[f"{name} weight_norm"] = parameter.norm().item()
             plain[f"{name} update_norm"] = (parameter - before[name]).norm().item()
@@ -128,7 +134,7 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
     for number, chosen in choices.items():
         counts = torch.cat(chosen).bincount(minlength=4).double()
         plain |= {f"expert_load {number} {expert}": load.item() for expert, load in enumerate(counts / counts.mean())}
-    (record,) = (each.as_json() for each in interval.layers)
+    (record,) = (each.as_json() for each in statistics_of(run).found)
     return flat(record), plain, set(record["layers"])
 
 

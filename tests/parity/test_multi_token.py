@@ -14,7 +14,8 @@ from megatron.testing.snapshot import Snapshot, first_difference
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.metrics.interval import Interval
-from megatron.training.training import train_step
+from megatron.training.metrics.multi_token_losses import MultiTokenLosses
+from megatron.training.train_step import train_step
 from tests.harness import run_world, train_in_world
 
 MODEL = (
@@ -50,15 +51,16 @@ def logged(rank: int, world_size: int, flags: str) -> dict[str, Any]:
     """The losses of the second of two steps, as they are logged."""
     config = resolve(parse_args((MODEL + flags).split()), world_size)
     with local_run(config, rank, world_size) as run:
-        losses, interval = run.forward_backward.multi_token, Interval()
-        train_step(run, Interval())
+        (losses,) = (meter for meter in run.meters if isinstance(meter, MultiTokenLosses))
+        train_step(run)
         losses.take()
-        train_step(run, interval)
+        interval = run.interval = Interval()
+        train_step(run)
         taken = torch.cat((losses.take(), interval.losses[0]))
         if world_size > 1:
             dist.all_reduce(taken)
         total, tokens = taken[-2:].tolist()
-        return losses.record(taken[:-2]) | {"lm_loss": total / tokens}
+        return losses.report(taken[:-2], interval) | {"lm_loss": total / tokens}
 
 
 def test_every_layout_logs_the_same_losses() -> None:

@@ -30,7 +30,8 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 from megatron.training.evaluation import summed_loss
 from megatron.training.run import TrainingRun
-from megatron.training.training import Interval, save, train_step
+from megatron.training.tasks import save
+from megatron.training.train_step import train_step
 from tests.harness import Snapshot, local_run, train_in_world
 
 COMMON = (
@@ -112,11 +113,11 @@ def build(rank: int, world_size: int, flags: str, resources: ExitStack) -> Train
 def evaluate_and_save(rank: int, world_size: int, flags: str) -> float:
     with ExitStack() as resources:
         run = build(rank, world_size, flags, resources)
-        train_step(run, Interval())
+        train_step(run)
         found = summed_loss(run, run.data.valid[""], 0, run.config.training.eval_iters)
         assert found is not None
         loss = found[0] / found[1]
-        train_step(run, Interval())
+        train_step(run)
         save(run)
         run.optimizer.finish_param_sync()
         return loss
@@ -153,7 +154,7 @@ def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]
         run.pipeline.train = train_and_count  # type: ignore[method-assign]
         for size in (4, 8, 2):  # another number of micro-batches in each step, as in a ramp-up
             run.batch_sizes = replace(run.batch_sizes, final=size)
-            train_step(run, Interval())
+            train_step(run)
         run.optimizer.finish_param_sync()
         return found
 

@@ -9,7 +9,8 @@ from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import relative_difference, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.training import Interval, save, train_step
+from megatron.training.tasks import save
+from megatron.training.train_step import train_step
 
 COMMON = (
     "--num-layers 5 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 "
@@ -27,7 +28,7 @@ CHAIN = [
 def one_step(rank: int, world_size: int, argv: list[str]) -> int:
     config = resolve(parse_args(argv), world_size)
     with local_run(config, rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
         save(run)
         run.optimizer.finish_param_sync()
         return run.progress.iteration

@@ -19,12 +19,14 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.planner.dry_run import batch
 from megatron.extensions.planner.memory import states_of_rank
-from megatron.training import training
+from megatron.training import train_step as train_step_module
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
-from megatron.training.training import Interval, save, train_step
+from megatron.training.tasks import save
+from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
 
 MODEL = (
@@ -101,7 +103,7 @@ def verdicts() -> Iterator[list[bool]]:
 
 def always_ahead() -> AbstractContextManager[Any]:
     """Steps do not wait for the norm where the one before was rolled back."""
-    return mock.patch.object(training, "likely_to_stand", return_value=True)
+    return mock.patch.object(train_step_module, "likely_to_stand", return_value=True)
 
 
 def state_of(run: TrainingRun) -> dict[str, Any]:
@@ -110,18 +112,18 @@ def state_of(run: TrainingRun) -> dict[str, Any]:
     found: dict[str, Any] = {f"{p.key} {p.meta.name} {p.start}": p.data.detach().clone() for p in pieces}
     for model in run.stages.values():
         found |= {name: param.detach().clone() for name, (param, _) in model.named_metas().items()}
-    for i, tensor in enumerate(run.forward_backward.moved_by_end_step()):
+    for i, tensor in enumerate(run.forward_backward.step_state()):
         found[f"tally {i}"] = tensor.detach().clone()
     return found | {"step": run.optimizer.step_count, "scaler": run.optimizer.scaler.state_dict()}
 
 
 def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] | None = None) -> dict[str, Any]:
     """`state_of` behind some steps, with their results."""
-    interval = Interval()
+    interval = run.interval = Interval()
     if plant is not None:
         plant(run)
     for _ in range(steps):
-        train_step(run, interval)
+        train_step(run)
     state = state_of(run)
     results = [(repr(r.grad_norm), r.skipped, r.loss_scale) for r in interval.results]
     return state | {"results": results, "losses": torch.stack(interval.losses)}
@@ -184,9 +186,9 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[
         expected = trained(run, 4)
     saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))
     with verdicts() as rolled_back, local_run(saving, rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
         with always_ahead():
-            train_step(run, Interval())
+            train_step(run)
         save(run)
         run.saver.finish()
         assert rolled_back == [True, True]

@@ -16,8 +16,7 @@ from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from megatron.training.metrics.interval import Interval
-from megatron.training.training import train_step
+from megatron.training.train_step import train_step
 from tests.harness import run_world
 
 MODEL = (
@@ -119,7 +118,7 @@ def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
 def _skip_a_step(rank: int, world_size: int) -> None:
     flags = f"{MODEL} --bf16 {AWARE}--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
     with local_run(resolve(parse_args(flags.split()), 1), rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
         tensors = [tensor for shard in run.optimizer.shards for tensor in _stored(shard)]
         before = [tensor.clone() for tensor in tensors]
         for buffer in run.ddp.buffers:

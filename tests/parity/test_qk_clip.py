@@ -9,8 +9,7 @@ from megatron.core.optimizer.qk_clip import of_elements
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
-from megatron.training.metrics.interval import Interval
-from megatron.training.training import train_step
+from megatron.training.train_step import train_step
 from tests.harness import run_world
 
 MODEL = (
@@ -35,9 +34,9 @@ def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.T
         assert clip is not None
         true = clip.largest
         clip.largest = lambda: found.append(true()) or found[-1]  # type: ignore[method-assign]
-        train_step(run, Interval())
+        train_step(run)
         run.progress.consumed_samples = 0
-        train_step(run, Interval())
+        train_step(run)
         return [largest for (largest,) in found]
 
 

@@ -11,7 +11,7 @@ from megatron.training.checks.check_replicas import ReplicaError, bit_hash, chec
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.run import TrainingRun
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
 
 FLAGS = (
@@ -24,7 +24,7 @@ FLAGS = (
 def _check(rank: int, world_size: int, argv: list[str], damage: Callable[[TrainingRun, int], None]) -> int | str:
     config = resolve(parse_args(argv), world_size)
     with local_run(config, rank, world_size) as run:
-        train_step(run, Interval())
+        train_step(run)
         compared = check_replicas(run.stages.values(), run.optimizer, run.runtime.state)
         damage(run, rank)
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.extensions.planner.device_file import FOLDER, DeviceFile, device_names, read_device
-from megatron.training.metrics.mfu import PEAK_TFLOPS_16BIT, PEAK_TFLOPS_FP8
+from megatron.training.metrics.summary import PEAK_TFLOPS_16BIT, PEAK_TFLOPS_FP8
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.training.config.run_config import LoggingConfig
 from megatron.training.initialize import check_fp8
-from megatron.training.metrics.mfu import peak_tflops
+from megatron.training.metrics.summary import peak_tflops
 
 CPU = torch.device("cpu")
 MANTISSA = {E4M3: 3, E5M2: 2}
@@ -405,7 +405,7 @@ def test_delayed_scaling_learns_nothing_from_what_is_left_out() -> None:
     layer.backward()
     scaling.end_step(SKIP)
     layer.backward()
-    scaling.forget_step()
+    scaling.discard_step()
     layer.gemms.eval()
     layer.backward()
     assert torch.equal(layer.gemms.amax_history, before) and not scaling.amax.any()

@@ -12,7 +12,8 @@ import pytest
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import TrainingConfig
 from megatron.training.config.validation import notices, resolve
-from megatron.training.garbage_collection import GarbageCollection
+from megatron.training.hooks import Task
+from megatron.training.tasks import GarbageCollection
 
 
 class Knot:
@@ -34,10 +35,10 @@ def test_it_goes_at_steps_of_the_interval(resources: ExitStack) -> None:
     collection = GarbageCollection(TrainingConfig(manual_gc=True, manual_gc_interval=3), resources)
     assert old() is None and not gc.isenabled()
     new = weakref.ref(Knot())
-    for iteration in (4, 5):
-        collection.after_step(iteration)
-        assert new() is not None
-    collection.after_step(6)
+    (task,) = collection.tasks()
+    assert [iteration for iteration in range(1, 8) if task.at(iteration, last=False)] == [3, 6]
+    assert new() is not None
+    task.run()
     assert new() is None
 
 
@@ -45,20 +46,23 @@ def test_it_goes_at_steps_of_the_interval(resources: ExitStack) -> None:
 def test_it_goes_around_evaluations(wanted: bool, resources: ExitStack) -> None:
     collection = GarbageCollection(TrainingConfig(manual_gc=True, manual_gc_eval=wanted), resources)
     before = weakref.ref(Knot())
-    with collection.around_evaluation():
+    during: list[weakref.ref[Knot]] = []
+
+    def evaluate() -> None:
         assert (before() is None) == wanted
-        during = weakref.ref(Knot())
-    assert (during() is None) == wanted
-    collection.after_step(1)
-    assert (during() is None) == wanted
+        during.append(weakref.ref(Knot()))
+
+    collection.around(Task("evaluation", 1, evaluate)).run()
+    assert (during[0]() is None) == wanted
+    (between_steps,) = collection.tasks()
+    assert not between_steps.at(1, last=True)
 
 
 def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
     collection = GarbageCollection(TrainingConfig(), resources)
     assert gc.isenabled()
-    collection.after_step(1)
-    with collection.around_evaluation():
-        assert gc.isenabled()
+    (task,) = collection.tasks()
+    assert not any(task.at(iteration, last=True) for iteration in range(1, 9))
 
 
 @pytest.mark.parametrize("flags", ["--manual-gc-interval 5", "--no-manual-gc-eval"])

@@ -34,7 +34,7 @@ from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 from tools.bench.profile_groups import spans_of
 from tools.bench.side_by_side import machine, positive, say_machine, write_json
 
@@ -129,11 +129,11 @@ def profiled_steps(
     found: dict[str, list[Shares]] = {kind: [] for kind in patterns}
     with local_run(config, rank, world_size) as run:
         for _ in range(2):
-            train_step(run, Interval())
+            train_step(run)
         for _ in range(STEPS):
             threads = _ExperimentalConfig(profile_all_threads=True)
             with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiled:
-                train_step(run, Interval())
+                train_step(run)
             profiled.export_chrome_trace(str(path))
             trace = json.loads(path.read_text())
             for kind, pattern in patterns.items():

@@ -164,11 +164,12 @@ def round_of(run: TrainingRun, steps: int) -> Round:
 
 def take_steps(run: TrainingRun, steps: int) -> None:
     """Training steps, until the device has done them."""
-    from megatron.training.training import Interval, train_step
+    from megatron.training.metrics.interval import Interval
+    from megatron.training.train_step import train_step
 
-    interval = Interval()
+    run.interval = Interval()
     for _ in range(steps):
-        train_step(run, interval)
+        train_step(run)
     wait_for(run.runtime.device)
 
 
@@ -219,7 +220,7 @@ def measure(
     them before the planner and the profiler run."""
     import torch
 
-    from megatron.training.metrics.mfu import peak_tflops
+    from megatron.training.metrics.summary import peak_tflops
 
     found = tuple(ceilings(config, device))
     on_gpu = device.type == "cuda"

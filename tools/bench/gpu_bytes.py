@@ -145,7 +145,7 @@ def one_step(config: RunConfig, trace: Any, counter: Any) -> Counter[Kernel]:
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
-    from megatron.training.training import Interval, train_step
+    from megatron.training.train_step import train_step
 
     with (
         mock.patch("megatron.training.initialize.choose_device", return_value=torch.device("cuda", 0)),
@@ -156,7 +156,7 @@ def one_step(config: RunConfig, trace: Any, counter: Any) -> Counter[Kernel]:
     counter.prepare(run.stages.values(), fp8=config.parallel.fp8_format is not None)
     trace.restart()
     with counter:
-        train_step(run, Interval())
+        train_step(run)
     run.data.close()
     return trace.kernels
 

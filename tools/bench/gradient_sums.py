@@ -43,7 +43,7 @@ def to_nearest(key: Tensor, salt: int) -> Tensor:
 def trained(dtype: str, nearest: bool, iterations: int, microbatches: int) -> tuple[Tensor, Tensor, float]:
     """(initial main parameters, those after training, last loss)"""
     from megatron.training.metrics.interval import Interval
-    from megatron.training.training import train_step
+    from megatron.training.train_step import train_step
 
     flags = f"{MODEL} --global-batch-size {microbatches} --train-iters {iterations}".split()
     run = own_run([*flags, *(["--main-grads-dtype", dtype] if dtype else [])])
@@ -56,8 +56,8 @@ def trained(dtype: str, nearest: bool, iterations: int, microbatches: int) -> tu
         if nearest:
             resources.enter_context(mock.patch.object(weight_grad, "uniform_of", to_nearest))
         for _ in range(iterations):
-            interval = Interval()
-            train_step(run, interval)
+            interval = run.interval = Interval()
+            train_step(run)
     loss, tokens = interval.losses[-1][:2].tolist()
     return before, weights(), loss / tokens
 

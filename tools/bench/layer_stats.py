@@ -78,15 +78,16 @@ class Row:
 def measure(name: str, flags: Sequence[str], steps: int) -> Row:
     """Trains 2 * `steps` steps, every other one with statistics."""
     run = own_run([*flags, "--log-layer-stats", "1"])
-    from megatron.training.training import Interval, train_step
+    from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
+    from megatron.training.train_step import train_step
 
-    stats, clock = run.layer_stats, _clock(run)
+    (stats,), clock = [meter for meter in run.meters if isinstance(meter, LayerStatistics)], _clock(run)
     seconds: dict[int, list[float]] = {0: [], 1: []}
     records = []
     for number in range(2 * (steps + 2)):
         stats.interval = number % 2
         start = clock()
-        train_step(run, Interval())
+        train_step(run)
         seconds[number % 2].append(clock() - start)
         if number % 2:
             start = clock()

@@ -63,7 +63,7 @@ from megatron.training.forward_backward import count_tokens, loss_and_tokens
 from megatron.training.initialize import local_runtime
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 from tools.bench.side_by_side import machine, say_machine, write_json
 
 COMMON = (
@@ -213,7 +213,7 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Measured:
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
-        train_step(run, Interval())
+        train_step(run)
         parameters, gradients, optimizer, host = states_of(run)
         units = WholeUnits(run.ddp.units.buckets)
         kept, peak, update = activations_of(run, units)

@@ -57,7 +57,7 @@ def measured(flags: Sequence[str], part: str, steps: int, clock: str) -> Round:
     run, now = own_run(flags), CLOCKS[clock]
     import torch
 
-    from megatron.training.training import Interval, train_step
+    from megatron.training.train_step import train_step
 
     def wait() -> None:
         run.optimizer.finish_param_sync()
@@ -74,7 +74,7 @@ def measured(flags: Sequence[str], part: str, steps: int, clock: str) -> Round:
             wait()
             began = now()
             final: list[float] = []
-            train_step(run, Interval(), before_update=partial(note, final))
+            train_step(run, before_update=partial(note, final))
             wait()
             seconds.append(now() - (final[0] if part == "update" else began))
         return 1 / statistics.median(seconds)

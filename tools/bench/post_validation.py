@@ -39,7 +39,7 @@ from megatron.testing.local_world import run_world
 from megatron.training import training
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.training import Interval, train_step
+from megatron.training.train_step import train_step
 from tools.bench.side_by_side import machine, positive, say_machine, write_json
 
 MODEL = (
@@ -82,7 +82,7 @@ def measure(
                 dist.barrier()
                 ends = []
                 for _ in range(steps + 1):
-                    train_step(run, Interval())
+                    train_step(run)
                     ends.append(time.perf_counter())
                 run.optimizer.validate()
                 if turn:

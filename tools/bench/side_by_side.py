@@ -67,9 +67,9 @@ def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
     """A training step of this program with such flags, as its users run it: see `own_run`."""
     run = own_run(flags)
-    from megatron.training.training import Interval, train_step
+    from megatron.training.train_step import train_step
 
-    return lambda: train_step(run, Interval())
+    return lambda: train_step(run)
 
 
 def own_run(flags: Sequence[str]) -> TrainingRun:

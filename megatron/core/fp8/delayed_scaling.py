@@ -66,10 +66,10 @@ class DelayedScaling:
         self.amax.zero_()
         self.refresh()
 
-    def moved_by_end_step(self) -> list[Tensor]:
+    def step_state(self) -> list[Tensor]:
         return [self.history, self.amax, self.multiplier] if self.layers else []
 
-    def forget_step(self) -> None:
+    def discard_step(self) -> None:
         """Drops the amax values of a step that will not reach `end_step`."""
         if self.layers:
             self.amax.zero_()

@@ -125,7 +125,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
         first = min(found, key=lambda note: note.order, default=None)
         if first is not None:
             break
-    passes.forget_step()
+    passes.discard_step()
     return None if first is None else replace(first, weights=weights)
 
 

@@ -12,22 +12,25 @@ Nothing here waits for the device: events are read once they have passed.
 from __future__ import annotations
 
 import functools
+import socket
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron.core.dist_checkpointing.storage import gather
 from megatron.training.config.run_config import LoggingConfig
-
-GRAD_SYNC = "grad_sync"
-PHASES = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
-"""Reading samples, the passes through the model, the end of the reduction of gradients, and the update."""
+from megatron.training.hooks import Callback, Meter
+from megatron.training.metrics.interval import Interval
+from megatron.training.progress import GRAD_SYNC, STEP_PARTS
+from megatron.training.run import TrainingRun
 
 
 class Waits:
@@ -53,25 +56,44 @@ class Waits:
         dist.Work.wait = timed  # type: ignore[method-assign]
 
 
-class PhaseClock:
-    """Sums this rank's own seconds in each phase, if `enabled`; otherwise costs nothing."""
+class Stragglers(Callback, Meter):
+    """--log-straggler: compares the ranks' own times in each part of a step."""
 
-    def __init__(self, device: torch.device, enabled: bool) -> None:
-        self.enabled, self.cuda = enabled, device.type == "cuda"
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        world = run.runtime.state.world
+        self.hosts = gather(socket.gethostname(), world)
+        self.world, self.device, self.clock = world, run.runtime.device, PhaseClock(run.runtime.device)
+        run.timers.watchers.append(self.clock)
+        return (self,)
+
+    def take(self) -> Tensor:
+        """[ranks * parts]: a row with this rank's seconds, so that a sum carries every rank's."""
+        table = torch.zeros(self.world.size, len(STEP_PARTS), dtype=torch.float64, device=self.device)
+        table[self.world.rank] = torch.tensor(self.clock.take(), dtype=torch.float64)
+        return table.flatten()
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+        table = summed.view(self.world.size, -1).tolist()
+        return straggler_record(table, len(interval.results), self.config.logging)
+
+    def lines(self, record: Mapping[str, Any]) -> list[str]:
+        return straggler_line(record, self.hosts)
+
+
+class PhaseClock:
+    """Sums this rank's own seconds in each part of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
         self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
-        if enabled and dist.is_initialized():
+        if dist.is_initialized():
             Waits.install()
 
-    def __call__(self, phase: str) -> AbstractContextManager[None]:
-        return self.block(phase)
-
     @contextmanager
-    def block(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Iterator[None]:
         """Adds the time of this block to `phase`."""
-        if not self.enabled:
-            yield
-        elif self.cuda and phase != "data":
+        if self.cuda and phase != "data":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
@@ -85,10 +107,10 @@ class PhaseClock:
             self.seconds[phase] += time.perf_counter() - start_time - waiting
 
     def take(self) -> list[float]:
-        """Seconds of each of PHASES since the last call. Waits for the device."""
+        """Seconds of each of STEP_PARTS since the last call. Waits for the device."""
         self._read(wait=True)
-        taken = [self.seconds[phase] for phase in PHASES]
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        taken = [self.seconds[phase] for phase in STEP_PARTS]
+        self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
         return taken
 
     def _read(self, wait: bool) -> None:
@@ -112,9 +134,7 @@ def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, floa
 def straggler_record(table: Sequence[Sequence[float]], steps: int, config: LoggingConfig) -> dict[str, Any]:
     """The log record of a table [rank][phase] of seconds in an interval of `steps` steps, as seconds per step."""
     record: dict[str, Any] = {}
-    if not config.log_straggler or not steps:
-        return record
-    for number, phase in enumerate(PHASES):
+    for number, phase in enumerate(STEP_PARTS) if steps else ():
         found = slowest([row[number] / steps for row in table], config.straggler_minmax_count)
         rank, seconds, ratio = found[0]
         record[f"straggler_{phase}_rank"] = rank
@@ -124,12 +144,12 @@ def straggler_record(table: Sequence[Sequence[float]], steps: int, config: Loggi
     return record
 
 
-def straggler_line(record: dict[str, Any], hosts: Sequence[str]) -> list[str]:
+def straggler_line(record: Mapping[str, Any], hosts: Sequence[str]) -> list[str]:
     """The console line with the slowest ranks of each phase, if ranks were compared; else none."""
-    if f"straggler_{PHASES[0]}" not in record:
+    if f"straggler_{STEP_PARTS[0]}" not in record:
         return []
     parts = []
-    for phase in PHASES:
+    for phase in STEP_PARTS:
         entries = [
             f"rank {rank} on {hosts[rank]} {1e3 * seconds:.1f} ms (x{ratio:.2f})"
             for rank, seconds, ratio in record[f"straggler_{phase}"]

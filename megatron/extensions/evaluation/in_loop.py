@@ -4,29 +4,57 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.evaluation.cached_generation import CachedGeneration
 from megatron.extensions.evaluation.generation import continue_prompts
 from megatron.extensions.evaluation.report import record_of, table
 from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, next_tokens
-from megatron.extensions.evaluation.suite import ContinuePrompts, Results
-from megatron.training.metrics.run_log import RunLog
+from megatron.extensions.evaluation.suite import ContinuePrompts, Results, Suite
+from megatron.training.hooks import Callback, Log, Task
+from megatron.training.initialize import Runtime
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 
 
-def evaluate_tasks(run: TrainingRun, log: RunLog) -> None:
+class EvalTasks(Callback):
+    """--eval-tasks: evaluates tasks on the training model every so many iterations."""
+
+    def on_setup(self, runtime: Runtime) -> None:
+        """Reads the tasks. Raises ValueError with every problem of their files."""
+        options, model = self.config.eval_tasks, self.config.model
+        tokenizer = build_tokenizer(self.config.tokenizer, model.vocab_size)
+        limit, num_fewshot = options.eval_tasks_limit, options.eval_tasks_num_fewshot
+        self.suite = Suite.load(options.eval_tasks or (), tokenizer, model.seq_length, limit, num_fewshot)
+        for line in self.suite.notes:
+            runtime.say(f" {line}")
+
+    def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
+        own, of_validation = self.config.eval_tasks.eval_tasks_interval, self.config.training.eval_interval
+        return (
+            Task(
+                "evaluation tasks",
+                of_validation if own is None else own,
+                lambda: evaluate_tasks(run, self.suite, log),
+                at_end=True,
+                may_stop=True,
+                evaluates=True,
+            ),
+        )
+
+
+def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     """Evaluates all tasks and logs their scores, unless the run is asked to stop meanwhile. Dropout is off, and neither
     gradients nor any state of the training changes. Collective."""
     config, runtime, iteration = run.config, run.runtime, run.progress.iteration
-    assert run.eval_tasks is not None
     runtime.watchdog.begin(f"evaluation tasks at iteration {iteration}")
     start = time.perf_counter()
     try:
         with run.pipeline.evaluation_mode():
-            results = run.eval_tasks.evaluate(scorer_of(run), generation_of(run))
+            results = suite.evaluate(scorer_of(run), generation_of(run, suite.tokenizer))
     except Stopped:
         return
     record: Record = {"iteration": iteration, "consumed_samples": run.progress.consumed_samples}
@@ -36,7 +64,7 @@ def evaluate_tasks(run: TrainingRun, log: RunLog) -> None:
         _write_samples(Path(config.eval_tasks.eval_tasks_samples), iteration, results)
     log.write(record)
     for callback in run.callbacks:
-        callback.on_evaluation(run.view, "tasks", record)
+        callback.on_evaluation(run, "tasks", record)
 
 
 def scorer_of(run: TrainingRun) -> Scorer:
@@ -53,12 +81,11 @@ def scorer_of(run: TrainingRun) -> Scorer:
     )
 
 
-def generation_of(run: TrainingRun) -> ContinuePrompts:
+def generation_of(run: TrainingRun, tokenizer: Tokenizer) -> ContinuePrompts:
     """Continues prompts on a run's model, at its layout: with cached keys and values, or under context parallelism,
     which has no such cache, by passes over whole texts."""
-    assert run.eval_tasks is not None
     config, state, pipeline = run.config, run.runtime.state, run.pipeline
-    tokenizer, scorer = run.eval_tasks.tokenizer, scorer_of(run)
+    scorer = scorer_of(run)
     if state.cp.size > 1:
         return partial(continue_prompts, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
     ranks = [pipeline.layout.rank_of(stage) for stage in range(pipeline.layout.num_stages)]

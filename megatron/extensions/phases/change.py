@@ -23,7 +23,7 @@ def enter_stage_of(run: TrainingRun) -> None:
 def enter_stage(run: TrainingRun, number: int) -> None:
     """Makes the run's parts those of a stage."""
     stage = run.plan.stages[number]
-    config = run.config = run.view.config = stage.config
+    config = run.config = stage.config
     run.stage = number
     run.forward_backward = replace(run.forward_backward, config=config)
     run.pipeline.executor.p2p.shape = hidden_shape(config, run.runtime.state.tp.size)

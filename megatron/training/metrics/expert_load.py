@@ -6,7 +6,7 @@ balancing needs them. The log adds them up over an interval.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +19,17 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import EXTRA_COLUMNS, Balance, end_step
 from megatron.core.parallel_state import ParallelState
+from megatron.training.hooks import Meter
+from megatron.training.metrics.interval import Interval
 
 
-class ExpertLoad:
+class ExpertLoad(Meter):
     """The mixture-of-experts layers of a rank's stages, and what they have tallied since the last record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
     ) -> None:
-        self.config, self.stage = config, state.axis("stage")
+        self.config, self.stage, self.seq_length = config, state.axis("stage"), config.seq_length
         self.numbers = [*config.moe_layers]
         """Of layers with experts; modules of multi-token prediction count on."""
         if config.num_layers - 1 in config.moe_layers:
@@ -45,17 +47,15 @@ class ExpertLoad:
         """Sums over the interval, of this rank's layers and on the first rank of the stage only: elsewhere zero, so
         that a sum over the world counts everything once."""
 
-    def with_scale(self, batches: Sequence[Batch], seed: float, valid_tokens: Tensor, tokens: int) -> list[Batch]:
-        """Begins a step. Returns its micro-batches, numbered, with what their auxiliary gradients are multiplied by:
-        `valid_tokens` of the global batch's `tokens` count in its loss."""
+    def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
+        """The micro-batches, numbered, with what their auxiliary gradients are multiplied by."""
         if not self.totals.shape[0]:
-            return list(batches)
+            return batches
         for balance in self.balances:
             balance.begin_step()
-        scale = valid_tokens * (seed / tokens)
         return [replace(batch, aux_scale=scale, number=number) for number, batch in enumerate(batches)]
 
-    def end_step(self, skip: Tensor | None = None) -> None:
+    def end_step(self, skip: Tensor) -> None:
         """Moves expert biases on, unless `skip` is 1. Collective over the pipeline stage."""
         if self.balances:
             sums = end_step(self.balances, self.stage, skip)
@@ -63,12 +63,11 @@ class ExpertLoad:
                 # Of a skipped step they may not be finite.
                 self.totals[self.rows] += torch.where(torch.isfinite(sums), sums, 0.0)
 
-    def moved_by_end_step(self) -> list[Tensor]:
+    def step_state(self) -> list[Tensor]:
         biases = [balance.expert_bias for balance in self.balances if balance.expert_bias is not None]
         return [self.totals, *biases, *(balance.tally for balance in self.balances)]
 
-    def forget_step(self) -> None:
-        """Drops what a step that will not be ended has tallied."""
+    def discard_step(self) -> None:
         for balance in self.balances:
             balance.tally.zero_()
 
@@ -78,13 +77,10 @@ class ExpertLoad:
         self.totals.zero_()
         return totals
 
-    def record(self, totals: Tensor, tokens: int) -> dict[str, Any]:
-        """What is logged of `take` summed over the world; `tokens` is how many the interval had.
-
-        Loads are relative to an even share; losses are without their coefficients, per token and layer.
-        """
-        table = totals.view(self.totals.shape)
-        if not table.shape[0]:
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+        """Loads relative to an even share, and losses without their coefficients, per token and layer."""
+        table, tokens = summed.view(self.totals.shape), interval.samples * self.seq_length
+        if not table.shape[0] or not interval.results:
             return {}
         counts = table[:, :-EXTRA_COLUMNS]
         load = counts / counts.mean(dim=1, keepdim=True)

@@ -13,9 +13,11 @@ from megatron.core.optimizer.clip_grads import sum_of_squares
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.training.config.run_config import LoggingConfig
+from megatron.training.hooks import Meter
+from megatron.training.metrics.interval import Interval
 
 
-class ModelSums:
+class ModelSums(Meter):
     """Sums over the elements of the model, each counted once over the world: `take` on every rank, add up, `record`."""
 
     def __init__(
@@ -30,11 +32,11 @@ class ModelSums:
         self.optimizer, self.stages, self.state, self.device = optimizer, stages, state, device
 
     @torch.no_grad()
-    def take(self) -> Tensor:
-        """[squares of parameters, zeros in gradients] float64 of this rank's share, after an update; empty if neither
+    def take(self) -> Tensor | None:
+        """[squares of parameters, zeros in gradients] float64 of this rank's share, after an update; None if neither
         is logged. Main parameters count, and gradients as they were clipped."""
         if not (self.norm or self.zeros):
-            return torch.zeros(0, dtype=torch.float64, device=self.device)
+            return None
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter, grad in self._shards():
             if self.norm:
@@ -43,11 +45,8 @@ class ModelSums:
                 zeros = zeros + (grad == 0).sum()
         return torch.stack([squares, zeros])
 
-    def record(self, sums: Tensor) -> dict[str, Any]:
-        """What is logged of `take` summed over the world."""
-        if not sums.numel():
-            return {}
-        squares, zeros = sums.tolist()
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+        squares, zeros = summed.tolist()
         return ({"params_norm": squares**0.5} if self.norm else {}) | ({"num_zeros": zeros} if self.zeros else {})
 
     def _shards(self) -> Iterator[tuple[Tensor, Tensor | None]]:

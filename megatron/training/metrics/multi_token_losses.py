@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
-from megatron.training.metrics.tallies import Tallies, means
+from megatron.training.metrics.interval import Interval
+from megatron.training.metrics.source_losses import Tallies, means
 
 
 class MultiTokenLosses(Tallies):
@@ -28,6 +29,6 @@ class MultiTokenLosses(Tallies):
         parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 
-    def record(self, summed: Tensor) -> dict[str, float | None]:
-        """What is logged of `take` summed over the world, by depth from 1; None where no token counted."""
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
+        """Mean loss by depth from 1; None where no token counted."""
         return {f"mtp_loss_{depth}": mean for depth, mean in enumerate(means(summed), 1)}

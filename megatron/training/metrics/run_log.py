@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -13,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
-from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.tokenizers.kept_files import keep_tokenizer
-from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms
-from megatron.extensions.diagnosis.layer_stats.records import LayerRecord
-from megatron.extensions.diagnosis.straggler import straggler_line
 from megatron.training.config.arguments import flat_values, save_config
+from megatron.training.hooks import Meter
 from megatron.training.metrics import console, megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.reliability.run_events import record_event
@@ -32,19 +28,15 @@ or goes; new ones may come with the same version."""
 class RunLog:
     """Writes records and progress on the first rank, and nothing on the others.
 
-    Creates --save and writes the resolved configuration into it. Collective: with --log-straggler the ranks exchange
-    their host names. Everything is closed with `resources`, or when the process ends by a failure.
+    Creates --save and writes the resolved configuration into it. Everything is closed with `resources`, or when the
+    process ends by a failure.
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
         config, runtime, iteration = run.plan.base, run.runtime, run.progress.iteration
         self._runtime, self._train_iters, self._options = runtime, run.train_iters, config.logging
-        self._hosts = gather(socket.gethostname(), runtime.state.world) if config.logging.log_straggler else []
         self._sinks: list[Sink] = []
         self._bar: Any = None  # tqdm's
-        self._alarms = LayerAlarms(config.logging.layer_growth_threshold)
-        if (notice := run.layer_stats.notice()) is not None:
-            runtime.say(f" {notice}")
         if not runtime.is_main:
             return
         save = config.checkpoint.save
@@ -69,23 +61,16 @@ class RunLog:
         for sink in self._sinks:
             sink.write(stamped)
 
-    def report_layers(self, records: Sequence[LayerRecord]) -> None:
-        """Writes the statistics of layers, and prints what is out of line in them."""
-        for record in records if self._runtime.is_main else ():
-            lines = self._alarms.judge(record)
-            self.write(record.as_json() | ({"layer_alarms": lines} if lines else {}))
-            for line in lines:
-                self._say(f" {line}")
-
-    def report(self, record: Record) -> None:
-        """Writes the record of an interval and prints it."""
+    def report(self, record: Record, meters: Sequence[Meter]) -> None:
+        """Writes the record of an interval and prints it, with what meters add."""
+        for meter in meters if self._runtime.is_main else ():
+            meter.write(self)
         self.write(record)
-        line = "\n".join([self._line(record), *straggler_line(record, self._hosts)])
-        self._say(line)
+        self.say("\n".join([self._line(record), *(line for meter in meters for line in meter.lines(record))]))
         if self._bar is not None and record["lm_loss"] is not None:
             self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         """Prints a line, above the progress bar if there is one."""
         if self._bar is None:
             self._runtime.say(line)

@@ -1,7 +1,7 @@
-"""Loss of each data set of a blend, in training and evaluation (--log-source-loss): means over its tokens.
+"""Losses of the log interval by row: sums that modules add up in the passes, and the loss of each data set of a blend.
 
-The last pipeline stage adds the losses of a sample to its source's row. Totals stay on the device and travel with the
-reduction of the log, or of the evaluation.
+The last pipeline stage adds the losses of a sample to its source's row (--log-source-loss). Totals stay on the device
+and travel with the reduction of the log, or of the evaluation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,44 @@ from torch import Tensor
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
-from megatron.training.metrics.tallies import Tallies, means
+from megatron.training.hooks import Meter
+from megatron.training.metrics.interval import Interval
+
+
+class Tallies(Meter):
+    """Adds up the tallies of a rank's modules over the steps of a log interval.
+
+    `tallies` are tensors of one shape that the modules add to. `counts` says whether this rank's count: tensor-parallel
+    ranks have the same.
+    """
+
+    def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:
+        self.tallies, self.counts = list(tallies), counts
+        self.totals = torch.zeros(rows, 2, dtype=torch.float64, device=device)
+        """Loss sum and tokens, by row, since the last record."""
+
+    def end_step(self, skip: Tensor) -> None:
+        """Adds the tally of a step to the totals, unless `skip` is 1."""
+        for tally in self.tallies if self.counts else ():
+            self.totals += torch.where(skip > 0, 0.0, tally)
+        self.discard_step()
+
+    def step_state(self) -> list[Tensor]:
+        return [*self.tallies, self.totals]
+
+    def discard_step(self) -> None:
+        for tally in self.tallies:
+            tally.zero_()
+
+    def take(self) -> Tensor:
+        """[rows * 2]: loss sums and tokens of this rank since the last call."""
+        taken, self.totals = self.totals, torch.zeros_like(self.totals)
+        return taken.flatten()
+
+
+def means(summed: Tensor) -> list[float | None]:
+    """Mean of each row of `take` summed over the world; None where no token counted."""
+    return [total / count if count else None for total, count in summed.view(-1, 2).tolist()]
 
 
 class SourceLosses(Tallies):
@@ -30,16 +67,20 @@ class SourceLosses(Tallies):
                 tallies.append(model.source_tally)
         super().__init__(tallies, len(names), state.tp.first, device)
 
-    def record(self, summed: Tensor, prefix: str = "") -> dict[str, float | None]:
-        """What is logged of `take` summed over the world; None where no token of a source counted."""
-        return {f"{prefix}source_{name}_loss": mean for name, mean in zip(self.names, means(summed), strict=True)}
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
+        """Mean loss of each source; None where no token of it counted."""
+        return {f"source_{name}_loss": mean for name, mean in zip(self.names, means(summed), strict=True)}
+
+    def report_evaluation(self, summed: Tensor, split: str) -> dict[str, float]:
+        found = zip(self.names, means(summed), strict=True)
+        return {f"{split}_source_{name}_loss": mean for name, mean in found if mean is not None}
 
     @contextmanager
     def evaluating(self) -> Iterator[Tensor]:
         """What evaluations in this block add up on this rank, [sources, 2] float64, when it ends. A training step that
         is not settled yet keeps its tallies."""
         kept = [tally.clone() for tally in self.tallies]
-        self.forget_step()
+        self.discard_step()
         found = torch.zeros_like(self.totals)
         yield found
         for tally, before in zip(self.tallies, kept, strict=True):

@@ -7,23 +7,28 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron.training.hooks import Metric, StepView
+from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.training.hooks import Meter, Metric, StepView
+from megatron.training.metrics.interval import Interval
 
 
-class UserMetrics:
+class UserMetrics(Meter):
     """Adds up what metrics measure. Costs nothing where there are none."""
 
     def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
         self.metrics, self.device = metrics, device
         self._totals = torch.zeros(len(metrics), 2, dtype=torch.float64, device=device)
 
-    def measure(self, step: StepView, skip: Tensor) -> None:
-        """Adds a step, unless `skip` is 1."""
+    def reads_result(self, iteration: int) -> bool:
+        return bool(self.metrics)
+
+    def after_update(self, step: StepView, result: StepResult) -> None:
+        """Adds a step, unless it was skipped."""
         if not self.metrics:
             return
         with torch.no_grad():
             rows = [self._row(name, metric.measure(step)) for name, metric in self.metrics.items()]
-            self._totals += torch.where(skip > 0, 0.0, torch.stack(rows))
+            self._totals += torch.where(result.skip > 0, 0.0, torch.stack(rows))
 
     def _row(self, name: str, measured: tuple[Tensor | float, Tensor | float]) -> Tensor:
         """[sum, count]. Raises ValueError for anything else than two numbers."""
@@ -40,7 +45,7 @@ class UserMetrics:
         taken, self._totals = self._totals, torch.zeros_like(self._totals)
         return taken.flatten()
 
-    def record(self, summed: Tensor) -> dict[str, float | None]:
-        """Name -> mean, from the sum of `take` over the ranks; None without a count."""
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
+        """Name -> mean; None without a count."""
         values = zip(self.metrics, summed.view(-1, 2).tolist(), strict=True)
         return {name: total / count if count else None for name, (total, count) in values}

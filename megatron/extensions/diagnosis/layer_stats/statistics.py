@@ -8,7 +8,7 @@ the same on every rank, and rows are named by the number of the layer and the na
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce_
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.diagnosis.layer_stats.activation_taps import (
     ENTROPY,
@@ -32,9 +32,14 @@ from megatron.extensions.diagnosis.layer_stats.activation_taps import (
     ActivationTaps,
     Key,
 )
+from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms
 from megatron.extensions.diagnosis.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
 from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Parameter
 from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Log, Meter, StepView
+from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Step
+from megatron.training.run import TrainingRun
 
 BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
 
@@ -64,9 +69,19 @@ class _Rows:
         return cls(ordered, tuple(sorted(sums)), tuple(sorted(maxima)), tuple(sorted(routers)))
 
 
-class LayerStatistics:
-    """The statistics of one rank's part of the model. Costs nothing without --log-layer-stats. `begin`,
-    `before_update` and `after_update` are called in each step, in this order."""
+class LayerStats(Callback):
+    """--log-layer-stats."""
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        parts = run.runtime.state, run.stages, run.optimizer, run.runtime.device
+        statistics = LayerStatistics(self.config, *parts)
+        if (notice := statistics.notice()) is not None:
+            run.say(f" {notice}")
+        return (statistics,)
+
+
+class LayerStatistics(Meter):
+    """The statistics of one rank's part of the model."""
 
     def __init__(
         self,
@@ -81,8 +96,10 @@ class LayerStatistics:
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None
         """Of the present step, if it is measured."""
-        if not self.interval:
-            return
+        self.found: list[LayerRecord] = []
+        """The records of the last log interval."""
+
+        self._alarms = LayerAlarms(config.logging.layer_growth_threshold)
         compiled = config.parallel.compiles(device.type)
         self.taps = ActivationTaps(stages, device, compiled, config.optimizer.qk_clip)
         self.rows = _Rows.of(self.taps, stages, state)
@@ -92,22 +109,21 @@ class LayerStatistics:
         self._maximum_rows = [self.rows.maxima.index(key) for key in self.taps.maxima]
         self._routers = [self.rows.routers.index(number) for number in self.taps.balances]
 
-    def begin(self, iteration: int) -> None:
-        """Begins a step, or begins it again."""
-        if self.interval:
-            self._iteration = iteration if iteration % self.interval == 0 else None
-            self.taps.begin(self._iteration is not None)
+    def reads_result(self, iteration: int) -> bool:
+        return bool(self.interval) and iteration % self.interval == 0
 
-    def before_update(self, factor: Tensor) -> None:
-        """After the last backward pass: the reduced gradients are to be multiplied by `factor`."""
+    def begin_step(self, step: Step) -> None:
+        self._iteration = step.iteration if self.reads_result(step.iteration) else None
+        self.taps.begin(self._iteration is not None)
+
+    def gradients_ready(self, factor: Tensor) -> None:
         if self._iteration is None:
             return
         self.taps.end()
         self.squares.before_update(factor)
         self._activations = self._table()
 
-    def after_update(self) -> None:
-        """After the optimizer's step."""
+    def after_update(self, step: StepView, result: StepResult) -> None:
         if self._iteration is None:
             return
         sums = torch.cat([self.squares.after_update(), self._activations])
@@ -132,8 +148,21 @@ class LayerStatistics:
         return maxima
 
     def take(self) -> Tensor:
-        """The sums of the steps measured since the last call, flat, to be summed over the world."""
+        """The sums of the steps measured since the last call, flat."""
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *(s for _, s, _ in self._measured)])
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+        """Nothing: each measured step has a record of its own, which `write` writes. Collective."""
+        self.found = self.records(summed)
+        return {}
+
+    def write(self, log: Log) -> None:
+        """Writes the records of layers, and prints what is out of line in them."""
+        for record in self.found:
+            lines = self._alarms.judge(record)
+            log.write(record.as_json() | ({"layer_alarms": lines} if lines else {}))
+            for line in lines:
+                log.say(f" {line}")
 
     def records(self, summed: Tensor) -> list[LayerRecord]:
         """What was measured, from the sum of `take` over the world. Collective over the world if there are maxima;
@@ -182,7 +211,7 @@ class LayerStatistics:
 
     def notice(self) -> str | None:
         """What is logged in place of a value that the kernels do not show; None where all are as they are named."""
-        maxima = self.rows.maxima if self.interval else ()
+        maxima = self.rows.maxima
         hidden = sorted(number for statistic, number in maxima if statistic == QUERIES)
         if not hidden:
             return None

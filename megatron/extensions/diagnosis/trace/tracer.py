@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,24 +22,21 @@ from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.parallel_state import SINGLE_AXES
 from megatron.core.pipeline_parallel.actions import Action, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.extensions.diagnosis.straggler import PhaseClock
 from megatron.extensions.diagnosis.trace.assembly import PIPELINE, RankTrace, assemble
 from megatron.extensions.diagnosis.trace.collective_taps import CollectiveTaps, patched
 from megatron.extensions.diagnosis.trace.host_clocks import Alignment, Offset, host_identity, measure
 from megatron.extensions.diagnosis.trace.recorder import Recorder
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
 from megatron.training.config.run_config import RunConfig
-from megatron.training.hooks import Callback, RunView
-from megatron.training.initialize import Runtime
-from megatron.training.pipeline import Pipeline
-from megatron.training.saving import RunSaver
+from megatron.training.hooks import Callback, Meter, RunView
+from megatron.training.run import TrainingRun
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 
 PIECE = 2**22
 """Bytes of a value of the store."""
 
-PHASE_NAMES = {"grad_sync": "end of the gradient reduction"}
+PART_NAMES = {"grad_sync": "end of the gradient reduction"}
 
 
 class Tracer(Callback):
@@ -49,11 +46,8 @@ class Tracer(Callback):
     torch.distributed; before and afterwards they are as they were.
     """
 
-    def __init__(
-        self, config: RunConfig, runtime: Runtime, pipeline: Pipeline, clock: PhaseClock, saver: RunSaver
-    ) -> None:
+    def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.runtime, self.pipeline, self.clock, self.saver = runtime, pipeline, clock, saver
         self._first = 0
         """The first iteration that is traced."""
 
@@ -62,6 +56,10 @@ class Tracer(Callback):
         self._writer: threading.Thread | None = None
         self._iteration: int | None = None
         self._step: AbstractContextManager[None] | None = None
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        self.runtime, self.pipeline, self.timers, self.saver = run.runtime, run.pipeline, run.timers, run.saver
+        return ()
 
     def on_start(self, run: RunView) -> None:
         iteration, logging = run.progress.iteration, self.config.logging
@@ -102,12 +100,13 @@ class Tracer(Callback):
         taps = self._taps
         taps.enter_context(CollectiveTaps(recorder, state).installed())
         for owner, name, traced in (
-            (self.clock, "block", self._phases(self.clock.block)),
             (self.pipeline.executor, "run_action", self._actions(self.pipeline.executor.run_action)),
             (self.pipeline, "evaluate", self._wrapped(self.pipeline.evaluate, "evaluation batch")),
             (self.saver, "save", self._wrapped(self.saver.save, "save")),
         ):
             taps.enter_context(patched(owner, name, traced))
+        self.timers.watchers.insert(0, self._part)
+        taps.callback(self.timers.watchers.remove, self._part)
         collections: list[AbstractContextManager[None]] = []
 
         def collected(phase: str, facts: Mapping[str, Any]) -> None:
@@ -128,18 +127,16 @@ class Tracer(Callback):
 
         return traced
 
-    def _phases(self, block: Callable[[str], AbstractContextManager[None]]) -> Callable[..., Any]:
-        @contextmanager
-        def traced(phase: str) -> Iterator[None]:
-            assert self._recorder is not None
-            if phase == "data" and self._step is None:
-                self._iteration = self._progress.iteration + 1
-                self._step = self._recorder.span(f"step {self._iteration}", "step", {"iteration": self._iteration})
-                self._step.__enter__()
-            with self._recorder.span(PHASE_NAMES.get(phase, phase), "step"), block(phase):
-                yield
-
-        return traced
+    @contextmanager
+    def _part(self, part: str) -> Iterator[None]:
+        """A span of a part of a step; the first one begins that of the step."""
+        assert self._recorder is not None
+        if part == "data" and self._step is None:
+            self._iteration = self._progress.iteration + 1
+            self._step = self._recorder.span(f"step {self._iteration}", "step", {"iteration": self._iteration})
+            self._step.__enter__()
+        with self._recorder.span(PART_NAMES.get(part, part), "step"):
+            yield
 
     def _actions(self, run_action: Callable[[Action], None]) -> Callable[[Action], None]:
         def traced(action: Action) -> None:

@@ -38,11 +38,10 @@ from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecor
 from megatron.extensions.planner.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
-from megatron.training.metrics.interval import Interval
 from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
-from megatron.training.training import train_step
+from megatron.training.train_step import train_step
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,8 @@ class _Phases:
     """What the rank is doing."""
 
     def __init__(self) -> None:
-        self.name, self.run = "start", None
+        self.name = "start"
+        self.run: TrainingRun | None = None
 
     def __call__(self) -> tuple[str, int]:
         action = self.run.pipeline.executor.current if self.run is not None else None
@@ -153,16 +153,15 @@ class _Phases:
 
     def watch(self, run: TrainingRun) -> None:
         """Follows the phases of a training step."""
-        self.run, clock = run, run.clock  # type: ignore[assignment]
+        self.run = run
 
         @contextmanager
-        def timed(phase: str) -> Iterator[None]:
-            before, self.name = self.name, phase
-            with clock(phase):
-                yield
+        def named(part: str) -> Iterator[None]:
+            before, self.name = self.name, part
+            yield
             self.name = before
 
-        run.clock = timed  # type: ignore[assignment]
+        run.timers.watchers.append(named)
 
 
 @contextmanager
@@ -246,7 +245,7 @@ def _run(
     phases.begin("step")
     phases.watch(run)
     repeats = RepeatedMicrobatches(mode, run.pipeline.executor, rehearsal.rehearsed) if repeat else None
-    train_step(run, Interval())
+    train_step(run)
     if repeats is not None:
         repeats.finish()
         record.repeated = repeats.repeated

@@ -1,0 +1,108 @@
+"""The record of a log interval: loss, gradient norm, throughput, MFU, and what all meters report."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce_
+from megatron.core.parallel_state import Axis
+from megatron.extensions.planner.flops import flops_per_token
+from megatron.training.checks.step_guard import is_nan
+from megatron.training.config.run_config import LoggingConfig
+from megatron.training.hooks import Meter
+from megatron.training.metrics.interval import Interval
+from megatron.training.metrics.sinks import Record
+from megatron.training.run import TrainingRun
+
+# Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
+PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0, "B200": 2250.0}
+PEAK_TFLOPS_FP8 = {"H100": 1978.9, "H200": 1978.9, "H800": 1978.9, "B200": 4500.0}
+
+
+def summarize(run: TrainingRun) -> Record:
+    """The record of the present interval, equal on every rank. One reduction makes all values global: collective, and
+    waits for the device."""
+    device, interval = run.runtime.device, run.interval
+    losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=device)]).flatten()
+    taken = [(meter, sums) for meter in run.meters if (sums := meter.take()) is not None]
+    parts = [losses, *(sums for _, sums in taken)]
+    summed = all_reduce_(torch.cat(parts), run.runtime.state.world).split([part.numel() for part in parts])
+    record = _of_steps(run, summed[0].view(-1, 2)[:-1])
+    for (meter, _), sums in zip(taken, summed[1:], strict=True):
+        own = meter.report(sums, interval)
+        if clash := sorted(record.keys() & own.keys()):
+            raise ValueError(f"metric {clash[0]}: every record has a value of this name; register it under another one")
+        record |= own
+    return record
+
+
+def _of_steps(run: TrainingRun, losses: Tensor) -> Record:
+    """What is logged of every run; `losses` [steps, 2] are loss sums and tokens over the world."""
+    config, interval, progress = run.config, run.interval, run.progress
+    results, steps = interval.results, len(interval.results)
+    total, tokens = losses[[not result.skipped for result in results]].sum(dim=0).tolist()
+    seconds = interval.seconds()
+    tokens_per_second = interval.samples * config.model.seq_length / seconds
+    tflops = tokens_per_second * flops_per_token(config.model) / run.runtime.launch.world_size / 1e12
+    samples_left = run.batch_sizes.samples(run.train_iters) - progress.consumed_samples
+    dtype = getattr(torch, config.parallel.params_dtype)
+    peak = peak_tflops(config.logging, run.runtime.device, dtype, config.parallel.fp8_format is not None)
+    return {
+        "iteration": progress.iteration,
+        "consumed_samples": progress.consumed_samples,
+        "consumed_tokens": run.plan.tokens(progress.consumed_samples),
+        "lm_loss": total / tokens if tokens else None,
+        "grad_norm": results[-1].grad_norm if steps else None,
+        "learning_rate": interval.learning_rate,
+        **({} if interval.decoupled_lr is None else {"decoupled_learning_rate": interval.decoupled_lr}),
+        "global_batch_size": interval.batch_size,
+        "loss_scale": results[-1].loss_scale if steps else run.optimizer.loss_scale,
+        "skipped_iterations": sum(result.skipped for result in results) + interval.passed_over,
+        "nan_iterations": sum(map(is_nan, results)),
+        "spike_iterations": sum(result.spike for result in results),
+        "tokens_per_second": tokens_per_second,
+        "tflops_per_device": tflops,
+        "mfu": tflops / peak if peak else None,
+        "step_time": seconds / max(steps, 1),
+        "seconds_left": samples_left * config.model.seq_length / tokens_per_second if tokens_per_second else None,
+    }
+
+
+class PeakMemory(Meter):
+    """The largest peak memory of a rank so far."""
+
+    def __init__(self, world: Axis, device: torch.device) -> None:
+        self.world, self.device = world, device
+
+    def take(self) -> Tensor:
+        """[ranks]: a row with this rank's bytes, so that a sum carries every rank's."""
+        row = torch.zeros(self.world.size, dtype=torch.float64, device=self.device)
+        row[self.world.rank] = peak_memory_bytes(self.device)
+        return row
+
+    def report(self, summed: Tensor, interval: Interval) -> Record:
+        return {"peak_memory_bytes": int(summed.max())}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory so far: of the CUDA allocator, or of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def peak_tflops(config: LoggingConfig, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> float | None:
+    """Peak TFLOP/s of one device: --peak-tflops, or the data sheet's value for 16-bit or fp8 training; None if
+    neither is known."""
+    if config.peak_tflops is not None:
+        return config.peak_tflops
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    name = torch.cuda.get_device_name(device)
+    peaks = PEAK_TFLOPS_FP8 if fp8 else PEAK_TFLOPS_16BIT
+    return next((peak for key, peak in peaks.items() if key in name), None)

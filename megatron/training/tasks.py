@@ -1,0 +1,170 @@
+"""What a run does beside its steps: the table of periodic tasks, saves, evaluations, and the end of callbacks."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from megatron.core.dist_checkpointing.storage import gather
+from megatron.extensions.phases.change import stage_is_over
+from megatron.training.checks.bad_steps import settle
+from megatron.training.checks.check_replicas import check_replicas
+from megatron.training.config.run_config import TrainingConfig
+from megatron.training.evaluation import evaluate
+from megatron.training.hooks import Callback, Task
+from megatron.training.initialize import give_back_memory, limit_waits
+from megatron.training.metrics import megatron_format
+from megatron.training.metrics.banner import banner
+from megatron.training.metrics.interval import Interval
+from megatron.training.metrics.run_log import RunLog
+from megatron.training.metrics.summary import summarize
+from megatron.training.run import TrainingRun
+
+GIVE_BACK_INTERVAL = 100
+"""Iterations between two times that free pages go back to the system, on CPU."""
+
+
+def build_tasks(run: TrainingRun, log: RunLog, resources: ExitStack) -> list[Task]:
+    """The periodic tasks of a run in the order in which they are performed, those of extensions before the save."""
+    collection = GarbageCollection(run.config.training, resources)
+    tasks = [*_after_each_step(run), *collection.tasks(), *_logging(run, log), *_evaluation(run, log)]
+    tasks += [task for callback in run.callbacks for task in callback.tasks(run, log)]
+    if run.config.checkpoint.save:
+        tasks.append(Task("save", run.config.checkpoint.save_interval, partial(save, run)))
+    tasks += _test(run, log)
+    return [collection.around(task) if task.evaluates else task for task in tasks]
+
+
+def _after_each_step(run: TrainingRun) -> Iterator[Task]:
+    first = run.progress.iteration + 1
+    minutes = run.config.parallel.distributed_timeout_minutes
+    limit = partial(limit_waits, run.runtime, run.pipeline.executor.p2p, "--distributed-timeout-minutes", minutes)
+    after_first = lambda: run.progress.iteration == first  # noqa: E731
+    yield Task("limit of waits", None, limit, also=after_first, counts=True, reads_result=False)
+    yield Task("outcome of saves", 1, run.saver.report, counts=True, reads_result=False)
+    watches = any(type(callback).on_step_end is not Callback.on_step_end for callback in run.callbacks)
+    yield Task("callbacks", 1, partial(_step_end, run), counts=True, reads_result=watches)
+    give_back = partial(give_back_memory, run.runtime.device)
+    yield Task("free memory", GIVE_BACK_INTERVAL, give_back, counts=True, reads_result=False)
+
+
+def _step_end(run: TrainingRun) -> None:
+    for callback in run.callbacks:
+        callback.on_step_end(run)
+
+
+def _logging(run: TrainingRun, log: RunLog) -> Iterator[Task]:
+    over = partial(stage_is_over, run)
+    interval = run.config.logging.log_interval
+    yield Task("log", interval, partial(_report, run, log), at_end=True, also=over, counts=True, may_stop=True)
+    yield Task("progress bar", 1, log.step, counts=True, reads_result=False)
+
+
+def _report(run: TrainingRun, log: RunLog) -> None:
+    """Writes the record of the interval, and begins the next one."""
+    settle(run)
+    record = summarize(run)
+    run.measured["lm_loss"] = record["lm_loss"]
+    log.report(record, run.meters)
+    for line in run.data.epochs.ended(run.progress.consumed_samples):
+        run.say(f" {line}")
+    for callback in run.callbacks:
+        callback.on_log(run, record)
+    run.interval = Interval()
+
+
+def _evaluation(run: TrainingRun, log: RunLog) -> Iterator[Task]:
+    training = run.config.training
+    check = partial(check_replicas, run.stages.values(), run.optimizer, run.runtime.state)
+    yield Task("check of replicas", training.check_replicas, check)
+    if run.data.valid:
+        validate = partial(evaluate, run, "valid", run.data.valid, log)
+        yield Task("validation", training.eval_interval, validate, at_end=True, may_stop=True, evaluates=True)
+
+
+def _test(run: TrainingRun, log: RunLog) -> Iterator[Task]:
+    if run.data.test is not None:
+        test = partial(evaluate, run, "test", {"": run.data.test}, log)
+        yield Task("test", None, test, evaluates=True, at_finish=True)
+
+
+def save(run: TrainingRun) -> None:
+    """Starts a checkpoint of the present iteration. Collective."""
+    settle(run)
+    run.guard.store_means()
+    run.saver.save(run.measured)
+    for callback in run.callbacks:
+        callback.on_checkpoint(run)
+
+
+def say_what_starts(run: TrainingRun) -> None:
+    """Prints what the run is about, how long start-up took, and where the run starts."""
+    config, progress, runtime = run.config, run.progress, run.runtime
+    if runtime.is_main:
+        run.say("\n".join(banner(run)))
+    run.say(str(runtime.phases))
+    if config.logging.log_format == "megatron":
+        own = (parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
+        run.say(megatron_format.parameters_line(sum(own)))
+    if progress.iteration:
+        run.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
+    elif config.checkpoint.reset_iteration and progress.loaded_from:
+        run.say(f" loaded weights and optimizer state of {progress.loaded_from}: starting at iteration 0")
+    elif config.checkpoint.load and not config.checkpoint.finetune:
+        run.say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
+    if progress.iteration >= run.train_iters and not config.training.skip_train:
+        longer = "to go on, raise --train-iters, --train-samples or --train-tokens"
+        run.say(f" the run is complete: its {run.train_iters} iterations are trained; {longer}")
+
+
+def end_callbacks(run: TrainingRun) -> str:
+    """Calls `on_end` of all callbacks: the run has ended and is saved, so none may spoil that. Returns, on every rank,
+    what the first one that raised says, which is printed; empty if none did. Collective."""
+    raised = []
+    for callback in run.callbacks:
+        try:
+            callback.on_end(run)
+        except Exception as error:
+            rank = run.runtime.launch.name(socket.gethostname())
+            line = f"callback {type(callback).__name__} raised in on_end on {rank}: {type(error).__name__}: {error}"
+            raised.append((line, traceback.format_exc()))
+    found = [each for rank in gather(raised, run.runtime.state.world) for each in rank]
+    for line, trace in found:
+        run.say(f"{trace}the run has ended and is saved, but {line}")
+    return found[0][0] if found else ""
+
+
+class GarbageCollection:
+    """Garbage collection on all ranks at the same steps (--manual-gc); without it thresholds decide.
+
+    A collection takes tenths of a second in a large run. With Python's own thresholds it comes at a different step on
+    each rank, and all ranks wait for each of them. Automatic collection is off until `resources` close."""
+
+    def __init__(self, config: TrainingConfig, resources: ExitStack) -> None:
+        self.interval = config.manual_gc_interval if config.manual_gc else 0
+        self.at_evaluations = config.manual_gc and config.manual_gc_eval
+        if config.manual_gc and gc.isenabled():
+            gc.disable()
+            resources.callback(gc.enable)
+            gc.collect()
+
+    def tasks(self) -> Iterator[Task]:
+        """The collection between steps."""
+        yield Task("garbage collection", self.interval, self._collect, counts=True, reads_result=False)
+
+    def _collect(self) -> None:
+        gc.collect()
+
+    def around(self, task: Task) -> Task:
+        """The same task with a collection before and after it, under --manual-gc-eval."""
+        return replace(task, run=partial(self._between_collections, task.run)) if self.at_evaluations else task
+
+    def _between_collections(self, run: Callable[[], object]) -> None:
+        gc.collect()
+        run()
+        gc.collect()
