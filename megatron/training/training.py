@@ -96,12 +96,6 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     if config.logging.log_format == "megatron":
         own = (parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
         runtime.say(megatron_format.parameters_line(sum(own)))
-    if progress.iteration:
-        runtime.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
-    elif config.checkpoint.reset_iteration and progress.loaded_from:
-        runtime.say(f" loaded weights and optimizer state of {progress.loaded_from}: starting at iteration 0")
-    elif config.checkpoint.load and not config.checkpoint.finetune:
-        runtime.say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
     run.saver.prepare()
     for callback in run.callbacks:
         callback.on_start(run.view)

@@ -38,12 +38,14 @@ def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path
     layout = "--tp 2 --pp 2 --ep 2 --etp 1 --sequence-parallel".split()
     screen = run_forked(4, [*flags, "2", *layout], tmp_path / "screen")
     assert f"--load {mixtral} is a Hugging Face model (mixtral)" in screen
-    assert "the run starts at iteration 0" in screen
+    assert f"loaded weights from {mixtral}: starting at iteration 0 with a fresh optimizer" in screen
+    assert "no checkpoint" not in screen
     assert f"exported {run}/iter_0000002 to {run}/hf/iter_0000002" in screen
     assert_same_weights(mixtral, run / "hf/iter_0000002")
     assert sorted(path.name for path in (run / "hf").iterdir()) == ["iter_0000002"]
     screen = run_forked(1, [*flags, "3"], tmp_path / "again")
-    assert f"--save {run} holds checkpoints: the run resumes from them" in screen
+    resumed = f"from {run} (--save), not the model in --load {mixtral}: starting at iteration 2"
+    assert screen.count("loaded ") == 1 and f"loaded checkpoint of iteration 2 {resumed}" in screen
     assert len(re.findall(r"^ *iteration .*3/", screen, re.MULTILINE)) == 1, screen
 
 
