@@ -103,12 +103,9 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     interval = Interval()
     limit = partial(limit_waits, runtime, run.pipeline.executor.p2p)
     limit("--startup-timeout-minutes", config.parallel.startup_timeout_minutes)
-    saved_at, startup = progress.iteration or None, True
+    first, saved_at, startup = progress.iteration, progress.iteration or None, True
     tasks_interval = config.eval_tasks.eval_tasks_interval
     tasks_interval = config.training.eval_interval if tasks_interval is None else tasks_interval
-    if progress.iteration >= run.train_iters and not config.training.skip_train:
-        longer = "to go on, raise --train-iters, --train-samples or --train-tokens"
-        runtime.say(f" the run is complete: its {run.train_iters} iterations are trained; {longer}")
     while progress.iteration < run.train_iters and not config.training.skip_train:
         watchdog.begin(f"step {progress.iteration + 1}")
         if not requests.tick():
@@ -187,7 +184,16 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     watchdog.begin("leaving")
     if requests.stopping:
         runtime.say(f"exiting at iteration {progress.iteration}: {requests.why}")
+    elif progress.iteration == first:
+        runtime.say(f" nothing was trained: {_why_untrained(run)}")
     return watchdog.code
+
+
+def _why_untrained(run: TrainingRun) -> str:
+    if run.config.training.skip_train:
+        return "--skip-train is given, as a flag or in the --config file"
+    longer = "to go on, raise --train-iters, --train-samples or --train-tokens"
+    return f"the run is complete, its {run.train_iters} iterations are trained; {longer}"
 
 
 def _evaluate_tasks(run: TrainingRun, log: RunLog) -> None:
