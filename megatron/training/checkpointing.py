@@ -177,7 +177,8 @@ class Checkpointer:
         what, how = ("checkpoint", "") if load_optimizer else ("weights", " with a fresh optimizer")
         loaded = f"{what} of iteration {checkpoint.payload['iteration']} from {options.load}{why}"
         say(f" loaded {loaded}: starting at iteration {progress.iteration}{how}")
-        if not anew and not converted(checkpoint) and (line := changed_lengths(saved_config(checkpoint), self.config)):
+        goes_on = not (anew or converted(checkpoint) or config.training.skip_train)
+        if goes_on and (line := changed_lengths(saved_config(checkpoint), self.config)):
             say(f" {line}")
         return progress
 
