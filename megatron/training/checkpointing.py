@@ -132,9 +132,12 @@ class Checkpointer:
         assert self.config.checkpoint.save is not None
         return save(Path(self.config.checkpoint.save), progress.iteration, *self.contents(progress), self.state.world)
 
-    def load(self, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint) -> Progress:
+    def load(
+        self, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint, why: str = ""
+    ) -> Progress:
         """Loads the newest complete and undamaged checkpoint of --load, saved at any layout, into the parameters and
-        the optimizer, and says which were skipped and why.
+        the optimizer. Says which were skipped and why, and in one line what was loaded, from where (and `why` from
+        there), and where the run starts.
 
         Returns where the run stands: at the start if there is no checkpoint, or under --finetune or
         --reset-iteration. Raises ValueError, on
@@ -144,14 +147,13 @@ class Checkpointer:
         config, options = self.config, self.config.checkpoint
         checkpoint = _choose(config, self.state.world, say)
         if checkpoint is None:
+            if options.load is not None:
+                refused = "--exit-on-missing-checkpoint refuses such a start"
+                say(f" no checkpoint in --load {options.load}: starting at iteration 0 with random weights; {refused}")
             return Progress(data_fingerprint=data(0))
         consumed = int(checkpoint.payload.get("consumed_samples") or 0)
         config, data_fingerprint = self.config_at(consumed), data(consumed)
-        load_optimizer = options.load_optim and not options.finetune
-        if converted(checkpoint) and load_optimizer:
-            load_optimizer = False
-            what = "was converted from another format and has weights only"
-            say(f" {checkpoint.folder} {what}: the optimizer starts fresh")
+        load_optimizer = options.load_optim and not options.finetune and not converted(checkpoint)
         check_fits(checkpoint, config, load_optimizer, data_fingerprint)
         with self.optimizer.loading_state() as pieces:
             ddp, stages = self.optimizer.ddp, self.stages.values()
@@ -171,7 +173,11 @@ class Checkpointer:
             progress.scheduled_samples = 0
         progress.data_fingerprint = (data(0) if anew else data_fingerprint) or progress.data_fingerprint
         progress.loaded_from = str(checkpoint.folder)
-        if not anew and not converted(checkpoint) and (line := changed_lengths(saved_config(checkpoint), self.config)):
+        what, how = ("checkpoint", "") if load_optimizer else ("weights", " with a fresh optimizer")
+        loaded = f"{what} of iteration {checkpoint.payload['iteration']} from {options.load}{why}"
+        say(f" loaded {loaded}: starting at iteration {progress.iteration}{how}")
+        goes_on = not (anew or converted(checkpoint) or config.training.skip_train)
+        if goes_on and (line := changed_lengths(saved_config(checkpoint), self.config)):
             say(f" {line}")
         return progress
 

@@ -103,23 +103,22 @@ def save(run: TrainingRun) -> None:
 
 
 def say_what_starts(run: TrainingRun) -> None:
-    """Prints what the run is about, how long start-up took, and where the run starts."""
-    config, progress, runtime = run.config, run.progress, run.runtime
+    """Prints what the run is about, and how long start-up took."""
+    runtime = run.runtime
     if runtime.is_main:
         run.say("\n".join(banner(run)))
     run.say(str(runtime.phases))
-    if config.logging.log_format == "megatron":
+    if run.config.logging.log_format == "megatron":
         own = (parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
         run.say(megatron_format.parameters_line(sum(own)))
-    if progress.iteration:
-        run.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
-    elif config.checkpoint.reset_iteration and progress.loaded_from:
-        run.say(f" loaded weights and optimizer state of {progress.loaded_from}: starting at iteration 0")
-    elif config.checkpoint.load and not config.checkpoint.finetune:
-        run.say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
-    if progress.iteration >= run.train_iters and not config.training.skip_train:
-        longer = "to go on, raise --train-iters, --train-samples or --train-tokens"
-        run.say(f" the run is complete: its {run.train_iters} iterations are trained; {longer}")
+
+
+def why_untrained(run: TrainingRun) -> str:
+    """Why a run made no step."""
+    if run.config.training.skip_train:
+        return "--skip-train is given, as a flag or in the --config file"
+    longer = "to go on, raise --train-iters, --train-samples or --train-tokens"
+    return f"the run is complete, its {run.train_iters} iterations are trained; {longer}"
 
 
 def end_callbacks(run: TrainingRun) -> str:

@@ -32,7 +32,7 @@ from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.watchdog import Watchdog
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
-from megatron.training.tasks import build_tasks, end_callbacks, save, say_what_starts
+from megatron.training.tasks import build_tasks, end_callbacks, save, say_what_starts, why_untrained
 from megatron.training.train_step import train_step
 
 
@@ -69,7 +69,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
 def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     """Trains until the end of the run, an exit condition, or an error."""
-    log = start(run, resources)
+    log, first = start(run, resources), run.progress.iteration
     run.tasks = build_tasks(run, log, resources)
     while next_step(run):
         train_step(run)
@@ -78,7 +78,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             perform(run, task)
         if exits(run, done):
             break
-    finish(run)
+    finish(run, trained=run.progress.iteration > first)
     return run.runtime.watchdog.code
 
 
@@ -139,8 +139,8 @@ def exits(run: TrainingRun, done: Sequence[Task]) -> bool:
     return why is not None
 
 
-def finish(run: TrainingRun) -> None:
-    """The last save and the last evaluations, and the end of what is in progress."""
+def finish(run: TrainingRun, trained: bool) -> None:
+    """The last save and the last evaluations, and the end of what is in progress. `trained`: whether a step was made."""
     watchdog, iteration = run.runtime.watchdog, run.progress.iteration
     requests, trains = watchdog.requests, not run.config.training.skip_train
     if trains and run.config.checkpoint.save and run.saver.last != iteration:
@@ -157,3 +157,5 @@ def finish(run: TrainingRun) -> None:
     watchdog.begin("leaving")
     if requests.stopping:
         run.say(f"exiting at iteration {iteration}: {requests.why}")
+    elif not trained:
+        run.say(f" nothing was trained: {why_untrained(run)}")

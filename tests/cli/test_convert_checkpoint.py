@@ -113,9 +113,10 @@ def test_a_run_starts_from_converted_weights_and_resumes(llama: Path, tmp_path: 
     flags = f"""--config {folder}/run_config.yaml --load {folder} --save {folder} --cpu --mock-data --seq-length 16
         --global-batch-size 2 --lr 1e-3 --eval-iters 0 --num-workers 0 --train-iters""".split()
     screen = run_forked(1, [*flags, "2"], tmp_path / "first")
-    assert "was converted from another format and has weights only: the optimizer starts fresh" in screen
+    assert f"loaded weights of iteration 0 from {folder}: starting at iteration 0 with a fresh optimizer" in screen
+    assert "no checkpoint" not in screen
     screen = run_forked(2, [*flags, "3", "--tp", "2"], tmp_path / "second")
-    assert "converted" not in screen and "iteration 2" in screen
+    assert f"loaded checkpoint of iteration 2 from {folder}: starting at iteration 2" in screen
     assert (folder / "iter_0000003").is_dir()
 
 

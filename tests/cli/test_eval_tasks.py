@@ -12,6 +12,9 @@ from tests.forked import run_forked
 
 RUN = f"{LLAMA.replace('--seq-length 64', '--seq-length 256')} --eval-tasks {TASKS} --eval-tasks-limit 2".split()
 
+EVALUATION = " ".join(RUN).replace("--lr 1e-2", "").replace("--mock-data --train-iters 3", "").split()
+"""The flags without those that only training needs."""
+
 
 def scores(folder: Path) -> dict[str, float]:
     """The newest record of tasks, but for times."""
@@ -32,7 +35,8 @@ def test_a_checkpoint_of_tp_2_pp_2_has_the_same_scores_in_one_process(tmp_path: 
     assert found["iteration"] == 3 and {"eval/colours/acc", "eval/sums/exact_match,number"} <= found.keys()
     assert {"eval/colours/acc_stderr", "eval/sums/exact_match_stderr,number"} <= found.keys()
     finished = ["--skip-train", "--load", str(save), "--save", str(alone), "--tensorboard-dir", str(board)]
-    said = run_forked(1, [*RUN, *finished, "--eval-tasks-samples", str(alone / "documents")], tmp_path / "screen")
+    finished += ["--eval-tasks-samples", str(alone / "documents")]
+    said = run_forked(1, [*EVALUATION, *finished], tmp_path / "screen")
     assert scores(alone) == pytest.approx(found, rel=1e-9)
     one, other = (
         [json.loads(line) for line in (folder / "documents" / "iteration_0000003.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -38,12 +39,14 @@ def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path
     layout = "--tp 2 --pp 2 --ep 2 --etp 1 --sequence-parallel".split()
     screen = run_forked(4, [*flags, "2", *layout], tmp_path / "screen")
     assert f"--load {mixtral} is a Hugging Face model (mixtral)" in screen
-    assert "the run starts at iteration 0" in screen
+    assert f"loaded weights from {mixtral}: starting at iteration 0 with a fresh optimizer" in screen
+    assert "no checkpoint" not in screen
     assert f"exported {run}/iter_0000002 to {run}/hf/iter_0000002" in screen
     assert_same_weights(mixtral, run / "hf/iter_0000002")
     assert sorted(path.name for path in (run / "hf").iterdir()) == ["iter_0000002"]
     screen = run_forked(1, [*flags, "3"], tmp_path / "again")
-    assert f"--save {run} holds checkpoints: the run resumes from them" in screen
+    resumed = f"from {run} (--save), not the model in --load {mixtral}: starting at iteration 2"
+    assert screen.count("loaded ") == 1 and f"loaded checkpoint of iteration 2 {resumed}" in screen
     assert len(re.findall(r"^ *iteration .*3/", screen, re.MULTILINE)) == 1, screen
 
 
@@ -93,6 +96,21 @@ def test_flags_of_an_extension_leave_the_tokenizer_of_the_folder(mixtral: Path, 
     (tmp_path / "tokenizer.model").touch()
     config = RunConfig(checkpoint=CheckpointConfig(load=str(tmp_path)), extension_options=(FlagReader,))
     assert with_pretrained_flags(config, FlagReader()).tokenizer.tokenizer_model == f"{tmp_path}/tokenizer.model"
+
+
+def test_a_folder_in_16_bits_is_not_silently_trained_in_32(mixtral: Path, tmp_path: Path) -> None:
+    config = json.loads((mixtral / "config.json").read_text())
+
+    def notices(flags: str, **dtype: str) -> list[str]:
+        config.pop("dtype", None)
+        (tmp_path / "config.json").write_text(json.dumps(config | dtype))
+        words = f"--lr 1 --mock-data --train-iters 1 --seq-length 16 --load {tmp_path} {flags}".split()
+        return [note for note in command_line(words).notes if "float32" in note]
+
+    (notice,) = notices("", dtype="bfloat16")
+    assert "has weights in bfloat16" in notice and "add --bf16 to keep its format, or --fp32 to confirm" in notice
+    assert "add --fp16" in notices("", torch_dtype="float16")[0]
+    assert not notices("", dtype="float32") + notices("--bf16", dtype="bfloat16") + notices("--fp32", dtype="bfloat16")
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(mixtral: Path, tmp_path: Path) -> None:

@@ -34,4 +34,4 @@ def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
     ended = run_with_fault("kill", tmp_path, "--pp", "1", rank=1, processes=2)
     assert ended.code != 0 and not ended.left
     assert "RUN FAILED: rank 1 of 2" in ended.screen.partition("Root Cause")[2]
-    assert "SIGKILL" in ended.screen and "the same command goes on from the latest checkpoint" in ended.screen
+    assert "SIGKILL" in ended.screen and "then start the same command again: it " in ended.screen

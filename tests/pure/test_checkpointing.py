@@ -129,6 +129,25 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         Run(config(tmp_path)).load()
 
 
+def test_one_line_says_what_is_loaded_from_where_and_where_the_run_starts(tmp_path: Path) -> None:
+    def said(**options: object) -> str:
+        run, lines = Run(config(tmp_path, **options)), list[str]()
+        Checkpointer(run.config, STATE, run.stages, run.optimizer).load(lines.append)
+        (line,) = lines
+        return line.strip()
+
+    fresh = said()
+    assert fresh.startswith(f"no checkpoint in --load {tmp_path}: starting at iteration 0 with random weights; ")
+    assert "--exit-on-missing-checkpoint" in fresh
+    Run(config(tmp_path)).save(Progress(4, 32))
+    assert said() == f"loaded checkpoint of iteration 4 from {tmp_path}: starting at iteration 4"
+    weights = f"loaded weights of iteration 4 from {tmp_path}: starting at iteration"
+    assert said(load_optim=False) == f"{weights} 4 with a fresh optimizer"
+    assert said(finetune=True) == f"{weights} 0 with a fresh optimizer"
+    anew = said(reset_iteration=True)
+    assert anew == f"loaded checkpoint of iteration 4 from {tmp_path}: starting at iteration 0"
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(BF16, FP32), (FP32, BF16), (BF16, FP16)], ids=["up", "down", "across"])
 def test_precision_may_change(tmp_path: Path, saved: ModelParallelConfig, loaded: ModelParallelConfig) -> None:
     one, two = Run(config(tmp_path, parallel=saved)), Run(config(tmp_path, parallel=loaded))

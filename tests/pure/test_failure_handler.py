@@ -17,7 +17,7 @@ from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler
 from megatron.training.reliability.failure_handler import FailureHandler
-from megatron.training.reliability.failure_report import ADVICE, Failure
+from megatron.training.reliability.failure_report import ADVICE, Failure, died
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.run_status import Outcome
@@ -143,6 +143,8 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     there = "it resumes from the latest checkpoint"
     assert advice(error, save=run, load=run) == f"{again}: {there} in --load {run}"
     assert advice(error, save=run) == f"{again} with --load {run}: {there} there"
+    killed = died(CheckpointConfig(save=run, load=run))
+    assert killed.endswith(f"then start the same command again: {there} in --load {run}")
     assert advice(error, save=run, load=run, finetune=True).startswith(f"{again} with --load {run} and without --fine")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").touch()

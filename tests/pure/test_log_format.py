@@ -38,9 +38,6 @@ def test_progress_line_of_megatron() -> None:
     )
     ahead = megatron_format.progress_line(RECORD | {"mtp_loss_1": 4.5, "mtp_loss_2": None}, 100, False, NOW)
     assert "lm loss: 3.250000E+00 | mtp_1 loss: 4.500000E+00 | loss scale" in ahead and "mtp_2" not in ahead
-    assert "lm loss: 3.250000E+00 | mtp loss 1: 4.500000E+00 | grad norm" in console.progress_line(
-        RECORD | {"mtp_loss_1": 4.5, "mtp_loss_2": None}, 100
-    )
     more = RECORD | {"num_zeros": 7.0, "params_norm": 2.0}
     line = megatron_format.progress_line(more, 100, True, NOW)
     assert "(ms): 123.5 | throughput per GPU (TFLOP/s/GPU): 12.3 | learning rate" in line
@@ -64,6 +61,7 @@ def test_expressions_that_parsers_of_megatrons_logs_use_find_their_numbers() -> 
 
 def test_an_interval_takes_two_rows_of_a_terminal_at_most() -> None:
     troubled = RECORD | {"skipped_iterations": 3, "nan_iterations": 1, "moe_load_min": 0.5, "moe_load_max": 1.5}
+    troubled["moe_aux_loss"] = 1.0
     for width in (40, 60, 80, 120, 200):
         for record in (RECORD, troubled, RECORD | {"lm_loss": None, "grad_norm": None, "seconds_left": None}):
             rows = console.terminal_lines(record, 100, width).split("\n")
@@ -76,6 +74,17 @@ def test_an_interval_takes_two_rows_of_a_terminal_at_most() -> None:
     narrow = console.terminal_lines(troubled, 100, 40)
     assert "1 NaN" in narrow and "3 skipped" in narrow and "TFLOP" not in narrow  # what went wrong goes first
     assert "expert load 0.50-1.50" in console.terminal_lines(troubled, 100, 120)
+
+
+def test_a_line_of_a_log_file_says_what_a_terminal_shows() -> None:
+    assert console.progress_line(RECORD, 100) == (
+        " iteration       10/     100 | lm loss: 3.250000E+00 | gradient norm 1.5 | lr 0.00015 | 1:02:03 left | "
+        "1,234 tokens/s | step 123.5 ms | 12.3 TFLOP/s | 1.0 GiB | batch 8 | 1,280 tokens"
+    )
+    more = {"mtp_loss_1": 4.5, "mtp_loss_2": None, "params_norm": 2.0, "num_zeros": 7.0, "skipped_iterations": 3}
+    line = console.progress_line(RECORD | more | {"loss_scale": 65536.0}, 100)
+    assert "lm loss: 3.250000E+00 | 3 skipped | " in line
+    assert line.endswith(" | loss scale 6.55e+04 | mtp loss 1 4.5000 | params norm 2 | num zeros 7")
 
 
 def test_validation_lines_of_megatron() -> None:

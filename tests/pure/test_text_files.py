@@ -275,7 +275,7 @@ def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
     size = IndexedDataset(written).num_tokens
     epochs = 400 * 0.75 * 64 / (size * 0.8)
     assert size > tokens
-    assert lines[0] == f"{written}: 44 documents, {size:,} tokens; {epochs:.3g} epochs of the 80 % for training"
+    assert lines[0] == f"{written}: 45 documents, {size:,} tokens; {epochs:.3g} epochs of the 80 % for training"
     assert "there is no file nothing.idx" in lines[1] and len(lines) == 2
     assert list(source_lines(DatasetConfig(mock_data=True), 400, 64)) == []
 

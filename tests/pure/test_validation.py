@@ -12,6 +12,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import Flag, all_flags
 from megatron.training.config.validation import notices, resolve, validate
+from tests.eval_cases import TASKS
 
 GOOD = {
     "num-layers": "4",
@@ -431,6 +432,18 @@ def test_length_is_required_where_data_has_no_end() -> None:
         "--train-samples or --train-tokens"
     ]
     assert problems("--vocab-size 9 --data-path a", without="train-iters mock-data") == []
+
+
+def test_an_evaluation_needs_nothing_that_only_training_uses() -> None:
+    tasks = f"--skip-train --tokenizer-type ByteTokenizer --vocab-size 257 --eval-tasks {TASKS}"
+    without = "lr mock-data train-iters"
+    assert problems(tasks, without=without) == []
+    (said,) = problems("--skip-train --vocab-size 9", without=without)
+    assert said.startswith("--data-path: the run has no data"), "losses need data"
+    assert problems("--skip-train", without="lr train-iters") == []
+    resolved = resolve(parse_args(argv(tasks, without)), 1)
+    assert resolve(resolved, 1) == resolved
+    assert (resolved.data.mock_data, resolved.training.eval_iters, resolved.training.train_iters) == (True, 0, 1)
 
 
 def test_a_run_shorter_than_a_step() -> None:

@@ -47,7 +47,7 @@ def source_lines(
         except (OSError, ValueError) as error:
             yield str(error)
             continue
-        line = f"{prefix}: {len(dataset):,} documents, {dataset.num_tokens:,} tokens"
+        line = f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
         if samples is not None and of_samples is not None and dataset.num_tokens:
             epochs = samples * of_samples * seq_length / (dataset.num_tokens * of_documents)
             part = "" if of_documents == 1 else f" of the {100 * of_documents:.4g} % for training"

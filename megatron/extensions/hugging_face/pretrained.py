@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     if load is None or kind_of(load) is not Kind.HUGGING_FACE:
         return config
     try:
-        theirs, _ = text_model(read_json(Path(load) / CONFIG))
+        whole = read_json(Path(load) / CONFIG)
+        theirs, _ = text_model(whole)
         model = config_from_hf(theirs)
     except ValueError as error:
         reader.problems += Problem.of_errors("--load", load, error)
@@ -53,8 +54,17 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         tokenizer = config.tokenizer
     else:
         note += ", and its files the tokenizer"
-    reader.notes.append(note)
+    reader.notes += [note, *_other_format(load, whole | theirs, config)]
     return replace(config, model=model, tokenizer=tokenizer)
+
+
+def _other_format(load: str, hf_config: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    """A notice where a model of 16 bits would silently become one of 32, as flags name no format."""
+    stored, run = hf_config.get("dtype", hf_config.get("torch_dtype")), config.parallel
+    flag = {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(stored))
+    if flag and run.params_dtype == "float32" and not run.fp32:
+        rule = f"has weights in {stored}, and this run computes, saves and exports float32"
+        yield f"--load {load} {rule}: add {flag} to keep its format, or --fp32 to confirm the other one"
 
 
 def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:

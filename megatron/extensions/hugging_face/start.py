@@ -44,14 +44,13 @@ def load_start(
         return checkpointer.load(say, data)
     save = options.save
     if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
-        say(f" --save {save} holds checkpoints: the run resumes from them, and not from --load {load}")
         resumed = replace(config, checkpoint=replace(options, load=save))
-        return replace(checkpointer, config=resumed).load(say, data)
+        return replace(checkpointer, config=resumed).load(say, data, f" (--save), not the model in --load {load}")
     depths = load_hf_weights(checkpointer, Path(load))
     if config.model.mtp_depths > depths:
         found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
         say(f" multi-token prediction starts with weights of its own: the folder has {found}")
-    say(f" loaded the weights of {load}; the run starts at iteration 0 with a fresh optimizer")
+    say(f" loaded weights from {load}: starting at iteration 0 with a fresh optimizer")
     return Progress(data_fingerprint=data(0))
 
 

@@ -108,6 +108,8 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     given = config
     for section, field, value, _ in switched_off(config):
         config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+    if config.training.skip_train:
+        config = _without_training(config)
     training = _resolve_training(config, world_size)
     config = replace(
         config,
@@ -125,6 +127,18 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 def _filled(section: Any, **values: Any) -> Any:
     """`section` with `values` in those fields that are None."""
     return replace(section, **{k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
+
+
+def _without_training(config: RunConfig) -> RunConfig:
+    """The configuration of an evaluation with values for what only training needs and flags leave out: a learning rate,
+    a length and, where only tasks are evaluated, data."""
+    training, data = config.training, config.data
+    named = data.data_path or data.per_split or data.listed or data.valid or data.data_stages
+    if not named and data.dataset == "gpt" and config.eval_tasks.eval_tasks and not training.full_validation:
+        data, training = replace(data, mock_data=True), replace(training, eval_iters=0)
+    if data.dataset == "mock" and training.train_samples is None and training.train_tokens is None:
+        training = _filled(training, train_iters=1)
+    return replace(config, data=data, training=training, optimizer=_filled(config.optimizer, lr=1.0))
 
 
 def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:

@@ -25,12 +25,13 @@ def banner(run: TrainingRun) -> Iterator[str]:
     yield f"layout: {', '.join(_layout(run))}"
     yield f"precision: {formats_of_states(config)}{_fp8(run)}"
     yield f"batch: {batch_line(config, dims)}"
-    left = run.train_iters - run.progress.iteration
-    begun = f", {left:,} of them to go" if run.progress.iteration else ""
-    yield (
-        f"length: {run.train_iters:,} iterations{begun}, {run.batch_sizes.samples(run.train_iters):,} samples, "
-        f"{tokens:,} tokens, {tokens / count:.3g} for each parameter"
-    )
+    if not config.training.skip_train:
+        left = max(0, run.train_iters - run.progress.iteration)
+        begun = f", {left:,} of them to go" if run.progress.iteration else ""
+        yield (
+            f"length: {run.train_iters:,} iterations{begun}, {run.batch_sizes.samples(run.train_iters):,} samples, "
+            f"{tokens:,} tokens, {tokens / count:.3g} for each parameter"
+        )
     states = states_of_rank(model, config.parallel, config.optimizer, config.ddp, dims, run.runtime.state.pp.rank)
     of = ""
     if device.type == "cuda":

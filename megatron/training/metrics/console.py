@@ -25,35 +25,12 @@ def duration(seconds: float | None) -> str:
 
 
 def progress_line(record: Record, train_iters: int) -> str:
-    """One line of the log, with every field."""
-    parts = [
-        f"iteration {record['iteration']:8d}/{train_iters:8d}",
-        f"consumed samples: {record['consumed_samples']}",
-        f"consumed tokens: {record['consumed_tokens']}",
-        f"step time (ms): {1e3 * record['step_time']:.1f}",
-        f"tokens/s: {record['tokens_per_second']:,.0f}",
-        f"TFLOP/s/device (causal): {record['tflops_per_device']:.3g}",
-        "MFU (causal): " + ("unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"),
-        f"time left: {duration(record['seconds_left'])}",
-        f"learning rate: {record['learning_rate']:.4E}",
-        f"global batch size: {record['global_batch_size']}",
-        *([f"lm loss: {record['lm_loss']:.6E}"] if record["lm_loss"] is not None else ["every step was skipped"]),
-        *(f"{key.replace('_', ' ')}: {loss:.6E}" for key, loss in mtp_losses(record)),
-        *([f"grad norm: {record['grad_norm']:.3f}"] if record["grad_norm"] is not None else []),
-        *([f"params norm: {record['params_norm']:.3f}"] if "params_norm" in record else []),
-        *([f"num zeros: {record['num_zeros']:.0f}"] if "num_zeros" in record else []),
-        f"loss scale: {record['loss_scale']:.1f}",
-        f"skipped iterations: {record['skipped_iterations']}",
-        f"nan iterations: {record['nan_iterations']}",
-        *([f"spikes: {record['spike_iterations']}"] if record["spike_iterations"] else []),
-        f"peak memory (GiB): {record['peak_memory_bytes'] / 2**30:.2f}",
-    ]
-    if "moe_load_max" in record:
-        load = "{moe_load_min:.2f} to {moe_load_max:.2f} of an even share".format(**record)
-        parts.append(f"expert load: {load}")
-        parts.append(f"load balancing loss: {record['moe_aux_loss']:.4f}")
-    parts += [f"{name}: {record[name]:.6g}" for name in METRICS if record.get(name) is not None]
-    return " " + " | ".join(parts)
+    """One line of a log file: what a terminal shows, with the loss in all its digits. The metrics file has every
+    field."""
+    _, loss, *others = _parts_by_weight(record, train_iters)
+    if record["lm_loss"] is not None:
+        loss = f"lm loss: {record['lm_loss']:.6E}"
+    return " " + " | ".join((f"iteration {record['iteration']:8d}/{train_iters:8d}", loss, *others))
 
 
 def terminal_lines(record: Record, train_iters: int, width: int) -> str:
@@ -84,9 +61,11 @@ def _parts_by_weight(record: Record, train_iters: int) -> list[str]:
         f"{record['consumed_tokens']:,} tokens",
         *([f"loss scale {record['loss_scale']:.3g}"] if record["loss_scale"] != 1 else []),
         *(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in mtp_losses(record)),
+        *(f"{key.replace('_', ' ')} {record[key]:.6g}" for key in ("params_norm", "num_zeros") if key in record),
     ]
     if "moe_load_max" in record:
         parts.append("expert load {moe_load_min:.2f}-{moe_load_max:.2f}".format(**record))
+        parts.append(f"load balancing loss {record['moe_aux_loss']:.4f}")
     return parts + [f"{name} {record[name]:.4g}" for name in METRICS if record.get(name) is not None]
 
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.folders import saved_folders
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
 from megatron.core.tokenizers.kept_files import keep_tokenizer
 from megatron.training.config.arguments import flat_values, save_config
@@ -28,8 +29,8 @@ or goes; new ones may come with the same version."""
 class RunLog:
     """Writes records and progress on the first rank, and nothing on the others.
 
-    Creates --save and writes the resolved configuration into it. Everything is closed with `resources`, or when the
-    process ends by a failure.
+    Creates --save and writes the resolved configuration into it, unless the run only evaluates what another has saved
+    there. Everything is closed with `resources`, or when the process ends by a failure.
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
@@ -42,8 +43,9 @@ class RunLog:
         save = config.checkpoint.save
         if save:
             Path(save).mkdir(parents=True, exist_ok=True)
-            save_config(config, Path(save) / RUN_CONFIG)
-            keep_tokenizer(config.tokenizer, Path(save))
+            if not (config.training.skip_train and saved_folders(Path(save))):  # an evaluation leaves the run as it was
+                save_config(config, Path(save) / RUN_CONFIG)
+                keep_tokenizer(config.tokenizer, Path(save))
             record_event(save, "start", iteration=iteration, world_size=runtime.launch.world_size)
         self._sinks = open_sinks(config.logging, save, iteration, flat_values(config))
         for sink in self._sinks:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from megatron.training.config.run_config import CheckpointConfig
-from megatron.training.reliability.failure_report import ADVICE, Failure, hung, is_consequence
+from megatron.training.reliability.failure_report import ADVICE, GONE, Failure, died, hung, is_consequence
 from megatron.training.reliability.hang_analysis import Standing, blame
 from megatron.training.reliability.launch import Launch, restarts_left, tell_last, write_error_file
 from megatron.training.reliability.rank_status import RankStatus
@@ -102,7 +102,7 @@ class FailureHandler:
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
             last_words = self._stacks.last_words(rank)
             what = f"process{pid} is gone and left no traceback{last_words}"
-            failure = Failure(self._launch.rank, board.name(rank), phase, "process is gone", what, ADVICE["died"])
+            failure = Failure(self._launch.rank, board.name(rank), phase, GONE, what, died(self.checkpoints))
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
@@ -170,7 +170,7 @@ class FailureHandler:
             if self._signals.first_at is None and self._launch.local_rank <= (self._launch.launcher == "srun"):
                 what = f"the store of the ranks does not answer: {error}"
                 who = "rank 0 or the launcher, which holds the store of the ranks"
-                failure = Failure(self._launch.rank, who, self._status.place(), "", what, ADVICE["died"])
+                failure = Failure(self._launch.rank, who, self._status.place(), "", what, died(self.checkpoints))
                 print(failure.text(), file=sys.stderr)
             self._exit(ExitCode.FAILED)
 
@@ -303,7 +303,7 @@ class FailureHandler:
     def _deliver(self, failure: Failure, text: str) -> None:
         """Prints the report last."""
         # torchrun sends a signal to the others when a process is gone, and prints what they have said of that.
-        now = self._signals.first_at is not None and failure.advice != ADVICE["died"]
+        now = self._signals.first_at is not None and failure.title != GONE
         tell_last(text, now, failure.at)
 
     def _exit(self, code: int) -> NoReturn:

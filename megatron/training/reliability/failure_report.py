@@ -31,6 +31,9 @@ CONSEQUENCE = re.compile(
 ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
 """Kind of failure -> what to do about it. `{again}` stands for `start_again`."""
 
+GONE = "process is gone"
+"""Title of the failure of a process that ended without a word."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -113,6 +116,11 @@ def start_again(options: CheckpointConfig) -> str:
         without = f" and without {'--finetune' if options.finetune else '--reset-iteration'}" if anew else ""
         return f"{said} with --load {options.save}{without}: it resumes from the latest checkpoint there"
     return f"{said}: it begins where this run began, which has saved no checkpoint"
+
+
+def died(options: CheckpointConfig) -> str:
+    """The advice on a process that ended without a word, in a run with these checkpoints."""
+    return ADVICE["died"].format(again=start_again(options))
 
 
 def is_users(error: BaseException) -> bool:

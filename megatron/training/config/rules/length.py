@@ -83,7 +83,7 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     names = [name for name, value in given.items() if value is not None]
     if iters is not None and own_samples is not None:
         yield Problem.exclusive("--train-iters", iters, "--train-samples")
-    if not names and c.data.dataset == "mock":
+    if not names and c.data.dataset == "mock" and not t.skip_train:
         remedy = "add --train-iters, --train-samples or --train-tokens"
         yield Problem("--mock-data", None, "synthetic data has no epochs, so the run needs a length", remedy)
     if t.skip_train and t.eval_iters == 0 and not c.eval_tasks.eval_tasks:

@@ -45,7 +45,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
             group_rule(text)
         except ValueError as error:
             yield Problem.of_message("--param-group", text, str(error))
-    if config.optimizer.lr is None:
+    if config.optimizer.lr is None and not config.training.skip_train:
         yield Problem("--lr", None, "is required", "add the peak learning rate, for example --lr 3e-4")
 
 
