@@ -175,6 +175,12 @@ def test_files_that_a_run_misses_are_problems_behind_its_plan(tmp_path: Path) ->
     assert (done.returncode, done.stdout) == (2, "") and "6 problems.\n  --tokenizer-model /nowhere" in done.stderr
     run = flags.replace("--dry-run --world-size 8", "--cpu") + " --tp 1 --pp 1 --tokenizer-type ByteTokenizer --lr -1"
     assert pretrain(run).stderr.endswith(f"6 problems.\n  --lr -1.0: must be above 0; for example --lr 3e-4\n{text}")
+    urls = pretrain(f"{RIGHT} --save s3://b/x --metrics-file gs://b/m")
+    assert [line.split(", and")[0] for line in urls.stderr.splitlines()[-2:]] == [
+        "  --metrics-file gs://b/m: is a URL",
+        "  --save s3://b/x: is a URL",
+    ]
+    assert "2 problems." in urls.stderr
     lists = pretrain(f"{RIGHT.replace('--mock-data', '')} --data-args-path {tmp_path}/no")
     assert lists.returncode == 2 and f"--data-args-path {tmp_path}/no: there is no such file" in lists.stderr
 

@@ -51,7 +51,10 @@ MEETING = {
         [f"{BALANCED} --eod-mask-loss", f"{BALANCED} --calculate-per-token-loss"],
     ),
     "capacity of experts (`--moe-expert-capacity-factor`)": (
-        ["--num-experts 2 --moe-expert-capacity-factor 1 --micro-batch-size 2"],
+        [
+            f"--num-experts 2 --moe-expert-capacity-factor 1 {cut}"
+            for cut in ("--micro-batch-size 2", "--cp 2", "--tp 2 --sequence-parallel")
+        ],
         ["--num-experts 2 --moe-expert-capacity-factor 1", "--num-experts 2 --micro-batch-size 2"],
     ),
     "multi-token prediction, dropout of the embedding": (

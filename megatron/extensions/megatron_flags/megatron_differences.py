@@ -143,7 +143,11 @@ DIFFERENCES = (
         "counted in each sequence",
         "counted in the tokens of a micro-batch on a rank",
         lambda c, given: (
-            c.model.num_experts is not None and c.model.moe_drops_tokens and c.training.micro_batch_size > 1
+            c.model.num_experts is not None
+            and c.model.moe_drops_tokens
+            and (
+                c.training.micro_batch_size > 1 or c.parallel.context_parallel_size > 1 or c.parallel.sequence_parallel
+            )
         ),
     ),
     Difference(

@@ -71,7 +71,8 @@ def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
     if command.trains:
         problems += too_short_a_job(config, os.environ)
     if command.dry_run or (command.trains and problems and launch.rank == 0):  # a run that can start says it itself
-        inputs += missing_inputs(config)
+        wrong = {(problem.flag, problem.value) for problem in problems}  # by itself: told once
+        inputs += [problem for problem in missing_inputs(config) if (problem.flag, problem.value) not in wrong]
     if command.rehearsal is not None:
         problems += _wrong_ranks(command.rehearsal.ranks, config, world_size)
     if command.suggest is not None and config.training.global_batch_size:
