@@ -140,7 +140,7 @@ def exits(run: TrainingRun, done: Sequence[Task]) -> bool:
 
 
 def finish(run: TrainingRun, trained: bool) -> None:
-    """The last save and the last evaluations, and the end of what is in progress. `trained`: whether a step was made."""
+    """The last save and evaluations, and the end of what is in progress. `trained`: whether a step was made."""
     watchdog, iteration = run.runtime.watchdog, run.progress.iteration
     requests, trains = watchdog.requests, not run.config.training.skip_train
     if trains and run.config.checkpoint.save and run.saver.last != iteration:
