@@ -172,6 +172,10 @@ class Task:
         """Whether its interval says that it is due."""
         return (last and self.at_end) or bool(self.interval and self.interval > 0 and iteration % self.interval == 0)
 
+    def is_due(self, iteration: int, last: bool) -> bool:
+        """Whether it is due after the step that was just made."""
+        return self.at(iteration, last) or (self.also is not None and self.also())
+
 
 class Metric:
     """A mean over the steps of a log interval and over all ranks, logged under the name it is registered by."""

@@ -43,6 +43,9 @@ class TrainingRun(RunView):
     meters: Sequence[Meter]
     """All that is counted during passes and reported at log lines."""
 
+    first_iteration: int
+    """Where this process started."""
+
     tasks: Sequence[Task] = ()
     """What it does every so many iterations, in this order."""
 

@@ -244,6 +244,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         saver=saver,
         guard=StepGuard(config.checks, runtime.device, progress),
         timers=timers,
+        first_iteration=progress.iteration,
         callbacks=parts.callbacks,
         meters=meters,
         say=runtime.say,

@@ -29,6 +29,20 @@ GIVE_BACK_INTERVAL = 100
 """Iterations between two times that free pages go back to the system, on CPU."""
 
 
+def start_run(run: TrainingRun, resources: ExitStack) -> None:
+    """Says what starts, opens the logs, and builds the tasks. The first step may wait as long as start-up."""
+    watchdog, parallel = run.runtime.watchdog, run.config.parallel
+    watchdog.status.executor = run.pipeline.executor
+    watchdog.begin("opening the logs")
+    say_what_starts(run)
+    log = RunLog(run, resources)
+    run.saver.prepare()
+    for callback in run.callbacks:
+        callback.on_start(run)
+    limit_waits(run.runtime, run.pipeline.executor.p2p, "--startup-timeout-minutes", parallel.startup_timeout_minutes)
+    run.tasks = build_tasks(run, log, resources)
+
+
 def build_tasks(run: TrainingRun, log: RunLog, resources: ExitStack) -> list[Task]:
     """The periodic tasks of a run in the order in which they are performed, those of extensions before the save."""
     collection = GarbageCollection(run.config.training, resources)

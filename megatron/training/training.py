@@ -7,7 +7,7 @@ loss and every rank takes the same decisions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -22,17 +22,15 @@ from megatron.training.initialize import (
     Runtime,
     StartupPhases,
     initialize,
-    limit_waits,
     shut_down,
     start_watchdog,
 )
-from megatron.training.metrics.run_log import RunLog
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.watchdog import Watchdog
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
-from megatron.training.tasks import build_tasks, end_callbacks, save, say_what_starts, why_untrained
+from megatron.training.tasks import end_callbacks, save, start_run, why_untrained
 from megatron.training.train_step import train_step
 
 
@@ -58,7 +56,8 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             resources.callback(shut_down)
             run = built = build_run(config, runtime, parts)
             resources.callback(run.data.close)
-            return train(run, resources)
+            start_run(run, resources)
+            return train(run)
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
                 from megatron.extensions.planner.out_of_memory import explain  # plans are made where they are needed
@@ -67,33 +66,14 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             watchdog.fail(error)  # before resources close: that could wait for ranks that are gone
 
 
-def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
-    """Trains until the end of the run, an exit condition, or an error."""
-    log, first = start(run, resources), run.progress.iteration
-    run.tasks = build_tasks(run, log, resources)
+def train(run: TrainingRun) -> ExitCode:
+    """Trains until the end of the run, an exit condition, or an error. `run` has been started (`start_run`)."""
     while next_step(run):
         train_step(run)
-        done = [task for task in run.tasks if is_due(run, task)]
-        for task in done:
-            perform(run, task)
-        if exits(run, done):
+        if exits(run, after=perform_due(run)):
             break
-    finish(run, trained=run.progress.iteration > first)
+    finish(run)
     return run.runtime.watchdog.code
-
-
-def start(run: TrainingRun, resources: ExitStack) -> RunLog:
-    """Opens the logs and says what starts. The first step may wait as long as start-up."""
-    watchdog, parallel = run.runtime.watchdog, run.config.parallel
-    watchdog.status.executor = run.pipeline.executor
-    watchdog.begin("opening the logs")
-    say_what_starts(run)
-    log = RunLog(run, resources)
-    run.saver.prepare()
-    for callback in run.callbacks:
-        callback.on_start(run)
-    limit_waits(run.runtime, run.pipeline.executor.p2p, "--startup-timeout-minutes", parallel.startup_timeout_minutes)
-    return log
 
 
 def next_step(run: TrainingRun) -> bool:
@@ -113,34 +93,30 @@ def next_step(run: TrainingRun) -> bool:
     return False
 
 
-def is_due(run: TrainingRun, task: Task) -> bool:
-    """Whether a task is due after the step that was just made."""
+def perform_due(run: TrainingRun) -> list[Task]:
+    """Performs the tasks that are due after the step that was just made, and returns them."""
     iteration = run.progress.iteration
-    return task.at(iteration, last=iteration == run.train_iters) or (task.also is not None and task.also())
-
-
-def perform(run: TrainingRun, task: Task) -> None:
-    if task.counts:
-        task.run()
-    else:
-        with run.interval.outside():
+    due = [task for task in run.tasks if task.is_due(iteration, last=iteration == run.train_iters)]
+    for task in due:
+        with nullcontext() if task.counts else run.interval.outside():
             task.run()
+    return due
 
 
-def exits(run: TrainingRun, done: Sequence[Task]) -> bool:
+def exits(run: TrainingRun, after: Sequence[Task]) -> bool:
     """Whether the run exits after these tasks: at --exit-interval, or because a callback of any rank has asked for it.
     Equal on all ranks."""
     iteration, interval = run.progress.iteration, run.config.training.exit_interval
     why = f"--exit-interval {interval}" if interval and iteration % interval == 0 else None
-    if why is None and run.callbacks and any(task.may_stop for task in done):
+    if why is None and run.callbacks and any(task.may_stop for task in after):
         why = next(filter(None, gather(run.stop_reason, run.runtime.state.world)), None)
     if why is not None:
         run.say(f"exiting at iteration {iteration}: {why}")
     return why is not None
 
 
-def finish(run: TrainingRun, trained: bool) -> None:
-    """The last save and evaluations, and the end of what is in progress. `trained`: whether a step was made."""
+def finish(run: TrainingRun) -> None:
+    """The last save and evaluations, and the end of what is in progress."""
     watchdog, iteration = run.runtime.watchdog, run.progress.iteration
     requests, trains = watchdog.requests, not run.config.training.skip_train
     if trains and run.config.checkpoint.save and run.saver.last != iteration:
@@ -157,5 +133,5 @@ def finish(run: TrainingRun, trained: bool) -> None:
     watchdog.begin("leaving")
     if requests.stopping:
         run.say(f"exiting at iteration {iteration}: {requests.why}")
-    elif not trained:
+    elif iteration == run.first_iteration:
         run.say(f" nothing was trained: {why_untrained(run)}")

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.harness import local_run, run_world
 
@@ -144,7 +145,8 @@ def train_on_a_bad_disk(rank: int, world_size: int, broken: str, *argv: str) -> 
         run = resources.enter_context(local_run(config, rank, world_size))
         assert run.saver.writer is not None
         run.saver.writer.pause = 0.0
-        train(run, resources)
+        start_run(run, resources)
+        train(run)
 
 
 def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

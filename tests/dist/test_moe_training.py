@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.testing.snapshot import relative_difference, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.harness import local_run, run_world
 from tools.inspect_checkpoint import differences
@@ -37,7 +38,8 @@ def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     assert not validate(config, world_size)
     with ExitStack() as resources:
         run = resources.enter_context(local_run(config, rank, world_size))
-        train(run, resources)
+        start_run(run, resources)
+        train(run)
 
 
 def records(layout: str, folder: Path, flags: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from megatron.extensions.diagnosis.profiler import Profiler
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.harness import run_world
 
@@ -29,7 +30,8 @@ def profiled(rank: int, size: int, flags: str, folder: str) -> None:
         parse_args([*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder]), size
     )
     with local_run(config, rank, size) as run, ExitStack() as resources:
-        train(run, resources)
+        start_run(run, resources)
+        train(run)
 
 
 def updates(trace: Path) -> int:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.harness import local_run, run_world
 from tools.inspect_checkpoint import differences
@@ -32,7 +33,8 @@ def train_here(rank: int, world_size: int, argv: list[str]) -> None:
     assert not validate(config, world_size), validate(config, world_size)
     with ExitStack() as resources:
         run = resources.enter_context(local_run(config, rank, world_size))
-        train(run, resources)
+        start_run(run, resources)
+        train(run)
 
 
 @pytest.fixture

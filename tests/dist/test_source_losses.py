@@ -14,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.progress import Step
+from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.harness import local_run, run_world
 
@@ -53,7 +54,8 @@ def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[
                     rows[number][1] += float(mask.sum())
             run.stages[0].train()
             expected = {name: rows[number][0] / rows[number][1] for number, name in enumerate(("one", "two"))}
-        train(run, resources)
+        start_run(run, resources)
+        train(run)
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if rank == 0 else []
     return found, expected
 

@@ -21,6 +21,7 @@ from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, problem
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.harness import run_world
 
@@ -42,7 +43,8 @@ def traced(rank: int, size: int, flags: str, folder: str) -> tuple[list[float], 
     losses = []
     with local_run(config, rank, size) as run, ExitStack() as resources:
         run.say = print
-        train(run, resources)
+        start_run(run, resources)
+        train(run)
         losses.append(run.measured["lm_loss"])
         as_before = "run_action" not in vars(run.pipeline.executor) and not run.timers.watchers
     return losses, as_before and functions == (dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait)
@@ -160,7 +162,8 @@ def traced_lines(rank: int, size: int, flags: str, folder: str) -> list[str]:
     said: list[str] = []
     with local_run(config, rank, size) as run, ExitStack() as resources:
         run.say = said.append
-        train(run, resources)
+        start_run(run, resources)
+        train(run)
     return [line for line in said if "trace" in line]
 
 

@@ -27,6 +27,7 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
 from megatron.training.hooks import Callback, RunView
 from megatron.training.run import TrainingRun
+from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.harness import local_run, run_world
 from tools.train_tokenizer import main as train_tokenizer
@@ -146,7 +147,8 @@ def trained(rank: int, world_size: int, flags: str, plant: Plant, first: int) ->
     config = resolve_legal(parse_args(flags.split()), world_size)
     with local_run(config, rank, world_size) as run, ExitStack() as resources:
         plant(run, first)
-        train(run, resources)
+        start_run(run, resources)
+        train(run)
 
 
 def records(path: Path, ranks: int, flags: str, plant: Plant, first: int) -> list[dict[str, Any]]:
