@@ -71,4 +71,9 @@ def prepared_or_code(argv: list[str], launch: Launch) -> RunConfig | int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "torch"):
+            raise
+        sys.exit(f"{sys.executable} has no {error.name}: install requirements.txt into it, or use another")

@@ -37,6 +37,16 @@ run() {
     "$@"
 }
 
+COUNT_GPUS='
+import sys
+try:
+    import torch
+except ImportError as error:
+    remedy = "set PYTHON to an interpreter that has requirements.txt, or install it into this one"
+    raise SystemExit(f"PYTHON={sys.executable}: torch cannot be imported ({error}); {remedy}")
+print(max(1, torch.cuda.device_count()))
+'
+
 # Runs pretrain_gpt.py with the given flags under LAUNCH (the words of a launcher, as train_gpt_slurm.sh sets them), or
 # else under torchrun on this machine with a process for each GPU. A dry run and a rehearsal need no launcher.
 launch_training() {
@@ -51,7 +61,7 @@ launch_training() {
         if [[ -n "${LAUNCH:-}" ]]; then
             read -r -a launcher <<<"$LAUNCH"
         else
-            gpus="${GPUS_PER_NODE:-$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+            gpus="${GPUS_PER_NODE:-$("$PYTHON" -c "$COUNT_GPUS")}"
             launcher+=(-m torch.distributed.run --standalone --nproc-per-node "$gpus")
         fi
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -5,8 +5,8 @@
 Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs are files,
 globs, folders and URLs: .jsonl, .json, .csv, .tsv, .parquet and .arrow by name, all others plain text; those of text
 may be compressed (.gz, .bz2, .xz, .zst). By default the tokenizer is lossless: it does not
-normalize text, and encodes characters outside the vocabulary as bytes. Documents end with <EOD> under --tokenizer-type
-SentencePieceTokenizer, and with --eos-token under Llama2Tokenizer.
+normalize text, and encodes characters outside the vocabulary as bytes. A note says what a lossy one loses. Documents
+end with <EOD> under --tokenizer-type SentencePieceTokenizer, and with --eos-token under Llama2Tokenizer.
 """
 
 from __future__ import annotations
@@ -114,6 +114,17 @@ def vocabulary(model: bytes) -> str:
     return "".join(f"{pieces.id_to_piece(id)}\t{pieces.get_score(id):g}\n" for id in range(pieces.get_piece_size()))
 
 
+PROBES = {"line breaks": "a\n\nb", "spaces": "a  b", "characters outside its vocabulary": "a \ue000"}
+
+
+def lost_text(model: bytes) -> list[str]:
+    """What of a text decoding does not give back."""
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_proto=model)
+    return [what for what, text in PROBES.items() if pieces.decode(pieces.encode(text)) != text]
+
+
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
     """What a user can do about SentencePiece's message."""
     # The part after the failed condition, without the source line it stands on.
@@ -177,6 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in bad[:100]:
         print(f"{problem}; left out", file=sys.stderr)
     print(f"{targets['.model']}: {args.vocab_size} tokens, {args.model_type}, from {len(inputs)} files")
+    if lost := lost_text(model):
+        remedy = "any --model-type but word is lossless with --byte-fallback and --normalization-rule-name identity"
+        print(f"note: the tokenizer is lossy: decoding does not give back all {', '.join(lost)}; {remedy}")
     if len(bad) > args.max_bad_lines:
         print(f"error: {len(bad)} bad lines, --max-bad-lines allows for {args.max_bad_lines}", file=sys.stderr)
         return 1

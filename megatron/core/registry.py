@@ -30,6 +30,7 @@ class _Entry(Generic[F]):
     part: Any
     facts: F
     where: str
+    built_in: bool
 
 
 class Registry(Collection[str], Generic[P, F]):
@@ -61,6 +62,7 @@ class Registry(Collection[str], Generic[P, F]):
         """
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        built_in = caller.f_globals["__name__"].startswith("megatron.")
         if name in self._entries:
             raise ValueError(
                 f"{self.flag} {name} is registered twice: at {self._entries[name].where} and at {where}; "
@@ -78,7 +80,7 @@ class Registry(Collection[str], Generic[P, F]):
         def add(part: Given) -> Given:
             if not isinstance(part, str):
                 self._check(name, part, known)
-            self._entries[name] = _Entry(part, known, where)
+            self._entries[name] = _Entry(part, known, where, built_in)
             return part
 
         return add if part is None else add(part)
@@ -127,6 +129,10 @@ class Registry(Collection[str], Generic[P, F]):
     def where(self, name: str) -> str:
         """File and line of its registration."""
         return self._entry(name).where
+
+    def built_in(self, name: str) -> bool:
+        """Whether the library itself registers this part; False for a name that nothing has registered."""
+        return name in self._entries and self._entries[name].built_in
 
     def _entry(self, name: str) -> _Entry[F]:
         if name not in self._entries:

@@ -289,6 +289,16 @@ def differences(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, float]]:
     return ((key, relative_difference(value, b[key], floors[key])) for key, value in a.tensors.items())
 
 
+def moved_by_rounding(a: Snapshot, b: Snapshot, name: str, tolerance: float) -> Tensor | None:
+    """Which elements of a parameter have a gradient that is rounding alone: at no step above `tolerance` as a relative
+    difference, and at some step not exactly zero. None where the snapshots have no gradient of that name."""
+    floors, largest = floors_of(a, b), None
+    for key in (key for key in a.tensors if key.endswith(f" gradient {name}")):
+        share = torch.maximum(a[key].abs(), b[key].abs()).double() / floors[key]
+        largest = share if largest is None else torch.maximum(largest, share)
+    return None if largest is None else (largest > 0) & (largest <= tolerance)
+
+
 def first_difference(a: Snapshot, b: Snapshot, tolerance: float) -> tuple[str, float] | None:
     """The first tensor, in order of computation, in which two snapshots differ by more than `tolerance` relative."""
     return next((found for found in differences(a, b) if found[1] > tolerance), None)

@@ -222,8 +222,9 @@ def test_text_to_tokenizer_to_tokens_and_back(tmp_path):
     texts = [f"def function_{i}(argument):\n    return argument * {i}  # naïve\n" for i in range(200)]
     source = jsonl(tmp_path / "text.jsonl", texts)
     prefix = tmp_path / "deep" / "tok"
-    tool("train_tokenizer.py", "--input", source, "--vocab-size", 400, "--output-prefix", prefix)
+    said = tool("train_tokenizer.py", "--input", source, "--vocab-size", 400, "--output-prefix", prefix)
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["tok.model", "tok.vocab"]
+    assert "lossy" not in said
     first = prefix.with_suffix(".model").read_bytes()
     tool("train_tokenizer.py", "--input", source, "--vocab-size", 400, "--output-prefix", prefix, "--overwrite")
     assert prefix.with_suffix(".model").read_bytes() == first
@@ -232,6 +233,19 @@ def test_text_to_tokenizer_to_tokens_and_back(tmp_path):
     shown = tool("inspect_dataset.py", tmp_path / "out_text_document", "--show", 2, *tokenizer)
     assert "documents 200" in shown and "do not end with EOD (4): 0" in shown
     assert repr(texts[1] + "<EOD>") in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "lost"),
+    [
+        ("--model-type char --no-byte-fallback --vocab-size 8", "all line breaks, characters outside its vocabulary;"),
+        ("--model-type char --vocab-size 264 --normalization-rule-name nfkc", "all spaces;"),
+    ],
+)
+def test_a_lossy_tokenizer_says_what_it_loses(tmp_path: Path, flags: str, lost: str) -> None:
+    source = jsonl(tmp_path / "text.jsonl", ["a b ab", "b  a"])
+    said = tool("train_tokenizer.py", "--input", source, "--output-prefix", tmp_path / "tok", *flags.split())
+    assert f"note: the tokenizer is lossy: decoding does not give back {lost}" in said
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,11 @@ def test_a_run_without_faults_is_said_to_be_sound(tmp_path: Path) -> None:
     assert 0 < first["built_bytes"] < first["peak_bytes"] and first["sent"]["pp"]["calls"] == 10
 
 
+def test_data_traffic_of_a_dense_model_is_not_called_that_of_experts() -> None:
+    code, text = rehearse(*"--world-size 4 --tp 1 --pp 1 --cp 2 --ranks 0".split())
+    assert code == 0 and "\n  dp_cp  " in text and "expt" not in text, text
+
+
 def test_a_rank_whose_process_is_ended_is_told_beside_the_others_in_json() -> None:
     flags = f"--extension {FIXTURE} --normalization PlantedNorm --planted-fault killed --ranks 4,5 --json"
     done = run_program(

@@ -68,6 +68,17 @@ def test_a_script_hands_dry_run_on() -> None:
     assert done.stderr.startswith("+ ")
 
 
+def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    done = run("bash", "scripts/train_gpt_single_node.sh", PYTHON=sys.executable, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"PYTHON={sys.executable}: torch cannot be imported (No module named 'torch'); set PYTHON" in done.stderr
+    flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --train-iters 1 --lr 1"
+    done = run(sys.executable, "pretrain_gpt.py", *flags.split(), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"{sys.executable} has no torch: install requirements.txt" in done.stderr
+
+
 def test_further_flags_win() -> None:
     done = run("bash", "scripts/recipes/llama3.sh", "--dry-run", "--world-size", "128", "--num-layers", "0")
     assert done.returncode == 2

@@ -88,7 +88,7 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
     (broken := mixtral.with_name("broken")).mkdir()
     (broken / "config.json").write_text('{"model_type": "llama"}')
     said = refusal(capsys, *flags, "--load", broken)
-    assert "config.json of a llama model: " in said and "hidden_size is missing" in said and "required" not in said
+    assert "config.json of model_type llama: " in said and "hidden_size is missing" in said and "required" not in said
 
 
 def test_flags_of_an_extension_leave_the_tokenizer_of_the_folder(mixtral: Path, tmp_path: Path) -> None:
@@ -121,14 +121,21 @@ def test_a_vocabulary_that_does_not_fit_is_refused(mixtral: Path, tmp_path: Path
 
 def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from megatron.training.config.arguments import parse_args
-    from megatron.training.config.rules.checkpoints import exports
+    from megatron.training.config.rules.checkpoints import exportable, exports
 
     def problem(flags: str) -> str:
-        return "; ".join(map(str, exports(parse_args(flags.split()))))
+        config = parse_args(flags.split())
+        return "; ".join(map(str, (*exports(config), *exportable(config))))
 
     assert "multiple of --save-interval 3; nearest: 6" in problem("--save x --save-interval 3 --export-hf-interval 7")
     assert "add --save-interval 7" in problem("--save x --export-hf-interval 7")
     assert problem("--save x --save-interval 3 --export-hf-interval 6") == ""
+    model = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64"
+    export = f"{model} --save x --save-interval 3 --export-hf-interval 3"
+    assert problem(export) == ""
+    refused = problem(f"{export} --activation-func squared_relu")
+    assert "--export-hf-interval 3: no Hugging Face family can express this model" in refused
+    assert "model_type gpt2 cannot have activation_func = 'squared_relu'; change the model or remove" in refused
 
 
 def test_an_export_that_fails_or_must_end_is_said(tmp_path: Path) -> None:

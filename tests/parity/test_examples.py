@@ -20,7 +20,7 @@ EXAMPLES = {
     "ademamix.py": "--optimizer ademamix --ademamix-alpha-warmup 3 --ademamix-beta3-warmup 3",
     "cyclic_wsd.py": "--lr-decay-style cyclic-wsd --lr-warmup-iters 1 --train-iters 3",
     "eager_1f1b.py": "--pipeline-schedule eager-1f1b",
-    "lion.py": "--optimizer lion --disable-bias-linear",
+    "lion.py": "--optimizer lion",
     "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
     "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
@@ -54,6 +54,7 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_computes_the_same_at_every_layout(name: str, rows: list[str], tmp_path: Path) -> None:
     own = ["tp2-sp-pp2-dp2-eager-1f1b"] if name == "eager_1f1b.py" and rows else []
+    own += ["tp2-sp"] if name == "lion.py" and rows else []  # whose ranks round key biases' zero gradients differently
     own += ["finite-differences"] if name in DIFFERENTIABLE and rows else []
     flags = EXAMPLES[name] + (" --num-layers 2" if rows else "")
     code, found = parity(ROOT / "examples" / name, flags, rows + own, tmp_path)

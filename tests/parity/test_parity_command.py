@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer import mlp
-from megatron.testing.parity import error_line, main
+from megatron.testing.parity import Row, compared, error_line, main
+from megatron.testing.snapshot import Snapshot
 from tests.forked import run_program
 
 MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-layers 2".split()
@@ -185,3 +186,17 @@ def test_the_error_of_the_first_rank_counts() -> None:
         'rank 0 of 2:\nTraceback (most recent call last):\n  File "/b.py", line 1, in h\nRuntimeError: peer is gone\n'
     )
     assert error_line(text) == "ZeroDivisionError: division by zero (/home/mine.py:7 in g)"
+
+
+def test_elements_that_only_rounding_moves_are_compared_apart() -> None:
+    """The sign of a gradient of 1e-17 says nothing; one of exactly 0 says that the weight stays."""
+
+    def snapshot(tiny: float, moved: float) -> Snapshot:
+        values = {"initial weight w": [0.0, 0.0], "step 1 gradient w": [1.0, tiny], "step 1 weight w": [-0.1, moved]}
+        return Snapshot({key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()})
+
+    row = compared(Row("tp2", 2), snapshot(1e-17, -0.1), snapshot(-1e-17, 0.1))
+    assert row.verdict == "equal" and row.difference is not None and row.difference < 1e-9
+    assert row.why == "apart from 1 elements of w, whose gradient is zero but for rounding"
+    assert compared(Row("tp2", 2), snapshot(0.0, -0.1), snapshot(0.0, 0.1)).failed
+    assert compared(Row("tp2", 2), snapshot(1e-3, -0.1), snapshot(1e-3, 0.1)).failed

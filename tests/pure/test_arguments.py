@@ -174,6 +174,17 @@ def test_the_command_of_a_published_example() -> None:
 
 def test_abbreviations_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--num-layer 30: unknown flag; did you mean --num-layers?" in failure("--num-layer 30", capsys)
+    assert "--ffn-hidden 128: unknown flag; did you mean --ffn-hidden-size?" in failure("--ffn-hidden 128", capsys)
+
+
+def test_a_size_of_zero_is_not_called_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = failure("--seq-length 0 --num-layers -4 --gibberish", capsys)
+    for line in (
+        "--seq-length 0: must be at least 1; give --seq-length N, the number of tokens in a sample",
+        "--num-layers -4: must be at least 1; give --num-layers N, the number of transformer layers",
+    ):
+        assert line in lines
+    assert not any("--seq-length: " in line for line in lines)
 
 
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,7 @@ def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
     found = to_hf(from_hf(folder.tensors, expected, "llama4_text"), expected, "llama4_text")
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], value) for name, value in stored.items())
-    with pytest.raises(ValueError, match="text_config of a llama4 model must be an object"):
+    with pytest.raises(ValueError, match="text_config of model_type llama4 must be an object"):
         text_model({"model_type": "llama4"})
 
 

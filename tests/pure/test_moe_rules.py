@@ -173,7 +173,7 @@ def test_legal(flags: str) -> None:
 
 def test_a_number_of_experts_that_is_not_legal_is_one_problem() -> None:
     assert problems(f"{BASE} --num-experts 0 --disable-bias-linear", 1) == [
-        "--num-experts 0: must be above 0; remove it to use the default"
+        "--num-experts 0: must be above 0; give another number, or remove it"
     ]
 
 

@@ -122,7 +122,7 @@ def test_names_of_qwen3_next() -> None:
     back = to_hf(read, config, "qwen3_next")
     assert read.keys() == parameters.keys() and back.keys() == stored.keys()
     assert all(torch.equal(back[name], value) for name, value in stored.items())
-    with pytest.raises(ValueError, match=r"a qwen3_next model cannot have mtp.layers.1.enorm.weight"):
+    with pytest.raises(ValueError, match=r"model_type qwen3_next cannot have mtp.layers.1.enorm.weight"):
         to_hf(parameters, replace(config, mtp_num_layers=2), "qwen3_next")
 
 

@@ -70,7 +70,7 @@ OTHER_RECIPE = "has no effect without --fp8-recipe delayed; add --fp8-recipe del
         (
             "--fp8-format hybrid --bf16 --fp8-margin 17",
             1,
-            ["--fp8-margin 17: must be in [0, 16], as e4m3 has 18 powers of two; remove it to use the default"],
+            ["--fp8-margin 17: must be in [0, 16], as e4m3 has 18 powers of two; the default is 0"],
         ),
         (
             "--fp8-format e4m3 --fp8-recipe tensorwise --fp8-amax-history-len 4 --fp8-amax-compute-algo max --bf16",

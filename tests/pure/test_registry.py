@@ -28,6 +28,13 @@ def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
     assert (registry.facts("b").gated, registry.facts("a").gated) == (True, False)
 
 
+def test_a_registry_knows_which_parts_are_built_in() -> None:
+    assert parts.ACTIVATIONS.built_in("xielu") and parts.LINEAR_ATTENTIONS.built_in("gated_delta_net")
+    registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
+    registry.register("prod", "math:prod")
+    assert not registry.built_in("prod") and not registry.built_in("missing")
+
+
 def test_a_part_named_by_text_is_imported_when_it_is_used() -> None:
     registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
     registry.register("prod", "math:prod")

@@ -92,8 +92,8 @@ def test_one_expert_is_a_dense_mlp() -> None:
     ("flags", "world_size", "expected"),
     [
         # one value
-        ("--num-layers 0", 1, "--num-layers: is required"),
-        ("--num-layers -1", 1, "--num-layers -1: must be above 0"),
+        ("--num-layers 0", 1, "--num-layers 0: must be at least 1; give --num-layers N"),
+        ("--num-layers -1", 1, "--num-layers -1: must be at least 1"),
         ("--micro-batch-size 0", 1, "--micro-batch-size 0: must be above 0; the default is 1"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0: must be in [0, 1); the default is 0.999"),
         ("--muon-momentum 1 --optimizer muon", 1, "--muon-momentum 1.0: must be in [0, 1); the default is 0.9"),
@@ -463,7 +463,7 @@ def test_iterations_and_samples_exclude_each_other_beside_tokens_too() -> None:
 
 def test_nothing_follows_from_a_negative_number_of_tokens() -> None:
     assert problems("--train-tokens -5", without="train-iters") == [
-        "--train-tokens -5: must be above 0; remove it to use the default"
+        "--train-tokens -5: must be above 0; give another number, or remove it"
     ]
     for flag in ("--lr-decay-tokens", "--lr-warmup-tokens"):
         (found,) = problems(f"{flag} -50")

@@ -52,7 +52,8 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
         if value is None:
             problems.append(f"--tokenizer-type {kind}: needs {flag} FILE")
         elif not facts.finds_files and not Path(value).exists():
-            problems.append(f"{flag} {value}: there is no such file; the path is relative to {Path.cwd()}")
+            remedy = "correct the path" if Path(value).is_absolute() else f"the path is relative to {Path.cwd()}"
+            problems.append(f"{flag} {value}: there is no such file; {remedy}")
     if problems:
         raise ValueError("\n".join(problems))
     return TOKENIZERS[kind](config, vocab_size)

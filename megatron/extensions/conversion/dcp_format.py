@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.path_kind import OURS, RUN_CONFIG
 from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
 from megatron.core.dist_checkpointing.storage import save
-from megatron.core.models.gpt.parameters import is_declared, model_states, parameter_metas
+from megatron.core.models.gpt.parameters import extension_parts, model_states, parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
@@ -46,8 +46,10 @@ class DCPSource(Source):
         self.checkpoint, self.notes = checkpoint, tuple(remarks)
         load_saved_extensions(checkpoint.payload.get("config", {}).get("extensions", {}).get("extension") or ())
         self.config = saved_config(checkpoint)
-        if not is_declared(self.config.model):
-            raise ValueError(f"{checkpoint.folder}: its model has parts of an extension, which cannot be converted")
+        if own := extension_parts(self.config.model):
+            raise ValueError(
+                f"{checkpoint.folder}: parts of extensions cannot be converted, and its model has {', '.join(own)}"
+            )
         self.metas = {meta.name: meta for meta in parameter_metas(self.config.model)}
         for name, meta in self.metas.items():
             info = checkpoint.tensors.get(model_key(name))

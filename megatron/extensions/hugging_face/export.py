@@ -17,7 +17,6 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.extensions.conversion.convert import Conversion
 from megatron.extensions.conversion.formats import Options
-from megatron.extensions.hugging_face.write_config import choose_family
 from megatron.training.config.run_config import RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[3]
@@ -26,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[3]
 class HFExporter:
     """Exports checkpoints one after the other, in order. On one rank.
 
-    Raises ValueError at once if no family can express the model. `held` are the checkpoints that must not be deleted.
+    `held` are the checkpoints that must not be deleted.
     """
 
     def __init__(self, config: RunConfig, held: list[Path]) -> None:
@@ -34,7 +33,6 @@ class HFExporter:
         assert options.save is not None and options.export_hf_interval is not None
         self.interval, self.held = options.export_hf_interval, held
         self.root = Path(options.export_hf_dir or Path(options.save) / "hf")
-        choose_family(config.model)
         self._waiting: deque[tuple[Path, Path]] = deque()
         self._running: subprocess.Popen[str] | None = None
 

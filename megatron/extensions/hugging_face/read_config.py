@@ -54,7 +54,7 @@ def text_model(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         return dict(hf_config), ""
     found = hf_config.get("text_config")
     if not isinstance(found, dict):
-        raise ValueError(f"config.json: text_config of a {model_type} model must be an object")
+        raise ValueError(f"config.json: text_config of model_type {model_type} must be an object")
     shared = {key: hf_config[key] for key in ("tie_word_embeddings", "quantization_config") if key in hf_config}
     return {"model_type": f"{model_type}_text", **shared, **found}, MULTIMODAL[model_type]
 
@@ -83,7 +83,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         problems = [f"a value has the wrong type or is missing ({type(error).__name__}: {error})"]
     if problems or config is None:
-        raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(problems))
+        raise ValueError(f"config.json of model_type {family.model_type}: " + "; ".join(problems))
     return config
 
 

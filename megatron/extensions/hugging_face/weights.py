@@ -73,7 +73,7 @@ class HFWeights:
             further = {name for each in placements(whole, model_type) for name in each.theirs} if stored else set()
             problems += [f"{name} is unknown" for name in unknown if name not in further]
         if problems:
-            raise ValueError(f"weights of a {model_type} model: {_few(problems)}")
+            raise ValueError(f"weights of model_type {model_type}: {_few(problems)}")
 
     def _misfit(self, placement: Placement) -> list[str]:
         """The problem with the tensors of a parameter, if there is one."""
@@ -196,7 +196,7 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
         layer = parts[2] if module or meta.name.startswith("decoder.layers.") else ""
         pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
         if pattern not in rules or (module and int(layer) and not _counts(rules[pattern])):
-            raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
+            raise ValueError(f"model_type {family.model_type} cannot have {meta.name}")
         rule = rules[pattern]
         layout = LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
         own = config.of_layer(int(layer) + (config.num_layers if module else 0)) if layer else config

@@ -5,6 +5,7 @@ A setting that a family cannot express is an error, never an approximation: what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -63,12 +64,20 @@ OF_WINDOWS = (
 """Fields of layers with a sliding window."""
 
 
+class Inexpressible(ValueError):
+    """A family lacks settings of a model."""
+
+    def __init__(self, model_type: str, lost: list[str]) -> None:
+        super().__init__(f"model_type {model_type} cannot have {', '.join(lost)}")
+        self.lost = lost
+
+
 def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
     """Converts to a config.json. Raises ValueError for settings that the family cannot express."""
     family = family_of({"model_type": model_type})
     hf = _settings(config, family)
     if lost := _lost(config, hf):
-        raise ValueError(f"a {model_type} model cannot have {', '.join(lost)}")
+        raise Inexpressible(model_type, lost)
     return hf
 
 
@@ -129,17 +138,17 @@ def _value_in_hf(family: Family, key: str, value: Any) -> Any:
 
 
 def choose_family(config: TransformerConfig) -> str:
-    """The first family that can express a model. Raises ValueError that says what keeps the nearest one from it."""
-    problems: list[str] = []
+    """The first family that can express a model. Raises ValueError that says what the nearest one lacks."""
+    problems: list[ValueError] = []
     for model_type in HF_FAMILIES:
         try:
             config_to_hf(config, model_type)
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(error)
         else:
             return model_type
-    nearest = min(problems, key=len)
-    raise ValueError(f"no Hugging Face family can express this model; for one of them: {nearest}")
+    nearest = min(problems, key=lambda each: len(each.lost) if isinstance(each, Inexpressible) else math.inf)
+    raise ValueError(f"no Hugging Face family can express this model; of the nearest, {nearest}")
 
 
 def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.config.flags import all_flags, config_of_sections
+from megatron.training.config.flags import all_flags, config_of_sections, spelling_table, value_of
 from megatron.training.config.run_config import RunConfig
 
 TRAINING = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "train_iters", "train_samples", "seed")
@@ -77,6 +77,12 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
         raise ValueError(f"its arguments cannot be read: {error}") from None
 
 
+def _with_value(config: RunConfig, name: str) -> str:
+    """A flag with its value; a switch, and text that is more than a flag, as it is."""
+    flag, _ = spelling_table().get(name, (None, True))
+    return name if flag is None or flag.kind is bool else f"{name} {value_of(config, flag)}"
+
+
 def refuse_inexpressible(config: RunConfig) -> None:
     """Raises ValueError for a model of ours that Megatron-LM has not."""
     model = config.model
@@ -108,7 +114,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--scale-word-embeddings": model.scale_word_embeddings,
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
     }
-    if found := [flag for flag, used in problems.items() if used]:
+    if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
     unwritten = {
         "--multi-latent-attention": model.latent,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -289,7 +289,8 @@ def config_of(values: dict[str, Any]) -> RunConfig:
     found: dict[str, dict[str, Any]] = {}
     for field_name, value in values.items():
         found.setdefault(field_table()[field_name].section, {})[field_name] = value
-    return config_of_sections(found)
+    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # which stand for what is missing
+    return replace(config_of_sections(found), given=zeros)
 
 
 def read_flags(argv: Sequence[str]) -> FlagReader:

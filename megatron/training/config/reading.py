@@ -246,7 +246,7 @@ class FlagReader:
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
     def _unknown(self, name: str, texts: list[str]) -> None:
-        """An unknown flag. A suggestion is for typing errors, so it must be close."""
+        """An unknown flag. A suggestion is for typing errors, so it must be close, or for the rest of a name."""
         import difflib
 
         if (home := home_of(name)) is not None:
@@ -256,6 +256,7 @@ class FlagReader:
         known = [*spelling_table(), *foreign_flags().spellings(), *OPTIONS]
         plain = "--" + name.lstrip("-").replace("_", "-").lower()
         close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.85)
+        close = close or sorted((each for each in spelling_table() if each.startswith(f"{plain}-")), key=len)
         remedy = f"did you mean {close[0]}?" if close else "neither this program nor Megatron-LM has it; remove it"
         self._refuse(name, texts, "unknown flag", remedy)
         if close and close[0] in spelling_table():

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.parameters import expert_metas, latent_projections, router_metas, router_states, shared_gate_meta
 from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LINEAR_ATTENTIONS, LOSSES, MLPS, NORMALIZATIONS
+from megatron.core.registry import Registry
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
     activation_metas,
@@ -25,25 +28,31 @@ from megatron.core.transformer.parameters import (
     sinks_metas,
 )
 
-DECLARED = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "xielu"),
-    "attention": ("self_attention", "multi_latent_attention"),
-    "experimental_attention_variant": (None, "gated_delta_net"),
-    "mlp_module": ("mlp",),
-    "layer_module": ("transformer_layer",),
-    "loss_func": ("cross_entropy",),
+FUNCTION: dict[str, Registry[Any, Any]] = {
+    "normalization": NORMALIZATIONS,
+    "activation": ACTIVATIONS,
+    "attention": ATTENTIONS,
+    "experimental_attention_variant": LINEAR_ATTENTIONS,
+    "mlp_module": MLPS,
+    "layer_module": LAYERS,
 }
-"""Name in the configuration -> the parts whose parameters are listed here. An extension's are not."""
+"""Name in the configuration -> the kind of part. These make up the function from tokens to logits."""
 
 
 EMBEDDING_NORM = "embedding.layernorm"
 """The norm of word embeddings under --embed-layernorm."""
 
 
+def extension_parts(config: TransformerConfig) -> list[str]:
+    """The parts of a model's function that extensions register, each as `--flag name`: `parameter_metas` does not list
+    their parameters, and no other format can express them. A loss is none of them."""
+    named = [(registry, getattr(config, field)) for field, registry in FUNCTION.items()]
+    return [f"{registry.flag} {name}" for registry, name in named if name is not None and not registry.built_in(name)]
+
+
 def is_declared(config: TransformerConfig) -> bool:
-    """Whether `parameter_metas` knows all parts of a model."""
-    return all(getattr(config, field) in parts for field, parts in DECLARED.items())
+    """Whether `parameter_metas` lists all parameters that are trained, those of a loss included."""
+    return LOSSES.built_in(config.loss_func) and not extension_parts(config)
 
 
 def parameter_metas(

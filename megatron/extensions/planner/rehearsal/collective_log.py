@@ -86,8 +86,9 @@ class CollectiveLog:
         self._inside = False
 
     def name_groups(self, axes: dict[str, Any]) -> None:
-        """Names the groups of a layout by its axes, the first one where several have the same ranks."""
-        for name, axis in axes.items():
+        """Names the groups of a layout by its axes, the first one where several have the same ranks, and those of all
+        parameters before those of experts."""
+        for name, axis in sorted(axes.items(), key=lambda item: item[0].startswith("expt_")):
             if axis.group is not None:
                 self.axes.setdefault(self.group(axis.group), name.partition("_lane")[0])
 

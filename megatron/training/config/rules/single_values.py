@@ -13,19 +13,23 @@ from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
 REQUIRED = {
-    "num_layers": "add --num-layers N, the number of transformer layers",
-    "hidden_size": "add --hidden-size N, the width of the model",
-    "num_attention_heads": "add --num-attention-heads N, the number of attention heads",
-    "seq_length": "add --seq-length N, the number of tokens in a sample",
+    "num_layers": "give --num-layers N, the number of transformer layers",
+    "hidden_size": "give --hidden-size N, the width of the model",
+    "num_attention_heads": "give --num-attention-heads N, the number of attention heads",
+    "seq_length": "give --seq-length N, the number of tokens in a sample",
 }
+"""Whole numbers above 0 without a default, which is 0 here -> what to do where one is missing or wrong."""
 
 
 def single_values(config: RunConfig) -> Iterator[Problem]:
     """Checks each value on its own."""
     for flag in all_flags():
         value = value_of(config, flag)
-        if flag.field in REQUIRED and value == 0:
-            yield Problem(flag.name, None, "is required, and must be at least 1", REQUIRED[flag.field])
+        if flag.field in REQUIRED:
+            if value < 1:
+                given = value != 0 or flag.field in dict(config.given)
+                rule = "must be at least 1" if given else "is required, and must be at least 1"
+                yield Problem(flag.name, value if given else None, rule, REQUIRED[flag.field])
         elif flag.kind in (int, float) and value is not None:
             values = value if flag.takes_several else (value,)
             broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)
@@ -51,7 +55,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
 
 def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
     """(rule, remedy) of a number that is out of bounds, else None."""
-    default = f"the default is {flag.default}" if flag.default not in (None, 0) else "remove it to use the default"
+    default = "give another number, or remove it" if flag.default is None else f"the default is {flag.default}"
     if flag.field == "lr":
         default = "for example --lr 3e-4"
     if not math.isfinite(value):
@@ -60,7 +64,6 @@ def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
     if not spec.bounded and flag.section in EXTENSION_SECTIONS:
         return None
     if not spec.bounded:
-        may_be_zero = flag.default == 0 and flag.field not in REQUIRED
-        spec = FlagSpec(at_least=0) if may_be_zero else FlagSpec(above=0)
+        spec = FlagSpec(at_least=0) if flag.default == 0 else FlagSpec(above=0)
     rule = spec.broken_bound(value)
     return None if rule is None else (rule, default)
