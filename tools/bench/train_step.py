@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=3, help="of a round")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--profile", action="store_true", help="print where our time goes instead")
-    parser.add_argument("--own", action="store_true", help="this program alone, each --dtype beside the first, in turns")
+    parser.add_argument("--own", action="store_true", help="this program alone, all --dtype in turns")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     facts = machine(*PEERS) | {"threads": args.threads}

@@ -18,11 +18,15 @@ from torch.library import Library, get_kernel
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
-_OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "addmv": 3, _ATTENTION: 3, f"{_ATTENTION}_backward": 5}
+_OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATTENTION}_backward": 5}
 """How many arguments of an operator, the first ones, share its dtype."""
 
-_VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm", "addmv")}
+_VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
 """Operators that write the same into memory that is there."""
+
+_FEW_ROWS = 4
+"""Rows up to which torch's own kernel takes no longer for a product with a transposed matrix, as in generation: it
+reads the matrix once, in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
 """The dtypes that this process multiplies in fp32: process-wide, as torch's operators are."""
@@ -64,9 +68,10 @@ def _in_fp32(own: Callable[..., Any], product: Callable[..., Any], operands: int
 
     def run(keys: object, *args: Any, **kwargs: Any) -> Any:
         dtype, out = args[0].dtype, args[0] if in_place else kwargs.get("out")
-        same = all(x.dtype == dtype for x in (*args[1:operands], *(() if out is None else (out,))))
-        if dtype not in _replaced or not same:  # other dtypes; or an error, which torch's kernel raises
+        if dtype not in _replaced or _few_rows(*args[operands - 2 : operands]):
             return own(keys, *args, **kwargs)
+        if any(x.dtype != dtype for x in (*args[:operands], *(() if out is None else (out,)))):
+            return own(keys, *args, **kwargs)  # which raises the error
         if (mask := kwargs.get("attn_mask")) is not None:
             kwargs["attn_mask"] = mask.float()
         kwargs.pop("out", None)
@@ -76,6 +81,10 @@ def _in_fp32(own: Callable[..., Any], product: Callable[..., Any], operands: int
         return found.to(dtype) if isinstance(found, Tensor) else tuple(map(_rounded(dtype), found))
 
     return run
+
+
+def _few_rows(x: Tensor, matrix: Tensor) -> bool:
+    return matrix.ndim == 2 and x.shape[0] <= _FEW_ROWS and matrix.stride(0) == 1
 
 
 def _rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
