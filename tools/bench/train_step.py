@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -64,8 +65,8 @@ def flags(style: Style, dtype: str, compiled: bool) -> list[str]:
     return text + FORMATS[dtype] + (["--compile"] if compiled else [])
 
 
-def ours(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
-    return timed(own_step(flags(style, dtype, compiled)), steps, style.tokens)
+def ours(style: Style, dtype: str, compiled: bool, steps: int, clock: Callable[[], float] = time.perf_counter) -> Round:
+    return timed(own_step(flags(style, dtype, compiled)), steps, style.tokens, clock)
 
 
 def profiled(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
@@ -173,9 +174,10 @@ def cell(style: str, dtype: str, mode: str, threads: int, steps: int, rounds: in
 
 
 def say_own(name: str, dtypes: Sequence[str], mode: str, threads: int, steps: int, rounds: int) -> None:
-    """Our steps in each dtype, in turns."""
+    """Our steps in each dtype, in turns: the time of the processor, which other programs change little."""
     style, compiled = STYLES[name], mode == "compiled"
-    found = interleaved([Contestant(dtype, ours, (style, dtype, compiled, steps), threads) for dtype in dtypes], rounds)
+    builds = [Contestant(dtype, ours, (style, dtype, compiled, steps, time.process_time), threads) for dtype in dtypes]
+    found = interleaved(builds, rounds)
     first = found[dtypes[0]]
     for dtype, values in found.items():
         if isinstance(values, str) or isinstance(first, str):
@@ -206,9 +208,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=3, help="of a round")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--profile", action="store_true", help="print where our time goes instead")
-    parser.add_argument("--own", action="store_true", help="this program alone, all --dtype in turns")
+    parser.add_argument("--own", action="store_true", help="this program alone, all --dtype in turns, processor time")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
+    if args.own and args.json:
+        parser.error("--json: has no figures of --own, which prints them; leave one of both out")
     facts = machine(*PEERS) | {"threads": args.threads}
     say_machine(facts)
     rows: list[Row] = []
