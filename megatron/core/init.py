@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from megatron.core.boxes import boxes_of_flat_range, overlap
 from megatron.core.host_to_device import has_values
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.seeds import site_key
 
 BLOCK = 2**20
 """Consecutive elements of a global tensor that are drawn from one generator."""
@@ -123,3 +123,9 @@ def _block_values(seed: int, name: str, index: int, length: int, init: Init) -> 
         return values.normal_(0.0, init.std, generator=generator)
     values.uniform_(init.low, init.high, generator=generator)
     return values.log_() if init.kind == "log_of_uniform" else values
+
+
+def site_key(seed: int, name: str) -> int:
+    """Returns a seed in [0, 2**63) for one use of random numbers, such as one dropout of one layer, named by `name`."""
+    digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.cpu_half import has_products_of, multiply_in_fp32
+from megatron.core.dist_checkpointing.shared_folder import ranks_without
 from megatron.core.fp8.casts import BLOCK_CAPABILITY, BLOCK_CUDA, FIRST_CAPABILITY
-from megatron.core.parallel_state import ParallelState, build_groups
+from megatron.core.parallel_state import Axis, ParallelState, build_groups
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
 from megatron.training.config.output_paths import unwritable
@@ -148,6 +150,20 @@ def check_fp8(config: ModelParallelConfig, device: torch.device) -> None:
             f"--fp8-format {config.fp8_format} needs a GPU of compute capability {needed} or above, as Ada and Hopper "
             f"are, and {torch.cuda.get_device_name(device)} has {has}: leave it out, or use another GPU"
         )
+
+
+def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:
+    """Computes products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them: on all ranks, as
+    replicas must stay equal. Returns lines that say so. Collective over `world`."""
+    lines = []
+    for dtype in dtypes:
+        if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+            continue
+        if lacking := ranks_without(has_products_of(dtype), world):
+            multiply_in_fp32(dtype)
+            name = str(dtype).removeprefix("torch.")
+            lines.append(f"matrix products of {name} are computed in fp32: no instructions for them on {lacking}")
+    return lines
 
 
 def set_determinism(config: RunConfig) -> None:

@@ -22,6 +22,7 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.offload.saved_activations import build_offload
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.muon import matrix_dtype
 from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms, place_of
@@ -37,7 +38,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Meter, Parts
-from megatron.training.initialize import Runtime
+from megatron.training.initialize import Runtime, choose_products
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.fp8_scales import FP8Scales
 from megatron.training.metrics.model_sums import ModelSums
@@ -144,6 +145,15 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     return "auto" if choice.winner in (None, "unfused") else choice.winner
 
 
+def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
+    """The dtypes of matrix products: that of the layers, and the one in which an optimizer multiplies."""
+    dtypes = [getattr(torch, config.parallel.params_dtype)]
+    if config.optimizer.whole_roles:
+        main_dtype = getattr(torch, config.parallel.main_dtype)
+        dtypes.append(matrix_dtype(main_dtype, config.optimizer.muon_fp32_matmul_prec))
+    return list(dict.fromkeys(dtypes))
+
+
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
     """Chooses the kernels of fp8 weight gradients, and where the residual stream is added to, on GPUs. Where nothing
     may depend on timings the next norm adds to it. Collective over the ranks of a pipeline stage."""
@@ -178,6 +188,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         for callback in parts.callbacks:
             callback.on_setup(runtime)
     with phases("model"):
+        for line in choose_products(multiplied_dtypes(config), runtime.device, state.world):
+            runtime.say(f" {line}")
         attention = choose_attention(plan.longest.config, runtime)
         stages = build_stages(config, runtime, queue, casts, overlap, attention)
         for line in freeze_parameters(stages.values(), config.optimizer, state.world):

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core import dropout as random
 from megatron.core import init
 from megatron.core.dropout import attention_dropout, dropout
-from megatron.core.init import initialize_parameters_
+from megatron.core.init import initialize_parameters_, site_key
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.seeds import site_key
 
 KEY = site_key(1234, "decoder.layers.3.mlp.dropout")
 

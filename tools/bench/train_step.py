@@ -3,6 +3,7 @@
     python tools/bench/train_step.py                      # all eight cells, both styles
     python tools/bench/train_step.py --style llama --dtype float32 --mode eager --rounds 7
     python tools/bench/train_step.py --style gpt --dtype bfloat16 --mode compiled --profile
+    python tools/bench/train_step.py --style llama --mode eager --dtype float32 bfloat16 float16 --own
 
 Peers (tools/bench/peers.py): the models of transformers, litgpt, torchtitan and megatron-core, with torch's fused AdamW
 and gradient clipping: `pip install -r tools/bench/requirements.txt`, in an environment of its own. In bf16 theirs are
@@ -19,8 +20,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from tools.bench.side_by_side import (
     write_json,
 )
 
+FORMATS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
 
 
@@ -58,11 +62,11 @@ def flags(style: Style, dtype: str, compiled: bool) -> list[str]:
             f"--group-query-attention --num-query-groups {style.groups} --position-embedding-type rope --swiglu "
             "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
         ).split()
-    return text + (["--bf16"] if dtype == "bfloat16" else []) + (["--compile"] if compiled else [])
+    return text + FORMATS[dtype] + (["--compile"] if compiled else [])
 
 
-def ours(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
-    return timed(own_step(flags(style, dtype, compiled)), steps, style.tokens)
+def ours(style: Style, dtype: str, compiled: bool, steps: int, clock: Callable[[], float] = time.perf_counter) -> Round:
+    return timed(own_step(flags(style, dtype, compiled)), steps, style.tokens, clock)
 
 
 def profiled(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
@@ -169,6 +173,21 @@ def cell(style: str, dtype: str, mode: str, threads: int, steps: int, rounds: in
     return rows
 
 
+def say_own(name: str, dtypes: Sequence[str], mode: str, threads: int, steps: int, rounds: int) -> None:
+    """Our steps in each dtype, in turns: the time of the processor, which other programs change little."""
+    style, compiled = STYLES[name], mode == "compiled"
+    builds = [Contestant(dtype, ours, (style, dtype, compiled, steps, time.process_time), threads) for dtype in dtypes]
+    found = interleaved(builds, rounds)
+    first = found[dtypes[0]]
+    for dtype, values in found.items():
+        if isinstance(values, str) or isinstance(first, str):
+            print(f"{name:<6} {mode:<9} {dtype:<9} failed: {values}", flush=True)
+            continue
+        seconds = Spread.of([style.tokens / value for value in values])
+        ratio = Spread.of([one / value for one, value in zip(first, values, strict=True)])
+        print(f"{name:<6} {mode:<9} {dtype:<9} {seconds:.2f} s a step, {ratio:.2f} x {dtypes[0]}", flush=True)
+
+
 def say(row: Row) -> None:
     """A line of the table."""
     head = f"{row.style:<6} {row.dtype:<9} {row.mode:<9} {row.contestant:<13}"
@@ -183,17 +202,24 @@ def say(row: Row) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--style", nargs="+", choices=STYLES, default=list(STYLES))
-    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--dtype", nargs="+", choices=FORMATS, default=["float32", "bfloat16"])
     parser.add_argument("--mode", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of each process (default: all cores)")
     parser.add_argument("--steps", type=positive, default=3, help="of a round")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--profile", action="store_true", help="print where our time goes instead")
+    parser.add_argument("--own", action="store_true", help="this program alone, all --dtype in turns, processor time")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
+    if args.own and args.json:
+        parser.error("--json: has no figures of --own, which prints them; leave one of both out")
     facts = machine(*PEERS) | {"threads": args.threads}
     say_machine(facts)
     rows: list[Row] = []
+    if args.own:
+        for style, mode in product(args.style, args.mode):
+            say_own(style, args.dtype, mode, args.threads, args.steps, args.rounds)
+        return 0
     for style in args.style:
         for dtype in args.dtype:
             for mode in args.mode:

@@ -26,8 +26,8 @@ from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchK
 from megatron.core.attention.ulysses import ulysses_attention
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
+from megatron.core.init import site_key
 from megatron.core.param_meta import ParamMeta
-from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 

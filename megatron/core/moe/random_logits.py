@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.batch import BatchContext
 from megatron.core.dropout import random_bits
-from megatron.core.seeds import site_key
+from megatron.core.init import site_key
 
 
 class RandomLogits(nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import DropoutMask, add_update, dropout, dropout_mask
+from megatron.core.init import site_key
 from megatron.core.moe.layer import MoELayer
 from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS, MLPS
-from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.given_casts import InputCast
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import LayerNorm, add_and_norm, build_norm

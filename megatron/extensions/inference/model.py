@@ -29,7 +29,7 @@ from megatron.training.config.rules.pipeline import pipeline
 from megatron.training.config.rules.world import world
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
-from megatron.training.initialize import StartupPhases, initialize, shut_down
+from megatron.training.initialize import StartupPhases, choose_products, initialize, shut_down
 from megatron.training.reliability.launch import Launch
 
 RULES = (world, attention, tensor_parallel, latent_attention, linear_attention, experts, pipeline)
@@ -90,6 +90,7 @@ def loaded_model(
         found = torch.device(device) if launch.world_size == 1 else runtime.device
         layout_of = partial(fitting_layout, layout, launch.world_size)
         stages, config = load_trained_stages(Path(path), layout_of, runtime.state, found)
+        choose_products([getattr(torch, config.parallel.params_dtype)], found, runtime.state.world)
         pipeline = pipeline_layout(config.model, layout)
         ranks = [pipeline.rank_of(stage) for stage in range(pipeline.num_stages)]
         runner = StageRunner(stages, runtime.state, ranks, control_axis(runtime.state.world))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.seeds import site_key
+from megatron.core.init import site_key
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, plain_messages
 from megatron.extensions.inference.fields import SAMPLING_FIELDS, Fields, shown
 from megatron.extensions.inference.generation import Generation, Request, Sampling

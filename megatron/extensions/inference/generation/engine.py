@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron.core.init import site_key
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.seeds import site_key
 from megatron.extensions.inference.generation.request import Logprob, Request, too_long
 from megatron.extensions.inference.generation.runner import Outputs, Pass, StageRunner, token_logprobs
 from megatron.extensions.inference.generation.sampling import Sampling

@@ -1,0 +1,92 @@
+"""Products of 16-bit matrices in fp32, for CPUs without instructions for them.
+
+There torch's own kernels take up to fifty times as long as a product in fp32. Operands are cast to fp32 and results are
+rounded once, as in those kernels. The operators of torch are replaced, so that layers, their backward passes, compiled
+regions and extensions stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
+
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+_OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATTENTION}_backward": 5}
+"""How many arguments of an operator, the first ones, share its dtype."""
+
+_VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
+"""Operators that write the same into memory that is there."""
+
+_FEW_ROWS = 4
+"""Rows up to which torch's own kernel takes no longer for a product with a transposed matrix, as in generation: it
+reads the matrix once, in 16 bits."""
+
+_replaced: set[torch.dtype] = set()
+"""The dtypes that this process multiplies in fp32: process-wide, as torch's operators are."""
+
+
+def has_products_of(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products of a 16-bit `dtype`, and torch uses them."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    # oneDNN accepts bf16 on every CPU with AVX-512, and emulates it on those that do not have it.
+    emulated = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulated
+
+
+def multiply_in_fp32(dtype: torch.dtype) -> None:
+    """Makes this process compute matrix products and attention of `dtype` on CPUs in fp32, from now on."""
+    _replace_operators()
+    _replaced.add(dtype)
+
+
+@cache
+def _replace_operators() -> Library:
+    """Replaces the operators for as long as the result exists. Each call takes about 1.5 microseconds more."""
+    library = Library("aten", "IMPL", "CPU")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for name, operands in _OPERANDS.items():
+            product = get_kernel(f"aten::{name}", "CPU").call_boxed
+            for each in (name, *_VARIANTS.get(name, "").split()):
+                own = get_kernel(f"aten::{each}", "CPU").call_boxed
+                library.impl(each, _in_fp32(own, product, operands, each.endswith("_")), with_keyset=True)
+    return library
+
+
+def _in_fp32(own: Callable[..., Any], product: Callable[..., Any], operands: int, in_place: bool) -> Callable[..., Any]:
+    """The kernel `own`, which for dtypes in `_replaced` is `product` of operands in fp32."""
+
+    def run(keys: object, *args: Any, **kwargs: Any) -> Any:
+        dtype, out = args[0].dtype, args[0] if in_place else kwargs.get("out")
+        if dtype not in _replaced or _few_rows(*args[operands - 2 : operands]):
+            return own(keys, *args, **kwargs)
+        if any(x.dtype != dtype for x in (*args[:operands], *(() if out is None else (out,)))):
+            return own(keys, *args, **kwargs)  # which raises the error
+        if (mask := kwargs.get("attn_mask")) is not None:
+            kwargs["attn_mask"] = mask.float()
+        kwargs.pop("out", None)
+        found = product(keys, *(x.float() for x in args[:operands]), *args[operands:], **kwargs)
+        if out is not None:
+            return out.resize_(found.shape).copy_(found)
+        return found.to(dtype) if isinstance(found, Tensor) else tuple(map(_rounded(dtype), found))
+
+    return run
+
+
+def _few_rows(x: Tensor, matrix: Tensor) -> bool:
+    return matrix.ndim == 2 and x.shape[0] <= _FEW_ROWS and matrix.stride(0) == 1
+
+
+def _rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Rounds what attention returns [b, heads, n, d], and leaves its log-sum-exps [b, heads, n] in fp32."""
+    return lambda x: x.to(dtype) if x.ndim == 4 else x
