@@ -1,6 +1,7 @@
-"""Count the lines of code below a folder: no blank lines, comments or docstrings.
+"""Count the lines of code: no blank lines, comments or docstrings. And the words of docs/.
 
-python tools/bench/code_lines.py megatron
+python tools/bench/code_lines.py                     trunk, each extension, tools, tests, docs
+python tools/bench/code_lines.py megatron/core/moe   folders
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import io
 import sys
 import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LAYOUT = {
@@ -33,14 +35,36 @@ def code_lines(source: str) -> int:
     return len(code - docstrings)
 
 
+def weigh(files: Iterable[Path]) -> tuple[int, int]:
+    """(lines of code, modules): an `__init__.py` without code is none."""
+    counts = [code_lines(path.read_text(encoding="utf-8")) for path in files if path.suffix == ".py"]
+    return sum(counts), sum(count > 0 for count in counts)
+
+
+def parts() -> Iterator[tuple[str, list[Path]]]:
+    """(name, files) of the trunk, of each extension, and of what lies beside megatron/."""
+    library = sorted(Path("megatron").rglob("*.py"))
+    extensions = Path("megatron/extensions")
+    for folder in sorted(path for path in extensions.iterdir() if any(path.rglob("*.py"))):
+        yield f"extension {folder.name}", [path for path in library if folder in path.parents]
+    trunk = [Path("megatron/core"), Path("megatron/training")]
+    yield "trunk", [path for path in library if any(folder in path.parents for folder in trunk)]
+    for name in ("megatron", "tools", "tests"):
+        yield name, sorted(Path(name).rglob("*.py"))
+
+
 def main(folders: list[str]) -> int:
-    """Prints the count of each folder of Python files. Exit code 2 if one has none."""
-    for folder in folders or ["megatron"]:
-        files = sorted(Path(folder).rglob("*.py"))
+    """Prints the counts. Exit code 2 if a folder has no Python file."""
+    counted = [(folder, sorted(Path(folder).rglob("*.py"))) for folder in folders] if folders else list(parts())
+    for name, files in counted:
         if not files:
-            print(f"error: no Python file below {folder}", file=sys.stderr)
+            print(f"error: no Python file below {name}", file=sys.stderr)
             return 2
-        print(f"{sum(code_lines(path.read_text(encoding='utf-8')) for path in files):,} lines of code in {folder}")
+        lines, modules = weigh(files)
+        print(f"{lines:7,} lines of code in {modules:3} modules: {name}")
+    if not folders:
+        pages = [*Path("docs").rglob("*.md"), *Path().glob("*.md")]
+        print(f"{sum(len(page.read_text(encoding='utf-8').split()) for page in pages):7,} words in docs and beside")
     return 0
 
 
