@@ -30,7 +30,13 @@ class BuiltIn:
     """The extensions that it imports."""
 
 
-BUILT_IN: tuple[BuiltIn, ...] = ()
+BUILT_IN: tuple[BuiltIn, ...] = (
+    BuiltIn(
+        "planner",
+        "memory, FLOPs and time of a run before it starts; the fastest layouts; rehearsals",
+        needs=("megatron_flags", "phases", "text_data"),
+    ),
+)
 """The one list of built-in extensions."""
 
 INDEX = Path(__file__).with_name("flag_index.txt")

@@ -25,11 +25,11 @@ from megatron.training.checks.bad_steps import settle
 from megatron.training.checks.check_replicas import check_replicas
 from megatron.training.config.run_config import RunConfig
 from megatron.training.evaluation import evaluate
+from megatron.training.failure_hooks import explain_failure
 from megatron.training.forward_backward import Sums
 from megatron.training.garbage_collection import GarbageCollection
 from megatron.training.hooks import Parts, StepView
 from megatron.training.initialize import (
-    Runtime,
     StartupPhases,
     give_back_memory,
     initialize,
@@ -58,7 +58,6 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
     Returns the exit code. Any exception ends all ranks with one report."""
     watchdog = Watchdog(launch)
-    runtime: Runtime | None = None
     built: TrainingRun | None = None
     with ExitStack() as resources:
         resources.callback(watchdog.close)
@@ -76,10 +75,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             resources.callback(run.data.close)
             return train(run, resources)
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                from megatron.extensions.planner.out_of_memory import explain  # plans are made where they are needed
-
-                explain(error, config, launch.world_size, runtime.state.pp.rank if runtime else 0, built)
+            explain_failure(error, config, launch, built)
             watchdog.fail(error)  # before resources close: that could wait for ranks that are gone
 
 

@@ -19,10 +19,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.pipeline_parallel.stage_parameters import built_metas, count_parameters, stage_metas
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.extensions.planner.fake_stage import built_metas
 from megatron.extensions.planner.flops import flops_per_token, model_flops
-from megatron.extensions.planner.parameters import count_parameters, stage_metas
 from tools.bench.memory import activation_bytes_per_layer
 
 LLAMA: dict[str, Any] = {
@@ -326,7 +325,7 @@ def test_activation_formulas() -> None:
 
 def test_imports_no_torch() -> None:
     modules = (
-        "megatron.extensions.planner.parameters",
+        "megatron.core.pipeline_parallel.stage_parameters",
         "megatron.extensions.planner.memory",
         "megatron.extensions.planner.dry_run.plan",
         "pretrain_gpt",

@@ -30,10 +30,10 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.moe.router import within_capacity
 from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.tensor_parallel.layers import ExpertAxes
 from megatron.core.transformer.activations import FUNCTIONS, FusedActivation
 from megatron.extensions.planner.flops import model_flops
-from megatron.extensions.planner.parameters import active_parameters, count_parameters
 from tests.gpt_cases import FP64, logits_in_parts, random_batch
 from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, balances_of, build_layer, context, written_out
 

@@ -32,8 +32,7 @@ def progress_line(record: Record, train_iters: int) -> str:
         f"consumed tokens: {record['consumed_tokens']}",
         f"step time (ms): {1e3 * record['step_time']:.1f}",
         f"tokens/s: {record['tokens_per_second']:,.0f}",
-        f"TFLOP/s/device (causal): {record['tflops_per_device']:.3g}",
-        "MFU (causal): " + ("unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"),
+        *_utilization(record),
         f"time left: {duration(record['seconds_left'])}",
         f"learning rate: {record['learning_rate']:.4E}",
         f"global batch size: {record['global_batch_size']}",
@@ -56,6 +55,13 @@ def progress_line(record: Record, train_iters: int) -> str:
     return " " + " | ".join(parts)
 
 
+def _utilization(record: Record) -> list[str]:
+    if "tflops_per_device" not in record:
+        return []
+    mfu = "unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"
+    return [f"TFLOP/s/device (causal): {record['tflops_per_device']:.3g}", f"MFU (causal): {mfu}"]
+
+
 def terminal_lines(record: Record, train_iters: int, width: int) -> str:
     """What fits into two rows of `width` characters of a terminal: what went wrong in the interval, then the rest by
     what is looked at most. The metrics file has every field."""
@@ -67,8 +73,9 @@ def terminal_lines(record: Record, train_iters: int, width: int) -> str:
 
 
 def _parts_by_weight(record: Record, train_iters: int) -> list[str]:
-    loss, norm, mfu = record["lm_loss"], record["grad_norm"], record["mfu"]
+    loss, norm, mfu = record["lm_loss"], record["grad_norm"], record.get("mfu")
     share = 100 * record["iteration"] / train_iters
+    share_of_peak = "" if mfu is None else f" ({100 * mfu:.3g} % MFU)"
     parts = [
         f"{record['iteration']:,}/{train_iters:,} ({share:.3g} %)",
         "every step was skipped" if loss is None else f"loss {loss:.4f}",
@@ -78,7 +85,7 @@ def _parts_by_weight(record: Record, train_iters: int) -> list[str]:
         f"{duration(record['seconds_left'])} left",
         f"{record['tokens_per_second']:,.0f} tokens/s",
         f"step {record['step_time']:.3g} s" if record["step_time"] >= 1 else f"step {1e3 * record['step_time']:.1f} ms",
-        f"{record['tflops_per_device']:.3g} TFLOP/s" + (f" ({100 * mfu:.3g} % MFU)" if mfu is not None else ""),
+        *([f"{record['tflops_per_device']:.3g} TFLOP/s{share_of_peak}"] if "tflops_per_device" in record else []),
         f"{record['peak_memory_bytes'] / 2**30:.1f} GiB",
         f"batch {record['global_batch_size']:,}",
         f"{record['consumed_tokens']:,} tokens",

@@ -18,9 +18,8 @@ from megatron.core.collectives import all_reduce_
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.extensions.diagnosis.layer_stats.records import LayerRecord
 from megatron.extensions.diagnosis.straggler import straggler_record
-from megatron.extensions.planner.flops import flops_per_token
 from megatron.training.checks.step_guard import is_nan
-from megatron.training.metrics.mfu import peak_tflops
+from megatron.training.metrics.mfu import utilization
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 
@@ -87,10 +86,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     total, tokens = counted.sum(dim=0).tolist()
     seconds = interval.seconds()
     tokens_per_second = interval.samples * config.model.seq_length / seconds
-    tflops = tokens_per_second * flops_per_token(config.model) / world / 1e12
     samples_left = run.batch_sizes.samples(run.train_iters) - run.progress.consumed_samples
-    dtype = getattr(torch, config.parallel.params_dtype)
-    peak = peak_tflops(config.logging, runtime.device, dtype, config.parallel.fp8_format is not None)
     record = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
@@ -107,8 +103,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         "nan_iterations": sum(map(is_nan, interval.results)),
         "spike_iterations": sum(result.spike for result in interval.results),
         "tokens_per_second": tokens_per_second,
-        "tflops_per_device": tflops,
-        "mfu": tflops / peak if peak else None,
+        **utilization(config, runtime.device, tokens_per_second, world),
         "step_time": seconds / max(steps, 1),
         "seconds_left": samples_left * config.model.seq_length / tokens_per_second if tokens_per_second else None,
         "peak_memory_bytes": int(of_ranks[:, 0].max()),

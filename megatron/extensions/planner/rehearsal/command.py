@@ -12,7 +12,7 @@ import torch
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.activations import activations_of_ranks
-from megatron.extensions.planner.dry_run.batch import micro_batch_of, microbatches_of
+from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import come_and_go
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.extensions.planner.rehearsal.fake_rank import LostRank, Rehearsal, rehearsal_of, rehearse_ranks
@@ -23,6 +23,7 @@ from megatron.extensions.planner.rehearsal.report import Report, problem_lines
 from megatron.extensions.planner.rehearsal.start import start_of_run
 from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.summary import microbatches_of
 
 
 def rehearse(
