@@ -12,10 +12,9 @@ from megatron.extensions.planner.rehearsal import fake_rank
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
 from megatron.extensions.planner.rehearsal.fake_rank import Rehearsal, may_repeat, rehearsal_of, rehearse_rank
 from megatron.extensions.planner.rehearsal.forks import Lost, forked
-from megatron.extensions.planner.rehearsal.matching import mismatches
+from megatron.extensions.planner.rehearsal.matching import coverage_problems, mismatches
 from megatron.extensions.planner.rehearsal.record import Box, Collective, RankRecord
 from megatron.extensions.planner.rehearsal.repeats import Unlike
-from megatron.extensions.planner.rehearsal.shards import coverage_problems
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.summary import microbatches_of

@@ -11,7 +11,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.planner.device_file import device_names, read_device
 from megatron.extensions.planner.dry_run.step import DeviceError
-from megatron.extensions.planner.rehearsal.ranks import DISTINCT, chosen_ranks
+from megatron.extensions.planner.rehearsal.record import DISTINCT, chosen_ranks
 from megatron.training.config.commands import Command, GivenOptions, Prepared
 from megatron.training.config.input_files import missing_inputs
 from megatron.training.config.problem import Problem

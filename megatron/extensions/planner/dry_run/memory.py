@@ -12,7 +12,6 @@ from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.dry_run.batch import micro_batch_of
-from megatron.extensions.planner.dry_run.groups import RANKS_SHOWN
 from megatron.extensions.planner.memory import RankStates, states_of_rank
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.summary import byte_text, formats_of_states, microbatches_of
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 
 
 GIB = 2**30
+
+RANKS_SHOWN = 8
+"""Ranks that a line lists at most."""
 
 
 @dataclass(frozen=True)
