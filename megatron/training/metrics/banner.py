@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.training.config.summary import batch_line, byte_text, formats_of_states, shape_line
+from megatron.training.config.description import batch_line, byte_text, formats_of_states, shape_line
 from megatron.training.run import TrainingRun
 
 

@@ -12,8 +12,8 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
 from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.extensions.phases.plan import StagePlan
+from megatron.training.config.description import batch_line, microbatches_of
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.summary import batch_line, microbatches_of
 
 if TYPE_CHECKING:
     from megatron.extensions.planner.fake_stage import MicroBatch

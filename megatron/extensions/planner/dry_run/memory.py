@@ -13,8 +13,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.memory import RankStates, states_of_rank
+from megatron.training.config.description import byte_text, formats_of_states, microbatches_of
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.summary import byte_text, formats_of_states, microbatches_of
 
 if TYPE_CHECKING:
     from megatron.extensions.planner.activations import ActivationPlans, MicroBatch, RankActivations

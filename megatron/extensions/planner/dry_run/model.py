@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
+from megatron.training.config.description import shape_line
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.summary import shape_line
 
 
 def model_lines(config: RunConfig) -> Iterator[str]:

@@ -21,9 +21,9 @@ from megatron.extensions.planner.rehearsal.fake_rank import LostRank, Rehearsal,
 from megatron.extensions.planner.rehearsal.record import RankRecord, chosen_ranks
 from megatron.extensions.planner.rehearsal.report import Report, problem_lines
 from megatron.extensions.planner.rehearsal.start import start_of_run
+from megatron.training.config.description import microbatches_of
 from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.summary import microbatches_of
 
 
 def rehearse(

@@ -28,7 +28,7 @@ from tools.bench.gpu import PRECISIONS, SHAPES, config_of
 from tools.bench.published_memory import MEMORY, plan_peaks
 from tools.bench.published_runs import compare, published_runs
 
-GPU_BYTES = Path(__file__).parents[1] / "fixtures" / "gpu_bytes.json"
+GPU_BYTES = Path(__file__).parents[2] / "fixtures" / "gpu_bytes.json"
 
 LINKS = {"node": Link(100.0, 1.0, 10.0), "network": Link(10.0, 5.0, 20.0)}
 GEMM = Product("bf16", 8192, 8192, 8192)
