@@ -10,9 +10,7 @@ from contextlib import suppress
 from megatron.training.config.arguments import command_line
 from megatron.training.config.output_files import drop_output, open_closed_streams, why_unwritten
 from megatron.training.config.prepare import prepare
-from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch, choose_allocators, hold_ignored_signals
-from megatron.training.reliability.processes import ctrl_c_ends_the_process
 from megatron.training.reliability.run_status import ExitCode, code_for_launcher, early_end_told
 
 
@@ -27,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         try:
-            config = prepared_or_code(sys.argv[1:] if argv is None else argv, launch)
+            with early_end_told(launch):
+                config = prepare(command_line(sys.argv[1:] if argv is None else argv, launch), launch)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever reads, as head does, has enough
@@ -43,8 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # a plan, a search or a rehearsal; a run has handlers of its own from `pretrain` on
         print("Interrupted.", file=sys.stderr)
         return ExitCode.KILLED + signal.SIGINT
-    if isinstance(config, int):
-        return config
     if closed:
         drop_output()
     choose_allocators(os.environ)
@@ -52,22 +49,6 @@ def main(argv: list[str] | None = None) -> int:
     from megatron.training.training import pretrain
 
     return code_for_launcher(pretrain(config, launch))
-
-
-def prepared_or_code(argv: list[str], launch: Launch) -> RunConfig | int:
-    """The configuration of a run, or the exit code of a rehearsal. A plan and what cannot run raise SystemExit."""
-    with early_end_told(launch):
-        command = command_line(argv, launch)
-        config = prepare(command, launch)
-    if command.rehearsal is None:
-        return config
-    if launch.rank > 0:  # one process rehearses all ranks
-        return 0
-    from megatron.extensions.planner.rehearsal.command import rehearse
-
-    options, size = command.rehearsal, command.world_size or launch.world_size
-    with ctrl_c_ends_the_process():
-        return rehearse(config, size, options.ranks, options.device_memory, command.plan_file)
 
 
 if __name__ == "__main__":

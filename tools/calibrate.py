@@ -139,9 +139,8 @@ def measured_device(
     steps: Sequence[tuple[str, float]],
 ) -> tuple[DeviceFile, dict[str, float]]:
     """(the device file, by what was measured the median error of what it says). Collective over all ranks."""
-    from megatron.extensions.planner.calibration.fit import errors, links_of
+    from megatron.extensions.planner.calibration.fit import errors, fit_steps, links_of
     from megatron.extensions.planner.calibration.measure import CPU, GPU, measure, measure_links
-    from megatron.extensions.planner.calibration.reference import fit_steps
 
     sizes = CPU if args.cpu else GPU
     points, slowdown = measure_links(clock, sizes, ranks_per_node)

@@ -33,6 +33,11 @@ class BuiltIn:
 BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("diagnosis", "Search for NaNs, dump and replay of a step, layer statistics, stragglers, traces, profiles."),
     BuiltIn("evaluation", "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints."),
+    BuiltIn(
+        "planner",
+        "memory, FLOPs and time of a run before it starts; the fastest layouts; rehearsals",
+        needs=("megatron_flags", "phases", "text_data"),
+    ),
 )
 """The one list of built-in extensions."""
 

@@ -40,12 +40,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
 from megatron.extensions.hugging_face.write_config import TRAINING_ONLY
 from megatron.extensions.phases.plan import StagePlan
-from megatron.extensions.planner.parameters import stage_metas
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     all_flags,

@@ -12,9 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron.core.config.model import TransformerConfig
 from megatron.core.registry import NoFacts, Registry
 from megatron.training.config.run_config import RunConfig
 from megatron.training.progress import Progress, Step
+from megatron.training.reliability.launch import Launch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -256,3 +258,31 @@ def registered(name: str, config: RunConfig) -> Callback:
     callback: Callback = CALLBACKS[name](config)
     callback.name = name
     return callback
+
+
+MODEL_FLOPS: Registry[Callable[[TransformerConfig], float], NoFacts] = Registry("count of FLOPs", NoFacts, "model")
+"""`count(model)`: model FLOPs of forward and backward per token. Without an entry no record has TFLOP/s and MFU."""
+
+
+@dataclass(frozen=True)
+class FailureFacts:
+    """What is known of a failure hook before it is imported."""
+
+    errors: tuple[str, ...] = ("BaseException",)
+    """Names of the classes of the errors that it explains: nothing is imported for others, as other ranks wait."""
+
+
+FAILURE_HOOKS: Registry[Any, FailureFacts] = Registry("failure hook", FailureFacts, "error, config, launch, run")
+"""What a hook adds, as "plan of the memory" -> `explain(error, config, launch, run)`, called on the rank that raised
+`error`; `run` is the `TrainingRun`, or None before it has been built."""
+
+
+def explain_failure(error: BaseException, config: RunConfig, launch: Launch, run: Any) -> None:
+    """Calls the hooks for errors of this class. What one raises must not hide the first error: it becomes a note."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    for name in FAILURE_HOOKS:
+        if not kinds.isdisjoint(FAILURE_HOOKS.facts(name).errors):
+            try:
+                FAILURE_HOOKS[name](error, config, launch, run)
+            except Exception as failure:
+                error.add_note(f"no {name}: {type(failure).__name__}: {failure}")

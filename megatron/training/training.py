@@ -11,15 +11,12 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.extensions.phases.change import enter_stage_of
 from megatron.training.checks.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
-from megatron.training.hooks import Parts, Task
+from megatron.training.hooks import Parts, Task, explain_failure
 from megatron.training.initialize import (
-    Runtime,
     StartupPhases,
     initialize,
     shut_down,
@@ -40,7 +37,6 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
     Returns the exit code. Any exception ends all ranks with one report."""
     watchdog = Watchdog(launch)
-    runtime: Runtime | None = None
     built: TrainingRun | None = None
     with ExitStack() as resources:
         resources.callback(watchdog.close)
@@ -59,10 +55,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             start_run(run, resources)
             return train(run)
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                from megatron.extensions.planner.out_of_memory import explain  # plans are made where they are needed
-
-                explain(error, config, launch.world_size, runtime.state.pp.rank if runtime else 0, built)
+            explain_failure(error, config, launch, built)
             watchdog.fail(error)  # before resources close: that could wait for ranks that are gone
 
 

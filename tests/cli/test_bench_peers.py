@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extensions.planner.parameters import count_parameters
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tools.bench.peers import PEERS, STYLES, build_peer

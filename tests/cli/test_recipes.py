@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hugging_face.write_config import config_to_hf
-from megatron.extensions.planner.parameters import count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from tests.cli.test_scripts import ROOT, run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extensions.planner.parameters import active_parameters, count_parameters
+from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from tests.forked import ROOT, run_program

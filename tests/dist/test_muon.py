@@ -8,18 +8,12 @@ import pytest
 import torch
 import torch._dynamo  # torch.optim needs it: once here, not in every forked rank
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.newton_schulz import COEFFICIENTS, coefficients
 from megatron.core.optimizer import matrix_plan
 from megatron.core.optimizer.muon import newton_schulz, scale
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from megatron.extensions.planner.flops import orthogonalization_flops
-from megatron.testing.local_run import local_run
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve_legal
-from megatron.training.train_step import train_step
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
 from tests.harness import run_world
@@ -205,26 +199,3 @@ def test_both_configurations_must_agree():
     ddp, optimizer = build(state)
     with pytest.raises(ValueError, match=r"whole_roles is \['hidden', 'router'\] in OptimizerConfig and \[\] in"):
         type(optimizer)(replace(optimizer.config, optimizer="muon"), ddp, state)
-
-
-def _flops_of_an_update(rank, world_size, config):
-    with local_run(config, rank, world_size) as run:
-        train_step(run)
-        with FlopCounterMode(display=False) as counter:
-            run.optimizer.step(1e-3, 0.0)
-        return counter.get_total_flops()
-
-
-def test_planned_flops_are_those_of_the_iterations() -> None:
-    """Queries, keys, values, gate and up are matrices of their own; embeddings, output layer and norms are none."""
-    model = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 60 --mock-data --lr 1e-3 "
-        "--global-batch-size 2 --train-iters 2 --eval-iters 0 --num-workers 0"
-    )
-    flags = (
-        f"{model} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3 --cpu"
-    )
-    config = resolve_legal(parse_args(flags.split()), 1)
-    planned = orthogonalization_flops(config.model, config.optimizer)
-    assert run_world(1, _flops_of_an_update, config) == [planned] and planned > 0
-    assert orthogonalization_flops(config.model, replace(config.optimizer, optimizer="adam")) == 0

@@ -11,7 +11,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.planner.activations import ActivationPlan
 from megatron.extensions.planner.fake_stage import MicroBatch
-from tests.dist.test_planned_activations import RECOMPUTE, WHOLE, kept_by
+from tests.extensions.planner.test_planned_activations import RECOMPUTE, WHOLE, kept_by
 from tests.gpt_cases import GPT, LLAMA, with_dropout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

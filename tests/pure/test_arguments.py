@@ -17,8 +17,8 @@ import yaml
 from megatron import extensions
 from megatron.extensions.megatron_flags.megatron_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
+from megatron.training.config.commands import COMMANDS, options
 from megatron.training.config.flags import all_flags, field_docs, flat_values, sections, spelling_table
-from megatron.training.config.reading import OPTIONS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
@@ -53,6 +53,10 @@ def index() -> str:
         module = sections()[flag.section].__module__
         if module.startswith(prefix):
             spellings.setdefault(module.removeprefix(prefix).split(".")[0], []).append(spelling)
+    for name in COMMANDS:
+        folder = Path(COMMANDS.where(name).rpartition(":")[0]).parent
+        if folder.parent == extensions.INDEX.parent:
+            spellings.setdefault(folder.name, []).extend(COMMANDS.facts(name).options)
     return "".join(f"{name}: {' '.join(sorted(spellings[name]))}\n" for name in sorted(spellings))
 
 
@@ -91,7 +95,7 @@ def test_tables_do_not_overlap() -> None:
 def test_what_flags_stand_for_exists() -> None:
     """Replacements, switches and remedies name flags that there are."""
     foreign = foreign_flags()
-    known = {*spelling_table(), *foreign.spellings(), *OPTIONS}
+    known = {*spelling_table(), *foreign.spellings(), *options()}
     for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):
         text = entry.flags if isinstance(entry, SameAs) else ""
         if isinstance(entry, NotBuilt):
@@ -306,11 +310,9 @@ def test_too_few_tokens_for_a_step_are_one_problem(capsys: pytest.CaptureFixture
 
 
 def test_command_line_options() -> None:
-    command = command_line(f"{TINY} --dry-run --world-size 64".split(), Launch())
-    assert (command.dry_run, command.world_size) == (True, 64)
     assert command_line(TINY.split(), Launch()) == CommandLine(parse_args(TINY.split()))
-    planned = command_line(f"{TINY} --dry-run --tp 2 --dp 3".split(), Launch())
-    assert planned.world_size == 6
+    started = command_line(f"{TINY} --world-size 64".split(), Launch(world_size=64))
+    assert (started.command, started.world_size) == (None, 64)
 
 
 def test_world_size_without_a_launcher_is_for_plans(capsys: pytest.CaptureFixture[str]) -> None:

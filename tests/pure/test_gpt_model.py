@@ -15,9 +15,9 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import recompute_segments
-from megatron.extensions.planner.parameters import stage_metas
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch, with_dropout
 
 

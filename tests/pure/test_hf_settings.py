@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
 from megatron.extensions.hugging_face.weights import HFWeights, from_hf, to_hf
 from megatron.extensions.hugging_face.write_config import config_to_hf
-from megatron.extensions.planner.parameters import count_parameters
 from tests.gpt_cases import GPT, LLAMA, STYLES
 from tests.hf_exact import random_model, weights
 from tests.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.batch import Batch
 from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
@@ -19,10 +15,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.pipeline_parallel.stage_parameters import built_metas, count_parameters, stage_metas
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.extensions.planner.fake_stage import built_metas
-from megatron.extensions.planner.flops import flops_per_token, model_flops
-from megatron.extensions.planner.parameters import count_parameters, stage_metas
 from tools.bench.memory import activation_bytes_per_layer
 
 LLAMA: dict[str, Any] = {
@@ -223,72 +217,6 @@ def test_every_stage_together_holds_the_whole_model_once() -> None:
     assert len(names) == len(set(names)) + 1
 
 
-# A delta net computes again what does not count.
-@pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
-def test_flops_agree_with_torch(style: str) -> None:
-    """Linear layers exactly. Attention multiplies the whole square here, twice what the causal count says, and a
-    kernel that computes the scores again in the backward one product more."""
-    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **(STYLES | WITH_EXPERTS)[style])
-    model = GPTModel(config).train()
-    tokens = torch.zeros(3, 16, dtype=torch.int64)
-    batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 16), sample_index=torch.arange(3))
-    batch = replace(batch.with_future(config.mtp_depths), aux_scale=torch.ones(()) if config.num_experts else None)
-    # Weight gradients are added in place, which the counter does not know: [m, n] += [m, k] x [k, n].
-    in_place = {torch.ops.aten.addmm_: lambda out, a, b, out_shape=None, **_: 2 * a[0] * a[1] * b[1]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        model(None, batch).backward()
-    by_kind = counter.get_flop_counts()["Global"]
-    linear = sum(by_kind.get(kind, 0) for kind in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_))
-    counted = model_flops(config)
-    assert linear == counted.matmul * tokens.numel()
-    square = 2 * counted.attention * tokens.numel()
-    scores_again = config.head_dim / (config.head_dim + config.value_head_dim) / 3
-    assert counter.get_total_flops() - linear in (square, pytest.approx(square * (1 + scores_again), rel=1e-12))
-
-
-def test_sinks_and_windows_that_hide_nothing_are_no_flops() -> None:
-    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["llama"])
-    for more in ({"softmax_type": "learnable"}, {"softmax_type": "off-by-one"}, {"window_size": 16}):
-        assert model_flops(replace(config, **more)) == model_flops(config), more
-
-
-def test_flops_of_latent_attention() -> None:
-    """A head multiplies keys of 10 channels and values of 5 with half of the tokens: 2 FLOPs each, thrice."""
-    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["latent"])
-    assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
-    for more in ({}, {"window_size": 100}):  # of several tiles on the diagonal
-        long = replace(config, seq_length=600, **more)
-        assert model_flops(long).attention == pytest.approx(2 * 3 * 2 * 4 * (10 + 5) * long.layers[0].span.mean(600))
-
-
-def test_flops_of_layers_with_heads_of_their_own() -> None:
-    """Keys of 8 channels and values of 6: for the 4 heads of one layer, which see half of 16 tokens, and for the 6 of
-    the other one, which see 4 - 4² / 32 tokens."""
-    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})
-    assert model_flops(config).attention == 2 * 3 * (8 + 6) * (4 * 8 + 6 * 3.5)
-
-
-def test_flops_of_gated_delta_nets() -> None:
-    """Of two chunks of 64 tokens, per token: products of [64, 64] by [64, d] and those with the state, thrice; twice
-    the sums of decays, and the gradient of the solution. What the backward computes again does not count."""
-    config = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA, **DELTA_NET)
-    plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)
-    chunk, keys, heads, dk, dv = 64, 4, 8, 6, 5
-    products = 2 * keys * chunk * dk + heads * (2 * chunk * dv + chunk * dk + 3 * dk * dv)
-    projections = 32 * (keys * (2 * dk) + heads * (2 * dv + 2)) + heads * dv * 32 - 4 * 32 * 32
-    once = heads * (2 * chunk + chunk**2)
-    assert model_flops(config).matmul - model_flops(plain).matmul == 6 * (products + projections) + 2 * once
-    assert model_flops(config).attention == 0
-
-
-def test_flops_of_published_runs() -> None:
-    """10,682 tokens/s are 550 causal TFLOP/s for Llama-3.1-8B at s = 8192."""
-    llama = PUBLISHED["Llama-3-8B"][0]
-    assert 10_682 * flops_per_token(llama) / 1e12 == pytest.approx(550, abs=0.5)
-    full = 6.0 * 32 * 4096 * 8192
-    assert model_flops(llama).attention == full
-
-
 @pytest.mark.parametrize("window", [1, 7, 31, 32])
 def test_window_counts_what_is_seen(window: int) -> None:
     """The continuous count is the exact one up to half a token, as for the causal half of the square."""
@@ -302,14 +230,6 @@ def test_window_counts_what_is_seen(window: int) -> None:
 def test_chunks_count_what_is_seen(chunk: int) -> None:
     exact = sum(i % chunk + 1 for i in range(32)) / 32
     assert Span(chunk=chunk).mean(32) == pytest.approx(exact, abs=0.5)
-
-
-def test_layers_of_several_kinds_count_what_each_sees() -> None:
-    """Of four layers two have a window, one has chunks in its place: sums of single layers."""
-    base = TransformerConfig(**shape(1, 64, 4, 64, 128, 32), position_embedding_type="rope", add_bias_linear=False)
-    mixed = replace(base, num_layers=4, window_size=8, window_attn_skip_freq="([1]*2+[0]*2)", no_rope_freq="3")
-    alone = [model_flops(config) for config in (base, replace(base, window_size=8))]
-    assert model_flops(mixed).attention == pytest.approx(2 * alone[0].attention + 2 * alone[1].attention)
 
 
 def test_activation_formulas() -> None:
@@ -326,7 +246,7 @@ def test_activation_formulas() -> None:
 
 def test_imports_no_torch() -> None:
     modules = (
-        "megatron.extensions.planner.parameters",
+        "megatron.core.pipeline_parallel.stage_parameters",
         "megatron.extensions.planner.memory",
         "megatron.extensions.planner.dry_run.plan",
         "pretrain_gpt",

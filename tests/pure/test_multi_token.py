@@ -16,16 +16,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
-from megatron.core.pipeline_parallel.layout import multi_token_cost
 from megatron.extensions.hugging_face.weights import placements
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
-from megatron.extensions.planner.flops import model_flops
 from megatron.training.checkpointing import changed_fields
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch
+from tests.gpt_cases import FP64, GPT, LLAMA, packed_documents, random_batch
 
 CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
 
@@ -200,18 +198,6 @@ def test_rules() -> None:
         "--mtp-loss-scaling-factor -0.1: must not be negative"
         in problems("--mtp-num-layers 1 --mtp-loss-scaling-factor -0.1")[0]
     )
-
-
-@pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "experts"])
-def test_stages_are_split_by_flops(style: str) -> None:
-    """What the modules cost in layers is their share of the FLOPs that torch counts."""
-    experts = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_layer_freq="([0]+[1]*2)")
-    base = replace(experts if style == "experts" else STYLES[style], num_layers=3)
-    alone, both = (model_flops(replace(base, mtp_num_layers=depths)).total for depths in (None, 2))
-    head = 6 * base.padded_vocab_size * base.hidden_size
-    layer = (alone - head) / base.num_layers
-    assert multi_token_cost(replace(base, mtp_num_layers=2)) == pytest.approx((both - alone) / layer, rel=1e-9)
-    assert multi_token_cost(base) == 0
 
 
 def test_folders_of_hugging_face_have_no_modules() -> None:

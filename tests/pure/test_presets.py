@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 import yaml
 
-from megatron.extensions.planner.parameters import count_parameters
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.training.config.arguments import parse_args, read_flags, with_flags
 from megatron.training.config.run_config import RunConfig

@@ -25,9 +25,7 @@ from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.schedules import splits_backward
-from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.transformer.recompute import Segment
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
@@ -299,24 +297,6 @@ def _kind_of(layer: nn.Module) -> Hashable:
 
 def _drop_grad(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def built_metas(
-    config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]
-) -> list[ParamMeta]:
-    """The trained parameters of a stage, as its parts make them."""
-    parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
-    with FakeTensorMode():
-        model = GPTModel(
-            config,
-            parallel,
-            layers=stage.layers,
-            first=stage.first,
-            last=stage.last,
-            tied_stages=tied_stages,
-            initialize=False,
-        )
-    return [parameter.meta for parameter in model.parameters() if parameter.requires_grad]  # type: ignore[attr-defined]
 
 
 @contextmanager

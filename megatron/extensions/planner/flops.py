@@ -24,9 +24,9 @@ from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
-from megatron.extensions.planner.parameters import stage_metas
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu

@@ -23,8 +23,8 @@ from megatron.core.distributed.param_layout import (
 )
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages
-from megatron.extensions.planner.parameters import stage_metas
 
 EMBEDDING = "embedding.word_embeddings"
 

@@ -14,12 +14,14 @@ import torch
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.extensions.planner.activations import RankActivations, activations_of_ranks
-from megatron.extensions.planner.dry_run.batch import micro_batch_of, microbatches_of
-from megatron.extensions.planner.dry_run.memory import byte_text, come_and_go
+from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.dry_run.memory import come_and_go
 from megatron.extensions.planner.memory import states_of_rank
+from megatron.training.config.description import byte_text, microbatches_of
 from megatron.training.config.flags import field_table
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
+from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 
 SECONDS = 5.0
@@ -176,11 +178,7 @@ def held_bytes(run: TrainingRun | None) -> dict[str, int]:
     return held
 
 
-def explain(error: BaseException, config: RunConfig, world_size: int, pp_rank: int, run: TrainingRun | None) -> None:
+def explain(error: BaseException, config: RunConfig, launch: Launch, run: TrainingRun | None) -> None:
     """Adds `memory_report` to an error of a device that ran out of memory; tracebacks show it."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return
-    try:
-        error.add_note(memory_report(config, world_size, pp_rank, run))
-    except Exception as failure:  # the report must not hide the error
-        error.add_note(f"no plan of the memory: {type(failure).__name__}: {failure}")
+    pp_rank = ParallelDims.from_config(config.parallel, launch.world_size).coords(launch.rank)["pp"]
+    error.add_note(memory_report(config, launch.world_size, pp_rank, run))

@@ -6,7 +6,6 @@ wrong type, flags that ask for what is not built, and with them what `validate` 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import Any
 from megatron import __version__
 from megatron.extensions.hugging_face.pretrained import with_pretrained_flags
 from megatron.extensions.megatron_flags.megatron_flags import foreign_flags
-from megatron.extensions.planner.device_file import device_names, read_device
+from megatron.training.config.commands import Command, asked_command, json_file_of, options, refuse, switches
 from megatron.training.config.flags import (
     Flag,
     all_flags,
@@ -40,52 +39,8 @@ from megatron.training.reliability.launch import Launch
 
 __all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "with_flags"]
 
-OPTION_HELP = (
-    ("--config FILE", "YAML file of flags; may be given more than once, later files win."),
-    ("--dry-run", "Validate, print the plan of the run, and exit."),
-    (
-        "--json [FILE]",
-        "With --dry-run or --rehearse: write the plan or the report, and the resolved configuration, to FILE as well; "
-        "without FILE to standard output, and nothing else.",
-    ),
-    (
-        "--device NAME",
-        "With --dry-run: predict the time of a step on a100, b200, h100 or h200, or on the device of FILE.yaml.",
-    ),
-    (
-        "--gpus-per-node INT",
-        "With --device: ranks of a node, which must divide the ranks; default: as the device file says, or the largest "
-        "smaller number that divides them.",
-    ),
-    (
-        "--suggest WORD",
-        "With --dry-run and --device: judge the layout, and search for the fastest ones that fit; with all, until none "
-        "can be faster.",
-    ),
-    ("--rehearse", "Run one step of ranks of a world that is not there, on fake tensors, and say what would fail."),
-    ("--ranks WORD", "With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23."),
-    (
-        "--device-memory FLOAT",
-        "GiB at which a rank of --rehearse runs out of memory, and that the plan of --dry-run and layouts of --suggest "
-        "are to fit; default of the latter: as the device file says.",
-    ),
-    ("--world-size INT", "Ranks to validate and plan for, where no launcher says it."),
-    ("--help, -h [WORD ...]", "Print this, or the flags that are about these words, and exit."),
-    ("--version", "Print the version and exit."),
-)
-
-
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 """Extensions that a clone of the repository has."""
-
-
-@dataclass(frozen=True)
-class RehearsalOptions:
-    """What --rehearse and the flags beside it say."""
-
-    ranks: str = "all-distinct"
-    device_memory: float | None = None
-    """GiB."""
 
 
 @dataclass(frozen=True)
@@ -93,34 +48,15 @@ class CommandLine:
     """What the command line says: the configuration, and what is not configuration."""
 
     config: RunConfig
-    dry_run: bool = False
     world_size: int | None = None
     notes: tuple[str, ...] = ()
     """Lines to show: flags without effect, and flags read as others."""
 
-    plan_file: str | None = None
-    """Where a dry run writes its plan, or a rehearsal its report, as JSON: "" is standard output."""
+    command: Command | None = None
+    """What runs instead of training."""
 
-    device: str | None = None
-    """The device that a dry run predicts the time of a step for."""
-
-    gpus_per_node: int | None = None
-
-    rehearsal: RehearsalOptions | None = None
-    """None without --rehearse."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether ranks are started, which need the data and their world."""
-        return not self.dry_run and self.rehearsal is None
-
-    suggest: str | None = None
-    """"" or "all" for a search."""
-
-    """Whether a dry run searches for layouts."""
-
-    device_memory: float | None = None
-    """GiB of a device that the plan is to fit, and that layouts must."""
+    json_file: str | None = None
+    """Where the command writes JSON: "" is standard output."""
 
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """Every flag as it was given, alone and with its first value: also those that no field has."""
@@ -137,126 +73,43 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     try:
         reader = read_flags(argv)
     except ExtensionError as error:
-        if launch.rank == 0:
-            given = dict(tokens_of(argv))
-            asked = "--json" in given and not given.keys().isdisjoint(("--dry-run", "--rehearse"))
-            problem = Problem("--extension", None, str(error), "correct the extension, or remove --extension")
-            print_problems([problem], "".join(given["--json"][:1]) if asked else None)
-        raise SystemExit(2) from None
+        json_file = json_file_of({name: "".join(texts[:1]) for name, texts in tokens_of(argv)})
+        problem = Problem("--extension", None, str(error), "correct the extension, or remove --extension")
+        refuse([problem], launch, json_file)
     if (about := _help_words(argv)) is not None:
         if launch.rank == 0:
             nothing = f"no flag is about {' and '.join(about)}; --help prints all\n"
-            sys.stdout.write((help_about(about, REQUIRED) or nothing) if about else help_text(OPTION_HELP, REQUIRED))
+            sys.stdout.write((help_about(about, REQUIRED) or nothing) if about else help_text(_options(), REQUIRED))
         raise SystemExit(0)
-    config, world_size = with_pretrained_flags(config_of(reader.values), reader), reader.world_size
-    dry_run, plan_file = "--dry-run" in reader.options, reader.options.get("--json", [None])[-1]
-    device, gpus_per_node = _device_of(reader, dry_run)
-    suggest, device_memory = reader.options.get("--suggest", [None])[-1], _device_memory(reader)
-    if suggest not in (None, "", "all"):
-        rule, remedy = "must be all or nothing", "--suggest, or --suggest all to search until none can be faster"
-        reader.problems.append(Problem("--suggest", suggest, rule, remedy))
-    if suggest is not None and (device is None or not dry_run):
-        missing = [] if dry_run else [_to_plan(reader)]
-        missing += [] if device else [f"add --device, one of {', '.join(device_names())}"]
-        reader.problems.append(Problem("--suggest", None, "searches by predicted times", ", and ".join(missing)))
-    if plan_file is not None and not dry_run and "--rehearse" not in reader.options:
-        rule = "needs --dry-run, whose plan it writes, or --rehearse"
-        reader.problems.append(Problem("--json", plan_file or None, rule, "add --dry-run"))
-    elif plan_file and not _can_write(Path(plan_file)):
-        rule, remedy = "cannot be written", "name a file in a folder that is there and may be written"
-        reader.problems.append(Problem("--json", plan_file, rule, remedy))
-    if gpus_per_node and world_size and world_size > gpus_per_node and world_size % gpus_per_node:
-        rule = f"does not divide the {world_size} ranks: predictions are of nodes that hold as many ranks each"
-        near = next(size for size in range(gpus_per_node, 0, -1) if world_size % size == 0)
-        reader.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, f"nearest: {near}"))
-    rehearsal = _rehearsal(reader, dry_run, device_memory)
-    alone = dry_run or rehearsal is not None
-    if world_size is not None and not alone and world_size != launch.world_size:
-        remedy = f"start {world_size} processes with torchrun or srun, or add --dry-run or --rehearse"
+    config = with_pretrained_flags(config_of(reader.values), reader)
+    world_size = reader.number("--world-size", "say how many ranks")
+    command = asked_command(reader, world_size)
+    json_file = json_file_of({name: texts[-1] for name, texts in reader.options.items()})
+    if world_size is not None and command is None and world_size != launch.world_size:
+        others = "".join(f", or add {' or '.join(names)}" for names in [switches()] if names)
         rule = f"the launcher started {launch.world_size} process{'es' if launch.world_size > 1 else ''}"
+        remedy = f"start {world_size} processes with torchrun or srun{others}"
         reader.problems.append(Problem("--world-size", world_size, rule, remedy))
-    if world_size is None and alone and launch.launcher == "none":
+    if world_size is None and command is not None and launch.launcher == "none":
         parallel = config.parallel
         world_size = max(1, parallel.model_parallel_size * (parallel.data_parallel_size or 1))
-        if suggest is not None:
-            remedy = "add --world-size, the ranks of the cluster"
-            reader.notes.append(f"--suggest searches layouts of {world_size} ranks, those of the flags; {remedy}")
-        elif world_size > 1:
-            reader.notes.append(f"planned for {world_size} ranks; --world-size says otherwise")
+        if (note := command.note(world_size)) is not None:
+            reader.notes.append(note)
     if reader.problems:
         ranks = world_size or launch.world_size
         unread = any(problem.flag == "--config" for problem in reader.problems)  # what is missing may stand in the file
         found = [] if unread else validate(resolve(config, ranks), ranks)
-        problems = reader.problems + [p for p in found if p.flag not in reader.suspects]
-        if launch.rank == 0:
-            print_problems(problems, plan_file if alone else None)
-        raise SystemExit(2)
-    notes, said = tuple(reader.notes), frozenset(reader.spelled)
-    return CommandLine(
-        config, dry_run, world_size, notes, plan_file, device, gpus_per_node, rehearsal, suggest, device_memory, said
-    )
+        refuse(reader.problems + [p for p in found if p.flag not in reader.suspects], launch, json_file)
+    return CommandLine(config, world_size, tuple(reader.notes), command, json_file, frozenset(reader.spelled))
 
 
-def _can_write(path: Path) -> bool:
-    """Whether a file can be written there, which is seen before a long search."""
-    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
-
-
-def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | None]:
-    """--device and --gpus-per-node; what is wrong with them becomes a problem."""
-    device = reader.options.get("--device", [None])[-1]
-    gpus_per_node = reader.number("--gpus-per-node", "say how many ranks share a node")
-    if gpus_per_node is not None and device is None:
-        rule, remedy = "needs --device, whose nodes it describes", f"add --device, {', '.join(device_names())}"
-        reader.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, remedy))
-    if device is not None and not dry_run:
-        rule = "needs --dry-run, which predicts"
-        reader.problems.append(Problem("--device", device, rule, _to_plan(reader)))
-    elif device is not None:
-        try:
-            read_device(device)
-        except (ValueError, OSError) as error:
-            remedy = f"use one of {', '.join(device_names())}, or a device file"
-            reader.problems.append(Problem("--device", device, str(error), remedy))
-    return device, gpus_per_node
-
-
-def _to_plan(reader: FlagReader) -> str:
-    """The remedy that makes a command a dry run."""
-    return "replace --rehearse by --dry-run" if "--rehearse" in reader.options else "add --dry-run"
-
-
-def _rehearsal(reader: FlagReader, dry_run: bool, device_memory: float | None) -> RehearsalOptions | None:
-    """What is rehearsed; a value that is wrong becomes a problem."""
-    options = RehearsalOptions(reader.options.get("--ranks", [RehearsalOptions.ranks])[-1], device_memory)
-    if "--rehearse" not in reader.options:
-        if "--ranks" in reader.options:
-            value = reader.options["--ranks"][-1]
-            reader.problems.append(Problem("--ranks", value, "is about a rehearsal", "add --rehearse"))
-        return None
-    if dry_run:
-        reader.problems.append(Problem.exclusive("--rehearse", None, "--dry-run"))
-    return options
-
-
-def _device_memory(reader: FlagReader) -> float | None:
-    """--device-memory in GiB; what is wrong with it becomes a problem."""
-    name = "--device-memory"
-    given = reader.options.get(name, [None])[-1]
-    if given is None:
-        return None
-    if not {"--rehearse", "--dry-run"} & set(reader.options):
-        rule, remedy = "is about a plan or a rehearsal", "add --dry-run or --rehearse"
-        reader.problems.append(Problem(name, given, rule, remedy))
-    try:
-        size = float(given)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < float("inf"):
-        rule = "must be a number above 0"
-        reader.problems.append(Problem(name, given, rule, "give the GiB of a device, such as 80"))
-        return None
-    return size
+def _options() -> list[tuple[str, str]]:
+    """(spelling, help) of what is not configuration."""
+    return [
+        *((f"{name} {option.usage}".rstrip(), option.help) for name, option in options().items()),
+        ("--help, -h [WORD ...]", "Print this, or the flags that are about these words, and exit."),
+        ("--version", "Print the version and exit."),
+    ]
 
 
 def _help_words(argv: Sequence[str]) -> list[str] | None:

@@ -12,23 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.extensions.megatron_flags.megatron_flags import Exchange, NotBuilt, SameAs, foreign_flags
-from megatron.training.config.flags import Flag, home_of, parse_int, spelling_table
+from megatron.training.config.commands import GivenOptions, options
+from megatron.training.config.flags import Flag, home_of, spelling_table
 from megatron.training.config.problem import Problem
-
-OPTIONS: dict[str, tuple[int, ...]] = {
-    "--config": (1,),
-    "--world-size": (1,),
-    "--json": (0, 1),
-    "--device": (1,),
-    "--gpus-per-node": (1,),
-    "--suggest": (0, 1),
-    "--dry-run": (0,),
-    "--rehearse": (0,),
-    "--ranks": (1,),
-    "--device-memory": (1,),
-}
-"""What is not configuration -> its numbers of values."""
-
 
 SAME_SETTING = (
     ("train_iters", "train_samples", "train_tokens"),
@@ -68,22 +54,18 @@ class Reading:
 
 
 @dataclass
-class FlagReader:
+class FlagReader(GivenOptions):
     """Collects the values that flags give, and every problem with them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     given: dict[str, str] = field(default_factory=dict)
     """Field -> the spelling or place that set it last."""
 
-    problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
     """Flags that were probably meant, or given with a bad value: reporting them as missing would be no use."""
 
     readings: list[Reading] = field(default_factory=list)
-    options: dict[str, list[str]] = field(default_factory=dict)
-    """Option -> its values, one for each time that it is given."""
-
     spelled: set[str] = field(default_factory=set)
     """Every flag that was given, alone and with its first value."""
 
@@ -111,7 +93,7 @@ class FlagReader:
             return
         name = _known_spelling(name)
         self.spelled |= {name, " ".join([name, *texts[:1]])}
-        if name in OPTIONS:
+        if name in options():
             self._option(name, texts)
         elif name in spelling_table():
             self._field(name, texts)
@@ -161,9 +143,9 @@ class FlagReader:
         self.readings.append(Reading((name, *given), (name, *texts), why, len(self.problems) > before))
 
     def _option(self, name: str, texts: list[str]) -> None:
-        if len(texts) not in OPTIONS[name]:
-            known = {(0,): "takes no value", (1,): "takes one value", (0, 1): "takes one value or none"}
-            rule = known[OPTIONS[name]]
+        legal = options()[name].values
+        if len(texts) not in legal:
+            rule = {(0,): "takes no value", (1,): "takes one value", (0, 1): "takes one value or none"}[legal]
             self.problems.append(Problem(name, tuple(texts) or None, rule, f"given: {len(texts)}"))
             return
         self.options.setdefault(name, []).extend(texts or [""])
@@ -172,19 +154,6 @@ class FlagReader:
     def world_size(self) -> int | None:
         """--world-size. A value that is no number above 0 becomes a problem and is forgotten."""
         return self.number("--world-size", "say how many ranks")
-
-    def number(self, name: str, remedy: str) -> int | None:
-        """The value of an option. One that is no number above 0 becomes a problem and is forgotten."""
-        for text in self.options.get(name, ())[-1:]:
-            try:
-                size = parse_int(text)
-            except ValueError:
-                size = 0
-            if size > 0:
-                return size
-            self.problems.append(Problem(name, text, "must be a whole number above 0", remedy))
-            del self.options[name]
-        return None
 
     # Flags that no field has
 
@@ -223,7 +192,7 @@ class FlagReader:
         ours = [text for word in words for text in (texts if word == "{}" else [word])]
         before = len(self.problems)
         for each, values in tokens_of(ours):
-            if each in OPTIONS:
+            if each in options():
                 self._option(each, values)
                 continue
             self._field(each, values) if each in spelling_table() else self._foreign(each, values)
@@ -253,7 +222,7 @@ class FlagReader:
             remedy = f"restore megatron/extensions/{home} and its line in megatron/extensions/__init__.py, or remove it"
             self._refuse(name, texts, f"is a flag of the extension {home}, which is not installed", remedy)
             return
-        known = [*spelling_table(), *foreign_flags().spellings(), *OPTIONS]
+        known = [*spelling_table(), *foreign_flags().spellings(), *options()]
         plain = "--" + name.lstrip("-").replace("_", "-").lower()
         close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.85)
         close = close or sorted((each for each in spelling_table() if each.startswith(f"{plain}-")), key=len)
@@ -349,7 +318,7 @@ class FlagReader:
         flag, on = spelling_table().get(name, (None, True))
         if value not in (None, False):
             self.spelled.add(name)
-        if name in OPTIONS:
+        if name in options():
             self.problems.append(Problem(where, None, "is not configuration", "give it on the command line"))
         elif isinstance(value, dict):
             self.problems.append(Problem(where, None, "must be a value", "write names flat, without sections"))
@@ -402,7 +371,7 @@ def _known_spelling(name: str) -> str:
     """`name`, or if nobody knows it, the known one that has dashes for its underscores and `--no-` for `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
-        if spelling in OPTIONS or spelling in spelling_table():
+        if spelling in options() or spelling in spelling_table():
             return spelling
     found = foreign_flags().entries
     return next((each for each in (name, dashes, dashes.replace("--disable-", "--no-", 1)) if each in found), dashes)

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.planner.dry_run.batch import batch_line
-from megatron.extensions.planner.dry_run.memory import byte_text, formats_of_states
-from megatron.extensions.planner.dry_run.model import shape_line
-from megatron.extensions.planner.memory import states_of_rank
-from megatron.extensions.planner.parameters import active_parameters, count_parameters
+from megatron.training.config.description import batch_line, byte_text, formats_of_states, shape_line
 from megatron.training.run import TrainingRun
 
 
@@ -32,11 +29,17 @@ def banner(run: TrainingRun) -> Iterator[str]:
             f"length: {run.train_iters:,} iterations{begun}, {run.batch_sizes.samples(run.train_iters):,} samples, "
             f"{tokens:,} tokens, {tokens / count:.3g} for each parameter"
         )
-    states = states_of_rank(model, config.parallel, config.optimizer, config.ddp, dims, run.runtime.state.pp.rank)
     of = ""
     if device.type == "cuda":
         of = f", of {byte_text(torch.cuda.get_device_properties(device).total_memory)} on the device"
-    yield f"memory: weights, gradients and optimizer take {byte_text(states.memory.total)} on this rank{of}"
+    yield f"memory: weights, gradients and optimizer take {byte_text(_state_bytes(run))} on this rank{of}"
+
+
+def _state_bytes(run: TrainingRun) -> int:
+    """Bytes on the device of the weights, frozen ones included, the gradients and the optimizer of this rank."""
+    frozen = {p for stage in run.stages.values() for p in stage.parameters() if not p.requires_grad}
+    buffers = sum(buffer.param_data.nbytes + buffer.grad_data.nbytes for buffer in run.ddp.buffers)
+    return sum(p.nbytes for p in frozen) + buffers + run.optimizer.nbytes[0]
 
 
 def _layout(run: TrainingRun) -> Iterator[str]:

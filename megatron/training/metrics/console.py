@@ -44,8 +44,9 @@ def terminal_lines(record: Record, train_iters: int, width: int) -> str:
 
 
 def _parts_by_weight(record: Record, train_iters: int) -> list[str]:
-    loss, norm, mfu = record["lm_loss"], record["grad_norm"], record["mfu"]
+    loss, norm, mfu = record["lm_loss"], record["grad_norm"], record.get("mfu")
     share = 100 * record["iteration"] / train_iters
+    share_of_peak = "" if mfu is None else f" ({100 * mfu:.3g} % MFU)"
     parts = [
         f"{record['iteration']:,}/{train_iters:,} ({share:.3g} %)",
         "every step was skipped" if loss is None else f"loss {loss:.4f}",
@@ -55,7 +56,7 @@ def _parts_by_weight(record: Record, train_iters: int) -> list[str]:
         f"{duration(record['seconds_left'])} left",
         f"{record['tokens_per_second']:,.0f} tokens/s",
         f"step {record['step_time']:.3g} s" if record["step_time"] >= 1 else f"step {1e3 * record['step_time']:.1f} ms",
-        f"{record['tflops_per_device']:.3g} TFLOP/s" + (f" ({100 * mfu:.3g} % MFU)" if mfu is not None else ""),
+        *([f"{record['tflops_per_device']:.3g} TFLOP/s{share_of_peak}"] if "tflops_per_device" in record else []),
         f"{record['peak_memory_bytes'] / 2**30:.1f} GiB",
         f"batch {record['global_batch_size']:,}",
         f"{record['consumed_tokens']:,} tokens",

@@ -15,7 +15,7 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
         f"consumed samples: {record['consumed_samples']:12d}",
         f"elapsed time per iteration (ms): {1e3 * record['step_time']:.1f}",
     ]
-    if throughput:
+    if throughput and "tflops_per_device" in record:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {record['tflops_per_device']:.1f}")
     parts += [f"learning rate: {record['learning_rate']:.6E}", f"global batch size: {record['global_batch_size']:5d}"]
     loss = record["lm_loss"]

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
-from megatron.extensions.planner.flops import flops_per_token
 from megatron.training.checks.step_guard import is_nan
-from megatron.training.config.run_config import LoggingConfig
-from megatron.training.hooks import Meter
+from megatron.training.config.run_config import LoggingConfig, RunConfig
+from megatron.training.hooks import MODEL_FLOPS, Meter
 from megatron.training.metrics.interval import Interval
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
@@ -47,10 +46,7 @@ def _of_steps(run: TrainingRun, losses: Tensor) -> Record:
     total, tokens = losses[[not result.skipped for result in results]].sum(dim=0).tolist()
     seconds = interval.seconds()
     tokens_per_second = interval.samples * config.model.seq_length / seconds
-    tflops = tokens_per_second * flops_per_token(config.model) / run.runtime.launch.world_size / 1e12
     samples_left = run.batch_sizes.samples(run.train_iters) - progress.consumed_samples
-    dtype = getattr(torch, config.parallel.params_dtype)
-    peak = peak_tflops(config.logging, run.runtime.device, dtype, config.parallel.fp8_format is not None)
     return {
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
@@ -65,8 +61,7 @@ def _of_steps(run: TrainingRun, losses: Tensor) -> Record:
         "nan_iterations": sum(map(is_nan, results)),
         "spike_iterations": sum(result.spike for result in results),
         "tokens_per_second": tokens_per_second,
-        "tflops_per_device": tflops,
-        "mfu": tflops / peak if peak else None,
+        **utilization(config, run.runtime.device, tokens_per_second, run.runtime.launch.world_size),
         "step_time": seconds / max(steps, 1),
         "seconds_left": samples_left * config.model.seq_length / tokens_per_second if tokens_per_second else None,
     }
@@ -106,3 +101,13 @@ def peak_tflops(config: LoggingConfig, device: torch.device, dtype: torch.dtype,
     name = torch.cuda.get_device_name(device)
     peaks = PEAK_TFLOPS_FP8 if fp8 else PEAK_TFLOPS_16BIT
     return next((peak for key, peak in peaks.items() if key in name), None)
+
+
+def utilization(config: RunConfig, device: torch.device, tokens_per_second: float, world_size: int) -> Record:
+    """TFLOP/s of one device and MFU of a run; nothing where nobody counts FLOPs."""
+    if not MODEL_FLOPS:
+        return {}
+    tflops = tokens_per_second * MODEL_FLOPS[[*MODEL_FLOPS][-1]](config.model) / world_size / 1e12
+    dtype = getattr(torch, config.parallel.params_dtype)
+    peak = peak_tflops(config.logging, device, dtype, config.parallel.fp8_format is not None)
+    return {"tflops_per_device": tflops, "mfu": tflops / peak if peak else None}

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
 from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.extensions.phases.plan import StagePlan
-from megatron.training.config.batch_size import BatchSizes, num_microbatches
+from megatron.training.config.description import batch_line, microbatches_of
 from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ def micro_batch_of(config: RunConfig) -> MicroBatch:
         config.restarts_positions,
         config.optimizer.main_grads_dtype == "bf16",
     )
-
-
-def microbatches_of(config: RunConfig, dims: ParallelDims) -> int:
-    sizes = BatchSizes.from_config(config)
-    return num_microbatches(sizes.final, config.training.micro_batch_size, dims.dp)
 
 
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
@@ -84,12 +79,3 @@ def batch_lines(stages: StagePlan, dims: ParallelDims) -> Iterator[str]:
         for stage, end in zip(stages.stages, ends, strict=True)
     )
     yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"
-
-
-def batch_line(config: RunConfig, dims: ParallelDims) -> str:
-    """What the global batch consists of."""
-    size, micro = BatchSizes.from_config(config).final, config.training.micro_batch_size
-    return (
-        f"{size} = micro-batch {micro} x {microbatches_of(config, dims)} micro-batches x {dims.dp} replicas; "
-        f"{size * config.model.seq_length:,} tokens a step"
-    )

@@ -1,19 +1,15 @@
-"""The data sets of a dry run, and the files that a run of it would miss."""
+"""The data sets of a dry run, and the files of text and of phases that a run of it would miss."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from megatron.core.config.data import DatasetConfig
-from megatron.core.dist_checkpointing.path_kind import TEXTS, Kind, kind_of
+from megatron.core.dist_checkpointing.path_kind import TEXTS, kind_of
 from megatron.extensions.phases.plan import Stage, StagePlan, plan_stages
 from megatron.extensions.phases.printed import stage_lines
-from megatron.training.config.flags import dashed
-from megatron.training.config.output_paths import unwritable
+from megatron.training.config.input_files import data_paths, missing_data
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.saved_flags import saved_metadata
 
 
 def data_lines(stages: StagePlan, stage: Stage) -> Iterator[str]:
@@ -32,40 +28,20 @@ def data_lines(stages: StagePlan, stage: Stage) -> Iterator[str]:
     yield from source_lines(data, samples, config.model.seq_length, _text_line)
 
 
-def missing_inputs(config: RunConfig) -> Iterator[Problem]:
-    """A problem for each file that a run of a resolved configuration needs and a plan does not: output folders that
-    cannot be written, data sets that are not there, a checkpoint to load."""
-    yield from unwritable(config)
-    options, sets = config.checkpoint, [config.data]
+def missing_in_phases(config: RunConfig) -> Iterator[Problem]:
+    """A problem for each file of text, and of the data of each phase, that a run needs and that is not there."""
+    from megatron.extensions.text_data.inputs import find_inputs
+
+    sets = [config.data]
     if config.data.data_stages is not None:
         plan, _ = plan_stages(config)
         sets = [stage.config.data for stage in plan.stages] if plan is not None else []
-    yield from dict.fromkeys(problem for data in sets for problem in _missing_data(data))
-    for field in ("finetune", "exit_on_missing_checkpoint"):
-        load = Path(options.load) if options.load and getattr(options, field) else None
-        if load is not None and saved_metadata(load) is None and kind_of(load) is not Kind.HUGGING_FACE:
-            rule, remedy = (
-                f"holds no checkpoint, and {dashed(field)} needs one",
-                f"correct the path, or drop {dashed(field)}",
-            )
-            yield Problem("--load", options.load, rule, remedy)
-
-
-def _missing_data(data: DatasetConfig) -> Iterator[Problem]:
-    from megatron.core.datasets.build import parse_blend, split_share
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.extensions.text_data.inputs import find_inputs
-
-    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"):
-        flag, words = dashed(field), getattr(data, field) or ()
-        words = [word.partition("=")[2] for word in words] if field == "valid" else words
-        try:
-            paths = [split_share(prefix)[0] for prefix in parse_blend(flag, words).prefixes] if words else []
-        except ValueError:  # a rule reports it
-            continue
-        for path in paths if data.dataset == "gpt" else ():
+    for data in sets:
+        yield from missing_data(data)
+        for flag, path in data_paths(data):
             try:
-                find_inputs([path], flag) if kind_of(path) in TEXTS else IndexedDataset(path)
+                if kind_of(path) in TEXTS:
+                    find_inputs([path], flag)
             except ValueError as error:
                 yield Problem.of_message(flag, path, str(error))
             except OSError as error:

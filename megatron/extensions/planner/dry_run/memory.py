@@ -11,9 +11,9 @@ from megatron.core.distributed.param_layout import DTYPE_BYTES
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.extensions.planner.dry_run.batch import micro_batch_of, microbatches_of
-from megatron.extensions.planner.dry_run.groups import RANKS_SHOWN
+from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.memory import RankStates, states_of_rank
+from megatron.training.config.description import byte_text, formats_of_states, microbatches_of
 from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 
 GIB = 2**30
+
+RANKS_SHOWN = 8
+"""Ranks that a line lists at most."""
 
 
 @dataclass(frozen=True)
@@ -168,16 +171,6 @@ def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> i
     return held.working + copies + plan.in_flight.total
 
 
-def formats_of_states(config: RunConfig) -> str:
-    """Number formats of parameters, gradients and optimizer states."""
-    params, main, optimizer = config.parallel.params_dtype, config.parallel.main_dtype, config.optimizer
-    state = f"{optimizer.optimizer} state {main}"
-    if optimizer.use_precision_aware_optimizer:
-        kind = optimizer.main_kind(params, main)
-        state = f"main parameters {kind}, exp_avg {optimizer.exp_avg_dtype}, exp_avg_sq {optimizer.exp_avg_sq_dtype}"
-    return f"parameters {params}, gradients {'bfloat16' if optimizer.main_grads_dtype == 'bf16' else main}, {state}"
-
-
 def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
     """What is counted as activations, and how much of it a layer has."""
     model = batch.model
@@ -231,11 +224,3 @@ def _holding(stage: Stage, predicts: bool) -> str:
         parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
     parts += ["norm", *(["multi-token"] if predicts else []), "head"] if stage.last else []
     return ", ".join(parts) or "nothing"
-
-
-def byte_text(size: int) -> str:
-    """In the largest binary unit that keeps the number at or above 1."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 2**power:
-            return f"{size / 2**power:.2f} {unit}"
-    return f"{size} B"

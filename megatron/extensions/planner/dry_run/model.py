@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
-from megatron.extensions.planner.parameters import active_parameters, count_parameters
+from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
+from megatron.training.config.description import shape_line
 from megatron.training.config.run_config import RunConfig
 
 
@@ -45,24 +46,6 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         tokens = (config.training.global_batch_size or 1) * m.seq_length
         of_batch = update / (flops.total * tokens)
         yield f"FLOPs of Muon's iterations {update:.6g}, {of_batch:.2%} of those of a batch of {tokens:,} tokens"
-
-
-def shape_line(m: TransformerConfig) -> str:
-    """Layers, width, heads, MLP."""
-    heads = f"{m.num_attention_heads} heads of {m.head_dim}"
-    if m.latent:
-        queries = f" for queries {m.q_lora_rank}," if m.q_lora_rank else ""
-        heads += f", values of {m.v_head_dim}, latents{queries} for keys and values {m.kv_lora_rank}"
-    elif m.query_groups != m.num_attention_heads:
-        heads += f" in {m.query_groups} groups"
-    if not m.latent and m.value_head_dim != m.head_dim:
-        heads += f", values of {m.value_head_dim}"
-    return f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {_width(m)} ({m.activation})"
-
-
-def _width(m: TransformerConfig) -> str:
-    widths = {width for width, experts in zip(m.ffn_sizes, m.expert_pattern, strict=True) if not experts}
-    return f"{min(widths)} to {max(widths)}" if len(widths) > 1 else str(m.ffn_size)
 
 
 def _positions(m: TransformerConfig) -> str:

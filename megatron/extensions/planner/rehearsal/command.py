@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import time
 from collections.abc import Sequence
+from types import TracebackType
 
 import torch
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.activations import activations_of_ranks
-from megatron.extensions.planner.dry_run.batch import micro_batch_of, microbatches_of
+from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import come_and_go
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.extensions.planner.rehearsal.fake_rank import LostRank, Rehearsal, rehearsal_of, rehearse_ranks
-from megatron.extensions.planner.rehearsal.progress_line import ProgressLine
-from megatron.extensions.planner.rehearsal.ranks import chosen_ranks
-from megatron.extensions.planner.rehearsal.record import RankRecord
+from megatron.extensions.planner.rehearsal.record import RankRecord, chosen_ranks
 from megatron.extensions.planner.rehearsal.report import Report, problem_lines
 from megatron.extensions.planner.rehearsal.start import start_of_run
+from megatron.training.config.description import microbatches_of
 from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
 
@@ -96,3 +97,44 @@ def planned_bytes(rehearsal: Rehearsal) -> dict[int, int]:
         plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
         found[rank] = plan.memory.total + held.peak + come_and_go(plan, held, config)
     return found
+
+
+SECONDS_BETWEEN = 20.0
+"""Between two lines where standard error is no terminal."""
+
+
+class ProgressLine:
+    """Counts steps of `total`: `7 of 22 ranks rehearsed, 12 s`."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self.total, self.what, self.done = total, what, 0
+        self._terminal, self._began = sys.stderr.isatty(), time.monotonic()
+        self._last = self._began
+
+    def __enter__(self) -> ProgressLine:
+        if self._terminal:
+            self._print()
+        return self
+
+    def step(self) -> None:
+        """One more is done."""
+        self.done += 1
+        now = time.monotonic()
+        if self._terminal or (now - self._last >= SECONDS_BETWEEN and self.done < self.total):
+            self._last = now
+            self._print()
+
+    def _print(self) -> None:
+        text = f"{self.done} of {self.total} {self.what}, {time.monotonic() - self._began:.0f} s"
+        print(
+            f"\r{text}\033[K" if self._terminal else text,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

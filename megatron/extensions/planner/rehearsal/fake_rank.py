@@ -33,8 +33,7 @@ from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, places_of
 from megatron.extensions.planner.rehearsal.forks import Lost, forked
 from megatron.extensions.planner.rehearsal.rank_mode import RankMode
-from megatron.extensions.planner.rehearsal.ranks import coords_of
-from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecord
+from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecord, coords_of
 from megatron.extensions.planner.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.extensions.planner.dry_run.memory import byte_text
 from megatron.extensions.planner.rehearsal.fake_rank import LostRank, Rehearsal, device_of
-from megatron.extensions.planner.rehearsal.matching import compared, mismatches
+from megatron.extensions.planner.rehearsal.matching import compared, coverage_problems, mismatches, written_bytes
 from megatron.extensions.planner.rehearsal.record import Failure, RankRecord, bytes_sent
-from megatron.extensions.planner.rehearsal.shards import coverage_problems, written_bytes
+from megatron.training.config.description import byte_text
 from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
 

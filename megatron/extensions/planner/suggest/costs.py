@@ -15,16 +15,21 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.actions import Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_stages, whole_model
 from megatron.extensions.planner.activations import ActivationPlan, ActivationPlans, StageMemory, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import RankMemory, memory_of_ranks
 from megatron.extensions.planner.memory import states_of_rank
-from megatron.extensions.planner.parameters import stage_metas
-from megatron.extensions.planner.search.bounds import PassTimes, StageParameters, states_bound, step_bound
-from megatron.extensions.planner.search.ideal import ideal_seconds_of_a_sample
-from megatron.extensions.planner.search.layouts import Family, Layout, Pipeline, Saving
+from megatron.extensions.planner.suggest.bounds import (
+    PassTimes,
+    StageParameters,
+    ideal_seconds_of_a_sample,
+    states_bound,
+    step_bound,
+)
+from megatron.extensions.planner.suggest.layouts import Family, Layout, Pipeline, Saving
 from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.extensions.planner.time.data_parallel import DataParallel
 from megatron.extensions.planner.time.events import PassEvents

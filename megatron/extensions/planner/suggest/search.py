@@ -11,10 +11,10 @@ from heapq import nsmallest
 from math import inf
 
 from megatron.extensions.planner.dry_run.memory import RankMemory
-from megatron.extensions.planner.search.best_first import Candidate, Waiting, best_first
-from megatron.extensions.planner.search.layouts import OFFLOADING, RECOMPUTATION, SHARDING, Family, Layout, Saving
 from megatron.extensions.planner.suggest.ahead import found_ahead
+from megatron.extensions.planner.suggest.bounds import Candidate, Waiting, best_first
 from megatron.extensions.planner.suggest.costs import LayoutCosts
+from megatron.extensions.planner.suggest.layouts import OFFLOADING, RECOMPUTATION, SHARDING, Family, Layout, Saving
 from megatron.extensions.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.planner.search.layouts import (
+from megatron.extensions.planner.suggest.layouts import (
     OFFLOADING,
     SHARDING,
     Family,

@@ -10,8 +10,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.dry_run.memory import Fit, RankMemory, fullest, gib
 from megatron.extensions.planner.dry_run.step import PredictedStep, share_text
-from megatron.extensions.planner.search.layouts import CHUNKS, OFFLOADING, RECOMPUTATION, SHARDING, Layout
 from megatron.extensions.planner.suggest.costs import LayoutCosts
+from megatron.extensions.planner.suggest.layouts import CHUNKS, OFFLOADING, RECOMPUTATION, SHARDING, Layout
 from megatron.extensions.planner.suggest.search import Effort, Found
 from megatron.extensions.planner.time.links import placement
 from megatron.extensions.planner.time.step_time import StepTime

@@ -13,7 +13,7 @@ from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Ro
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Sequences
 from megatron.core.config.layers import Span
-from megatron.extensions.planner.fake_attention import PlannedDropoutKernel
+from megatron.extensions.planner.as_on_gpus import PlannedDropoutKernel
 from megatron.extensions.planner.time.recorder import Recorder
 
 

@@ -22,8 +22,7 @@ from megatron.core.moe.experts import Segments
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
-from megatron.extensions.planner.as_on_gpus import replaced
-from megatron.extensions.planner.fake_attention import plans_fused_dropout
+from megatron.extensions.planner.as_on_gpus import plans_fused_dropout, replaced
 from megatron.extensions.planner.fake_ranks import FakeGroup
 from megatron.extensions.planner.fake_stage import (
     FakeStages,
@@ -34,10 +33,9 @@ from megatron.extensions.planner.fake_stage import (
     numbered_kinds,
     planned,
 )
-from megatron.extensions.planner.time.events import PassEvents, Product
+from megatron.extensions.planner.time.events import PassEvents, Product, of_more_samples, same_events
 from megatron.extensions.planner.time.fused_attention import RecordedDropoutKernel, RecordedKernel
 from megatron.extensions.planner.time.recorder import Recorder
-from megatron.extensions.planner.time.samples import of_more_samples, same_events
 
 MOST_GROWN = 8
 """Samples up to which what a part does is told from one and two samples: it is compared with a trace of so many."""

@@ -8,16 +8,15 @@ from functools import partial
 import pytest
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.planner.dry_run.batch import microbatches_of
 from megatron.extensions.planner.rehearsal import fake_rank
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
 from megatron.extensions.planner.rehearsal.fake_rank import Rehearsal, may_repeat, rehearsal_of, rehearse_rank
 from megatron.extensions.planner.rehearsal.forks import Lost, forked
-from megatron.extensions.planner.rehearsal.matching import mismatches
+from megatron.extensions.planner.rehearsal.matching import coverage_problems, mismatches
 from megatron.extensions.planner.rehearsal.record import Box, Collective, RankRecord
 from megatron.extensions.planner.rehearsal.repeats import Unlike
-from megatron.extensions.planner.rehearsal.shards import coverage_problems
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.description import microbatches_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.train_step import train_step

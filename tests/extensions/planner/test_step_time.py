@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.extensions.planner.commands import DryRun
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
 from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.dry_run.step import predicted_step
@@ -27,7 +28,7 @@ from tools.bench.gpu import PRECISIONS, SHAPES, config_of
 from tools.bench.published_memory import MEMORY, plan_peaks
 from tools.bench.published_runs import compare, published_runs
 
-GPU_BYTES = Path(__file__).parents[1] / "fixtures" / "gpu_bytes.json"
+GPU_BYTES = Path(__file__).parents[2] / "fixtures" / "gpu_bytes.json"
 
 LINKS = {"node": Link(100.0, 1.0, 10.0), "network": Link(10.0, 5.0, 20.0)}
 GEMM = Product("bf16", 8192, 8192, 8192)
@@ -233,4 +234,5 @@ def test_the_default_nodes_are_those_that_the_flag_may_name() -> None:
     config = resolve(parse_args(argv), 12)
     step = predicted_step(config, 12, "h100", None)
     assert step.gpus_per_node == 6 and step == predicted_step(config, 12, "h100", 6)
-    assert command_line([*argv, "--gpus-per-node", "6"], Launch()).gpus_per_node == 6
+    asked = command_line([*argv, "--gpus-per-node", "6"], Launch()).command
+    assert isinstance(asked, DryRun) and asked.gpus_per_node == 6

@@ -9,7 +9,7 @@ import pytest
 
 from tests.forked import run_program
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "planted_collectives.py"
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "planted_collectives.py"
 
 SMALL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --lr 1e-2 --mock-data "

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Rows, TorchKernel
 from megatron.core.attention.tiles import Tile, causal_tiles, joined
-from megatron.extensions.planner.fake_attention import PlannedKernel, planned_kernels_of
+from megatron.extensions.planner.as_on_gpus import PlannedKernel, planned_kernels_of
 from megatron.extensions.planner.live_memory import LiveMemory
 
 ROWS, SAMPLES, HEADS, GROUPS, WIDTH = 32, 2, 4, 2, 16

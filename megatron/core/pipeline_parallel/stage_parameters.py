@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.parameters import is_declared, parameter_metas
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stages import Stage, whole_model
@@ -24,8 +25,6 @@ def stage_metas(
     stage = stage or whole_model(config)
     if is_declared(config):
         return list(_declared_metas(config, replace(stage, layers=tuple(stage.layers)), sequence_parallel, tied_stages))
-    from megatron.extensions.planner.fake_stage import built_metas
-
     return built_metas(config, stage, sequence_parallel, tied_stages)
 
 
@@ -37,6 +36,28 @@ def _declared_metas(
     return tuple(
         parameter_metas(config, stage.layers, **ends, sequence_parallel=sequence_parallel, tied_stages=tied_stages)
     )
+
+
+def built_metas(
+    config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]
+) -> list[ParamMeta]:
+    """The trained parameters of a stage, as its parts make them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
+    with FakeTensorMode():
+        model = GPTModel(
+            config,
+            parallel,
+            layers=stage.layers,
+            first=stage.first,
+            last=stage.last,
+            tied_stages=tied_stages,
+            initialize=False,
+        )
+    return [parameter.meta for parameter in model.parameters() if parameter.requires_grad]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,18 @@ from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.search.best_first import Candidate, best_first
-from megatron.extensions.planner.search.bounds import PassTimes, step_bound
-from megatron.extensions.planner.search.layouts import OFFLOADING, SHARDING, Family, Layout, Saving, ScheduleKind, Space
 from megatron.extensions.planner.suggest import ahead
+from megatron.extensions.planner.suggest.bounds import Candidate, PassTimes, best_first, step_bound
 from megatron.extensions.planner.suggest.costs import LayoutCosts
+from megatron.extensions.planner.suggest.layouts import (
+    OFFLOADING,
+    SHARDING,
+    Family,
+    Layout,
+    Saving,
+    ScheduleKind,
+    Space,
+)
 from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.extensions.planner.suggest.verdict import duration

@@ -13,6 +13,8 @@ from megatron.extensions.planner import out_of_memory
 from megatron.extensions.planner.out_of_memory import explain, flags_of, planned_bytes, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
+from megatron.training.hooks import explain_failure
+from megatron.training.reliability.launch import Launch
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --lr 1e-3 --mock-data "
@@ -38,7 +40,7 @@ def report(flags: str, device: mock.Mock | None = None, taken: int = 0) -> str:
         mock.patch.object(cuda, "max_memory_allocated", return_value=taken),
         mock.patch.object(out_of_memory, "SECONDS", 600.0),
     ):
-        explain(error, resolve(parse_args(f"{MODEL} {flags}".split()), 2), 2, 0, None)
+        explain(error, resolve(parse_args(f"{MODEL} {flags}".split()), 2), Launch(world_size=2), None)
     (note,) = error.__notes__
     return note
 
@@ -121,5 +123,5 @@ def test_nothing_fits_into_next_to_nothing() -> None:
 def test_a_report_that_fails_does_not_hide_the_error() -> None:
     error = torch.OutOfMemoryError("no memory left")
     with mock.patch.object(out_of_memory, "memory_report", side_effect=KeyError("broken")):
-        explain(error, parse_args(MODEL.split()), 2, 0, None)
+        explain_failure(error, parse_args(MODEL.split()), Launch(world_size=2), None)
     assert error.__notes__ == ["no plan of the memory: KeyError: 'broken'"]

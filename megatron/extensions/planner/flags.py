@@ -1,0 +1,50 @@
+"""The options of plans, searches and rehearsals, and where the planner's parts are. No torch."""
+
+from __future__ import annotations
+
+from megatron.training.config.commands import COMMANDS, Option
+from megatron.training.config.input_files import INPUT_CHECKS
+from megatron.training.hooks import FAILURE_HOOKS, MODEL_FLOPS
+
+PLANNER = "megatron.extensions.planner"
+
+COMMANDS.register(
+    "planner",
+    f"{PLANNER}.commands:command_of",
+    options={
+        "--dry-run": Option("Validate, print the plan of the run, and exit.", command=True),
+        "--json": Option(
+            "With --dry-run or --rehearse: write the plan or the report, and the resolved configuration, to FILE as "
+            "well; without FILE to standard output, and nothing else.",
+            "[FILE]",
+            json=True,
+        ),
+        "--device": Option(
+            "With --dry-run: predict the time of a step on a100, b200, h100 or h200, or on the device of FILE.yaml.",
+            "NAME",
+        ),
+        "--gpus-per-node": Option(
+            "With --device: ranks of a node, which must divide the ranks; default: as the device file says, or the "
+            "largest smaller number that divides them.",
+            "INT",
+        ),
+        "--suggest": Option(
+            "With --dry-run and --device: judge the layout, and search for the fastest ones that fit; with all, until "
+            "none can be faster.",
+            "[WORD]",
+        ),
+        "--rehearse": Option(
+            "Run one step of ranks of a world that is not there, on fake tensors, and say what would fail.",
+            command=True,
+        ),
+        "--ranks": Option("With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23.", "WORD"),
+        "--device-memory": Option(
+            "GiB at which a rank of --rehearse runs out of memory, and that the plan of --dry-run and layouts of "
+            "--suggest are to fit; default of the latter: as the device file says.",
+            "FLOAT",
+        ),
+    },
+)
+INPUT_CHECKS.register("text and phases", f"{PLANNER}.dry_run.data:missing_in_phases")
+MODEL_FLOPS.register("one fake step", f"{PLANNER}.flops:flops_per_token")
+FAILURE_HOOKS.register("plan of the memory", f"{PLANNER}.out_of_memory:explain", errors=("OutOfMemoryError",))

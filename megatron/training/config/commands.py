@@ -1,0 +1,160 @@
+"""Commands: what `pretrain_gpt.py` does instead of training. Extensions add them, with the options beside. No torch.
+
+An option stands on the command line and is not configuration: no file has it, and no checkpoint keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from megatron.core.registry import Registry
+from megatron.training.config.flags import load_built_in, parse_int
+from megatron.training.config.problem import Problem, print_problems
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.launch import Launch
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as the command line knows it."""
+
+    help: str
+    usage: str = ""
+    """How help shows its value, as INT; `[FILE]` if it may be left out."""
+
+    command: bool = False
+    """Whether it asks for a command: for something else than training."""
+
+    json: bool = False
+    """Whether its value is the file that a command writes as JSON, and to which its problems go too; without a value it
+    is standard output."""
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The numbers of values that it takes."""
+        return (0,) if not self.usage else (0, 1) if self.usage.startswith("[") else (1,)
+
+
+@dataclass
+class GivenOptions:
+    """The options of a command line, and the problems with it."""
+
+    options: dict[str, list[str]] = field(default_factory=dict)
+    """Option -> its values, one for each time that it is given; "" for none."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    def last(self, name: str) -> str | None:
+        """The value of an option that counts; None if it is not given."""
+        values = self.options.get(name)
+        return values[-1] if values else None
+
+    def number(self, name: str, remedy: str) -> int | None:
+        """The value of an option. One that is no number above 0 becomes a problem and is forgotten."""
+        if (text := self.last(name)) is None:
+            return None
+        try:
+            size = parse_int(text)
+        except ValueError:
+            size = 0
+        if size > 0:
+            return size
+        self.problems.append(Problem(name, text, "must be a whole number above 0", remedy))
+        del self.options[name]
+        return None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a command runs on: a resolved configuration, and what is wrong with it."""
+
+    config: RunConfig
+    world_size: int
+    problems: Sequence[Problem]
+    """For which a run cannot start, those of files that it reads or writes not included."""
+
+    inputs: Sequence[Problem]
+    """Those of lists of data that cannot be read; `missing_inputs` finds more."""
+
+    given: frozenset[str]
+    """Every flag as it was given, alone and with its first value."""
+
+    json_file: str | None
+    """Where the command writes JSON: "" is standard output; None for nowhere."""
+
+    launch: Launch
+
+    def refuse(self, problems: Sequence[Problem], json: bool = True) -> NoReturn:
+        """Ends the process with code 2 after one rank has printed the problems, with `json` to `json_file` too."""
+        refuse(problems, self.launch, self.json_file if json else None)
+
+
+class Command:
+    """What runs instead of training. Derive from it."""
+
+    def note(self, world_size: int) -> str | None:
+        """What is said where the number of ranks follows from the layout: neither flags nor a launcher say it."""
+        return f"planned for {world_size} ranks; --world-size says otherwise" if world_size > 1 else None
+
+    def run(self, run: Prepared) -> int:
+        """Runs on every rank, and prints on rank 0 alone. Returns the exit code."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CommandFacts:
+    """What is known of commands before they are imported."""
+
+    options: Mapping[str, Option]
+    """By spelling."""
+
+
+COMMANDS: Registry[Callable[[GivenOptions, int | None], Command | None], CommandFacts] = Registry(
+    "command", CommandFacts, "given, world_size"
+)
+"""`read(given, world_size)`: the `Command` that the options ask for, None if there is none; adds their problems to
+`given.problems`. It is imported when one of its options is given. `world_size` is --world-size."""
+
+
+def options() -> dict[str, Option]:
+    """Every option by its spelling."""
+    load_built_in()
+    of_commands = {name: option for each in COMMANDS for name, option in COMMANDS.facts(each).options.items()}
+    return {
+        "--config": Option("YAML file of flags; may be given more than once, later files win.", "FILE"),
+        **of_commands,
+        "--world-size": Option("Ranks to validate and plan for, where no launcher says it.", "INT"),
+    }
+
+
+def switches() -> list[str]:
+    """The options that ask for a command."""
+    return [name for name, option in options().items() if option.command]
+
+
+def asked_command(given: GivenOptions, world_size: int | None) -> Command | None:
+    """The command that options ask for; what is wrong with them becomes a problem."""
+    found = [
+        COMMANDS[each](given, world_size)
+        for each in COMMANDS
+        if not given.options.keys().isdisjoint(COMMANDS.facts(each).options)
+    ]
+    first, *others = [name for name in switches() if name in given.options] or [""]
+    given.problems += [Problem.exclusive(other, None, first) for other in others]
+    return next((command for command in found if command is not None), None)
+
+
+def json_file_of(given: Mapping[str, str]) -> str | None:
+    """Where what a command says is written as JSON, by options and their values; None without a command."""
+    if given.keys().isdisjoint(switches()):
+        return None
+    return next((given[name] for name, option in options().items() if option.json and name in given), None)
+
+
+def refuse(problems: Sequence[Problem], launch: Launch, json_file: str | None) -> NoReturn:
+    """Ends the process with code 2 after one rank has printed the problems."""
+    if launch.rank == 0:
+        print_problems(problems, json_file)
+    raise SystemExit(2)

@@ -1,0 +1,70 @@
+"""Checks before start-up that the files are there which a run reads. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from megatron.core.config.data import DatasetConfig
+from megatron.core.dist_checkpointing.path_kind import TEXTS, Kind, kind_of
+from megatron.core.registry import NoFacts, Registry
+from megatron.training.config.flags import dashed
+from megatron.training.config.output_paths import unwritable
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.saved_flags import saved_metadata
+
+INPUT_CHECKS: Registry[Callable[[RunConfig], Iterable[Problem]], NoFacts] = Registry(
+    "check of files", NoFacts, "config"
+)
+"""`missing(config)`: a problem for each file of an extension that a run needs and that is not there."""
+
+
+def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]:
+    """A problem for each file that a run of a resolved configuration needs and a plan does not, but for values that are
+    a problem already: output folders that cannot be written, data sets that are not there, a checkpoint to load."""
+    wrong = {(problem.flag, problem.value) for problem in known}
+    return [problem for problem in _missing(config) if (problem.flag, problem.value) not in wrong]
+
+
+def _missing(config: RunConfig) -> Iterator[Problem]:
+    yield from unwritable(config)
+    found = [*missing_data(config.data), *(problem for name in INPUT_CHECKS for problem in INPUT_CHECKS[name](config))]
+    yield from dict.fromkeys(found)
+    options = config.checkpoint
+    for field in ("finetune", "exit_on_missing_checkpoint"):
+        load = Path(options.load) if options.load and getattr(options, field) else None
+        if load is not None and saved_metadata(load) is None and kind_of(load) is not Kind.HUGGING_FACE:
+            rule, remedy = (
+                f"holds no checkpoint, and {dashed(field)} needs one",
+                f"correct the path, or drop {dashed(field)}",
+            )
+            yield Problem("--load", options.load, rule, remedy)
+
+
+def data_paths(data: DatasetConfig) -> Iterator[tuple[str, str]]:
+    """(flag, path) of the data that flags name, for data sets of files."""
+    from megatron.core.datasets.build import parse_blend, split_share
+
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"):
+        flag, words = dashed(field), getattr(data, field) or ()
+        words = [word.partition("=")[2] for word in words] if field == "valid" else words
+        try:
+            paths = [split_share(prefix)[0] for prefix in parse_blend(flag, words).prefixes] if words else []
+        except ValueError:  # a rule reports it
+            continue
+        yield from ((flag, path) for path in paths if data.dataset == "gpt")
+
+
+def missing_data(data: DatasetConfig) -> Iterator[Problem]:
+    """A problem for each indexed dataset that cannot be opened."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    for flag, path in data_paths(data):
+        try:
+            if kind_of(path) not in TEXTS:
+                IndexedDataset(path)
+        except ValueError as error:
+            yield Problem.of_message(flag, path, str(error))
+        except OSError as error:
+            yield Problem(flag, path, str(error), "correct the path")

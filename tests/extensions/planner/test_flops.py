@@ -1,0 +1,138 @@
+"""FLOPs of a model as the planner counts them on a fake step: those of torch's counter, and of published runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.layout import multi_token_cost
+from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
+from megatron.extensions.planner.flops import flops_per_token, model_flops, orthogonalization_flops
+from megatron.testing.local_run import local_run
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve_legal
+from megatron.training.train_step import train_step
+from tests import gpt_cases
+from tests.harness import run_world
+from tests.pure.test_model_math import DELTA_NET, LLAMA, PUBLISHED, STYLES, WITH_EXPERTS, shape
+
+
+# A delta net computes again what does not count.
+@pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
+def test_flops_agree_with_torch(style: str) -> None:
+    """Linear layers exactly. Attention multiplies the whole square here, twice what the causal count says, and a
+    kernel that computes the scores again in the backward one product more."""
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **(STYLES | WITH_EXPERTS)[style])
+    model = GPTModel(config).train()
+    tokens = torch.zeros(3, 16, dtype=torch.int64)
+    batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 16), sample_index=torch.arange(3))
+    batch = replace(batch.with_future(config.mtp_depths), aux_scale=torch.ones(()) if config.num_experts else None)
+    # Weight gradients are added in place, which the counter does not know: [m, n] += [m, k] x [k, n].
+    in_place = {torch.ops.aten.addmm_: lambda out, a, b, out_shape=None, **_: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        model(None, batch).backward()
+    by_kind = counter.get_flop_counts()["Global"]
+    linear = sum(by_kind.get(kind, 0) for kind in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_))
+    counted = model_flops(config)
+    assert linear == counted.matmul * tokens.numel()
+    square = 2 * counted.attention * tokens.numel()
+    scores_again = config.head_dim / (config.head_dim + config.value_head_dim) / 3
+    assert counter.get_total_flops() - linear in (square, pytest.approx(square * (1 + scores_again), rel=1e-12))
+
+
+def test_sinks_and_windows_that_hide_nothing_are_no_flops() -> None:
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["llama"])
+    for more in ({"softmax_type": "learnable"}, {"softmax_type": "off-by-one"}, {"window_size": 16}):
+        assert model_flops(replace(config, **more)) == model_flops(config), more
+
+
+def test_flops_of_latent_attention() -> None:
+    """A head multiplies keys of 10 channels and values of 5 with half of the tokens: 2 FLOPs each, thrice."""
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["latent"])
+    assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
+    for more in ({}, {"window_size": 100}):  # of several tiles on the diagonal
+        long = replace(config, seq_length=600, **more)
+        assert model_flops(long).attention == pytest.approx(2 * 3 * 2 * 4 * (10 + 5) * long.layers[0].span.mean(600))
+
+
+def test_flops_of_layers_with_heads_of_their_own() -> None:
+    """Keys of 8 channels and values of 6: for the 4 heads of one layer, which see half of 16 tokens, and for the 6 of
+    the other one, which see 4 - 4² / 32 tokens."""
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})
+    assert model_flops(config).attention == 2 * 3 * (8 + 6) * (4 * 8 + 6 * 3.5)
+
+
+def test_flops_of_gated_delta_nets() -> None:
+    """Of two chunks of 64 tokens, per token: products of [64, 64] by [64, d] and those with the state, thrice; twice
+    the sums of decays, and the gradient of the solution. What the backward computes again does not count."""
+    config = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA, **DELTA_NET)
+    plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)
+    chunk, keys, heads, dk, dv = 64, 4, 8, 6, 5
+    products = 2 * keys * chunk * dk + heads * (2 * chunk * dv + chunk * dk + 3 * dk * dv)
+    projections = 32 * (keys * (2 * dk) + heads * (2 * dv + 2)) + heads * dv * 32 - 4 * 32 * 32
+    once = heads * (2 * chunk + chunk**2)
+    assert model_flops(config).matmul - model_flops(plain).matmul == 6 * (products + projections) + 2 * once
+    assert model_flops(config).attention == 0
+
+
+def test_flops_of_published_runs() -> None:
+    """10,682 tokens/s are 550 causal TFLOP/s for Llama-3.1-8B at s = 8192."""
+    llama = PUBLISHED["Llama-3-8B"][0]
+    assert 10_682 * flops_per_token(llama) / 1e12 == pytest.approx(550, abs=0.5)
+    full = 6.0 * 32 * 4096 * 8192
+    assert model_flops(llama).attention == full
+
+
+def test_layers_of_several_kinds_count_what_each_sees() -> None:
+    """Of four layers two have a window, one has chunks in its place: sums of single layers."""
+    base = TransformerConfig(**shape(1, 64, 4, 64, 128, 32), position_embedding_type="rope", add_bias_linear=False)
+    mixed = replace(base, num_layers=4, window_size=8, window_attn_skip_freq="([1]*2+[0]*2)", no_rope_freq="3")
+    alone = [model_flops(config) for config in (base, replace(base, window_size=8))]
+    assert model_flops(mixed).attention == pytest.approx(2 * alone[0].attention + 2 * alone[1].attention)
+
+
+def test_flops_of_experts_are_of_active_parameters() -> None:
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **WITH_EXPERTS[sorted(WITH_EXPERTS)[0]])
+    linear = active_parameters(config) - count_parameters(config).embedding - count_parameters(config).norms
+    assert model_flops(config).matmul == 6 * linear
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "experts"])
+def test_stages_are_split_by_flops(style: str) -> None:
+    """What the modules cost in layers is their share of the FLOPs that torch counts."""
+    experts = replace(gpt_cases.LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_layer_freq="([0]+[1]*2)")
+    base = replace(experts if style == "experts" else gpt_cases.STYLES[style], num_layers=3)
+    alone, both = (model_flops(replace(base, mtp_num_layers=depths)).total for depths in (None, 2))
+    head = 6 * base.padded_vocab_size * base.hidden_size
+    layer = (alone - head) / base.num_layers
+    assert multi_token_cost(replace(base, mtp_num_layers=2)) == pytest.approx((both - alone) / layer, rel=1e-9)
+    assert multi_token_cost(base) == 0
+
+
+def _flops_of_an_update(rank, world_size, config):
+    with local_run(config, rank, world_size) as run:
+        train_step(run)
+        with FlopCounterMode(display=False) as counter:
+            run.optimizer.step(1e-3, 0.0)
+        return counter.get_total_flops()
+
+
+def test_planned_flops_are_those_of_the_iterations() -> None:
+    """Queries, keys, values, gate and up are matrices of their own; embeddings, output layer and norms are none."""
+    model = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 60 --mock-data --lr 1e-3 "
+        "--global-batch-size 2 --train-iters 2 --eval-iters 0 --num-workers 0"
+    )
+    flags = (
+        f"{model} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3 --cpu"
+    )
+    config = resolve_legal(parse_args(flags.split()), 1)
+    planned = orthogonalization_flops(config.model, config.optimizer)
+    assert run_world(1, _flops_of_an_update, config) == [planned] and planned > 0
+    assert orthogonalization_flops(config.model, replace(config.optimizer, optimizer="adam")) == 0

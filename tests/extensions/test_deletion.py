@@ -1,0 +1,99 @@
+"""Each built-in extension can be deleted: its flags are gone and name it when given, and a run has the same bits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron import extensions
+from tests.limits import HANG
+
+ROOT = Path(__file__).parents[2]
+
+RUN = (
+    "--cpu --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --lr 1e-2 "
+    "--num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 64 --micro-batch-size 1 --global-batch-size 4 "
+    "--train-iters 3 --eval-iters 0 --num-workers 0"
+)
+
+# Run in the copy: prints the flags that --help shows, what becomes of the flags given, and the losses of three steps.
+TRIAL = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
+
+from megatron.testing.local_run import local_run
+from megatron.testing.local_world import run_world
+from megatron.training.config.arguments import command_line, parse_args
+from megatron.training.config.validation import resolve_legal
+from megatron.training.reliability.launch import Launch
+
+
+def said(*argv):
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err, suppress(SystemExit):
+        command_line(argv, Launch())
+    return out.getvalue() + err.getvalue()
+
+
+def losses(rank, world_size, flags):
+    from megatron.training.train_step import train_step
+
+    with local_run(resolve_legal(parse_args(flags), world_size), rank, world_size) as run:
+        for _ in range(3):
+            train_step(run)
+        return [loss.tolist() for loss in run.interval.losses]
+
+
+run, given = json.loads(sys.argv[1])
+found = {"help": said("--help"), "refused": {flag: said(*run, flag) for flag in given}}
+print(json.dumps(found | {"losses": run_world(4, losses, run)}))
+"""
+
+
+def tried(folder: Path, given: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-c", TRIAL, json.dumps([RUN.split(), given])]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@cache
+def whole() -> dict[str, Any]:
+    return tried(ROOT, [])
+
+
+def without(name: str, folder: Path) -> set[str]:
+    """Copies the library without an extension and those that need it. Returns their names."""
+    shutil.copytree(ROOT / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    gone = {name}
+    while more := {each.name for each in extensions.BUILT_IN if gone & set(each.needs)} - gone:
+        gone |= more
+    source = folder / "megatron" / "extensions" / "__init__.py"
+    text = source.read_text()
+    for each in gone:
+        shutil.rmtree(folder / "megatron" / "extensions" / each)
+        text, count = re.subn(rf'    BuiltIn\(\s*"{each}",.*?\),\n(?=    BuiltIn|\))', "", text, flags=re.DOTALL)
+        assert count == 1, each
+    source.write_text(text)
+    return gone
+
+
+@pytest.mark.parametrize("name", [extension.name for extension in extensions.BUILT_IN])
+def test_the_rest_runs_without_it(name: str, tmp_path: Path) -> None:
+    gone = without(name, tmp_path)
+    index = dict(line.split(": ") for line in extensions.INDEX.read_text().splitlines())
+    flags = {flag: each for each in gone for flag in index.get(each, "").split()}
+    found = tried(tmp_path, sorted(flags)[:3])
+    shown = set(re.findall(r"--[\w-]+", found["help"]))
+    assert not shown & flags.keys() and flags.keys() & set(re.findall(r"--[\w-]+", whole()["help"])) if flags else True
+    for flag, text in found["refused"].items():
+        assert f"{flag}: is a flag of the extension {flags[flag]}, which is not installed" in text
+    assert found["losses"] == whole()["losses"]

@@ -1,0 +1,129 @@
+"""Commands, counts of FLOPs and failure hooks as an extension registers them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.config.arguments import command_line, parse_args
+from megatron.training.config.commands import COMMANDS, Command, GivenOptions, Option, Prepared
+from megatron.training.config.prepare import prepare
+from megatron.training.hooks import FAILURE_HOOKS, MODEL_FLOPS, explain_failure
+from megatron.training.metrics.summary import utilization
+from megatron.training.reliability.launch import Launch
+
+pytestmark = pytest.mark.usefixtures("forget_extensions_at_once")
+
+RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --lr 1e-3 --mock-data "
+RUN += "--train-iters 2"
+
+
+@dataclass(frozen=True)
+class Count(Command):
+    """Prints how many ranks there are."""
+
+    times: int | None
+
+    def run(self, run: Prepared) -> int:
+        if run.problems:
+            run.refuse(run.problems)
+        print(f"{self.times} times {run.world_size} ranks of {run.config.model.num_layers} layers")
+        return 7
+
+
+def count(given: GivenOptions, world_size: int | None) -> Command | None:
+    times = given.number("--times", "say how often")
+    return Count(times) if "--count" in given.options else None
+
+
+@pytest.fixture(autouse=True)
+def counted() -> None:
+    """Alone, as without built-in extensions that have commands."""
+    COMMANDS._entries.clear()
+    options = {
+        "--count": Option("Count the ranks.", command=True),
+        "--times": Option("How often.", "INT"),
+        "--written": Option("Where to.", "[FILE]", json=True),
+    }
+    COMMANDS.register("count", count, options=options)
+
+
+def ended(flags: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        prepare(command_line([*RUN.split(), *flags.split()], Launch()), Launch())
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_a_command_runs_in_place_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--count --times 3 --tp 2 --dp 2") == 7
+    out, err = capsys.readouterr()
+    assert out == "3 times 4 ranks of 2 layers\n"
+    assert "planned for 4 ranks; --world-size says otherwise" in err.splitlines()
+    assert ended("--count --world-size 8") == 7
+    assert capsys.readouterr().out == "None times 8 ranks of 2 layers\n"
+
+
+def test_problems_of_a_command_are_told_with_all_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--count --times 0 --tp 3 --written") == 2
+    out, err = capsys.readouterr()
+    assert "--times 0: must be a whole number above 0; say how often" in err and "--tensor-model-parallel-size 3" in err
+    assert json.loads(out)["problems"][0]["flag"] == "--times"
+    assert ended("--count 3") == 2
+    assert "--count 3: takes no value; given: 1" in capsys.readouterr().err
+
+
+def test_two_commands_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    COMMANDS.register("other", lambda given, world_size: None, options={"--other": Option("Else.", command=True)})
+    assert ended("--other --count") == 2
+    assert "--other: cannot be combined with --count; keep one of them" in capsys.readouterr().err
+    assert ended("--world-size 3") == 2
+    assert "start 3 processes with torchrun or srun, or add --count or --other" in capsys.readouterr().err
+
+
+def test_help_lists_options_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line(["--help"], Launch())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("  --count", "  --times", "  --written"))] == [
+        "  --count                         Count the ranks.",
+        "  --times INT                     How often.",
+        "  --written [FILE]                Where to.",
+    ]
+
+
+def test_options_of_an_extension_that_is_not_installed_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--dry-run") == 2
+    said = capsys.readouterr().err
+    assert "--dry-run: is a flag of the extension planner, which is not installed; restore megatron/extensions/" in said
+
+
+def test_utilization_needs_a_count_of_flops() -> None:
+    config, device = parse_args(RUN.split()), torch.device("cpu")
+    MODEL_FLOPS._entries.clear()
+    assert utilization(config, device, 10.0, 2) == {}
+    MODEL_FLOPS.register("two layers", lambda model: 1e12 * model.num_layers)
+    assert utilization(config, device, 10.0, 2) == {"tflops_per_device": 10.0, "mfu": None}
+    with_peak = parse_args([*RUN.split(), "--peak-tflops", "40"])
+    assert utilization(with_peak, device, 10.0, 2) == {"tflops_per_device": 10.0, "mfu": 0.25}
+
+
+def test_failure_hooks_are_called_for_their_errors_and_hide_none() -> None:
+    called: list[Any] = []
+
+    def explain(error: BaseException, config: Any, launch: Launch, run: Any) -> None:
+        called.append((type(error), launch.rank, run))
+        raise KeyError("broken")
+
+    FAILURE_HOOKS.register("reason", explain, errors=("LookupError",))
+    config, run = parse_args(RUN.split()), SimpleNamespace()
+    other, error = ValueError("other"), IndexError("first")
+    for each in (other, error):
+        explain_failure(each, config, Launch(rank=1, world_size=2), run)
+    assert called == [(IndexError, 1, run)]
+    assert not hasattr(other, "__notes__") and error.__notes__ == ["no reason: KeyError: 'broken'"]
