@@ -12,9 +12,8 @@ import torch
 
 from megatron.core import parts
 from megatron.core.registry import Registry
-from megatron.training import extensions, failure_hooks, hooks
+from megatron.training import extensions, hooks
 from megatron.training.config import commands, flags, input_files
-from megatron.training.metrics import mfu
 from tests.gloo_devices import share_gloo_devices
 from tests.huge_pages import collapse_private_memory
 
@@ -103,7 +102,7 @@ def forget_extensions_at_once() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    kinds = parts, hooks, commands, failure_hooks, input_files, mfu
+    kinds = parts, hooks, commands, input_files
     registries = [part for kind in kinds for part in vars(kind).values() if isinstance(part, Registry)]
     tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]
     before = [dict(table) for table in tables]
