@@ -30,7 +30,7 @@ def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]
 def _missing(config: RunConfig) -> Iterator[Problem]:
     yield from unwritable(config)
     found = [*missing_data(config.data), *(problem for name in INPUT_CHECKS for problem in INPUT_CHECKS[name](config))]
-    yield from dict.fromkeys(found)
+    yield from dict.fromkeys(sorted(found, key=lambda problem: problem.flag))
     options = config.checkpoint
     for field in ("finetune", "exit_on_missing_checkpoint"):
         load = Path(options.load) if options.load and getattr(options, field) else None

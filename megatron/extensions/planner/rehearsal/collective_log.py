@@ -72,7 +72,7 @@ RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
-"""Files of the library that are passed over in call sites, beside those that plan and rehearse."""
+"""Files of the library that are passed over in call sites, beside those of the planner."""
 
 
 class CollectiveLog:
@@ -258,10 +258,11 @@ def _place(filename: str) -> str | None:
         return None
     if path.is_relative_to(LIBRARY):
         inside = str(path.relative_to(LIBRARY))
-        passed = inside in WRAPPERS or inside.startswith(("planner/", "rehearsal/"))
-        return None if passed else f"{LIBRARY.name}/{inside}"
+        return None if inside in WRAPPERS or path.is_relative_to(PLANNER) else f"{LIBRARY.name}/{inside}"
     return filename
 
+
+PLANNER = Path(__file__).parents[1]
 
 PASSED = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
 """Folders that call sites pass over: torch, and Python's own library."""
