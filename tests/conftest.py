@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron.core import parts
+from megatron.core.dist_checkpointing import path_kind
 from megatron.core.registry import Registry
 from megatron.training import extensions, hooks
-from megatron.training.config import flags
+from megatron.training.config import flags, foreign_flags
 from tests.gloo_devices import share_gloo_devices
 from tests.huge_pages import collapse_private_memory
 
@@ -101,7 +102,13 @@ def forget_extensions_at_once() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    registries = [part for kinds in (parts, hooks) for part in vars(kinds).values() if isinstance(part, Registry)]
+    flags.load_built_in()
+    registries = [
+        part
+        for kinds in (parts, hooks, path_kind, foreign_flags)
+        for part in vars(kinds).values()
+        if isinstance(part, Registry)
+    ]
     tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]
     before = [dict(table) for table in tables]
     yield

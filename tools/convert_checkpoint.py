@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import HF_FAMILIES
-from megatron.extensions.conversion.convert import FORMATS, Conversion, parse_bytes, parse_dtype
+from megatron.extensions.conversion.convert import Conversion, parse_bytes, parse_dtype
+from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.check import compare_logits, require_transformers
 

@@ -30,7 +30,13 @@ class BuiltIn:
     """The extensions that it imports."""
 
 
-BUILT_IN: tuple[BuiltIn, ...] = ()
+BUILT_IN: tuple[BuiltIn, ...] = (
+    BuiltIn("conversion", "conversion of checkpoints between formats"),
+    BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
+    BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
+    BuiltIn("megatron_flags", "what becomes of Megatron's flags that have no field here"),
+    BuiltIn("text_data", "raw text as training data"),
+)
 """The one list of built-in extensions."""
 
 INDEX = Path(__file__).with_name("flag_index.txt")

@@ -32,12 +32,11 @@ from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
 from megatron.extensions.diagnosis.profiler import Profiler
 from megatron.extensions.diagnosis.straggler import PhaseClock
 from megatron.extensions.diagnosis.trace.tracer import Tracer
-from megatron.extensions.hugging_face.start import load_start
 from megatron.extensions.phases.change import enter_stage
 from megatron.extensions.phases.history import continued, read_history
 from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.phases.schedule import whole_schedule
-from megatron.training.checkpointing import Checkpointer
+from megatron.training.checkpointing import Checkpointer, load_start
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data

@@ -21,8 +21,8 @@ from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
+from tests.extensions.hugging_face.hf_models import SIZES, YARN
 from tests.gpt_cases import FP64, LATENT, STYLES, logits_in_parts, random_batch
-from tests.hf_models import SIZES, YARN
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 100 --mock-data "

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
 from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -37,6 +25,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """The files of a tokenizer in a folder."""
-    return (folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+def is_model(path: str) -> bool:
+    """Whether a folder is a Hugging Face model."""
+    return os.path.isfile(os.path.join(path, CONFIG))

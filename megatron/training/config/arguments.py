@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron import __version__
-from megatron.extensions.hugging_face.pretrained import with_pretrained_flags
-from megatron.extensions.megatron_flags.megatron_flags import foreign_flags
+from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.parts import MODEL_FLAGS
 from megatron.extensions.planner.device_file import device_names, read_device
 from megatron.training.config.flags import (
     Flag,
@@ -30,6 +30,7 @@ from megatron.training.config.flags import (
     spelling_table,
     value_of,
 )
+from megatron.training.config.foreign_flags import foreign_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.single_values import REQUIRED
@@ -148,7 +149,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             nothing = f"no flag is about {' and '.join(about)}; --help prints all\n"
             sys.stdout.write((help_about(about, REQUIRED) or nothing) if about else help_text(OPTION_HELP, REQUIRED))
         raise SystemExit(0)
-    config, world_size = with_pretrained_flags(config_of(reader.values), reader), reader.world_size
+    config, world_size = _with_model_flags(config_of(reader.values), reader), reader.world_size
     dry_run, plan_file = "--dry-run" in reader.options, reader.options.get("--json", [None])[-1]
     device, gpus_per_node = _device_of(reader, dry_run)
     suggest, device_memory = reader.options.get("--suggest", [None])[-1], _device_memory(reader)
@@ -268,9 +269,15 @@ def _help_words(argv: Sequence[str]) -> list[str] | None:
 def parse_args(argv: Sequence[str]) -> RunConfig:
     """The configuration that `argv` says, not validated. Raises ValueError with every problem, one a line."""
     reader = read_flags(argv)
-    config = with_pretrained_flags(config_of(reader.values), reader)
+    config = _with_model_flags(config_of(reader.values), reader)
     reader.raise_problems()
     return config
+
+
+def _with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
+    """The configuration with the flags that follow from a model in --load that is no checkpoint of ours."""
+    kind = "" if config.checkpoint.load is None else kind_of(config.checkpoint.load)
+    return MODEL_FLAGS[kind](config, reader) if kind in MODEL_FLAGS else config
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.extensions.megatron_flags.megatron_flags import Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.flags import Flag, home_of, parse_int, spelling_table
+from megatron.training.config.foreign_flags import Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.problem import Problem
 
 OPTIONS: dict[str, tuple[int, ...]] = {

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.dist_checkpointing.path_kind import TEXTS, Kind, kind_of
+from megatron.core.dist_checkpointing.path_kind import TEXTS, kind_of
+from megatron.core.parts import MODEL_LOADERS
 from megatron.extensions.phases.plan import Stage, StagePlan, plan_stages
 from megatron.extensions.phases.printed import stage_lines
 from megatron.training.config.flags import dashed
@@ -43,7 +44,7 @@ def missing_inputs(config: RunConfig) -> Iterator[Problem]:
     yield from dict.fromkeys(problem for data in sets for problem in _missing_data(data))
     for field in ("finetune", "exit_on_missing_checkpoint"):
         load = Path(options.load) if options.load and getattr(options, field) else None
-        if load is not None and saved_metadata(load) is None and kind_of(load) is not Kind.HUGGING_FACE:
+        if load is not None and saved_metadata(load) is None and kind_of(load) not in MODEL_LOADERS:
             rule, remedy = (
                 f"holds no checkpoint, and {dashed(field)} needs one",
                 f"correct the path, or drop {dashed(field)}",

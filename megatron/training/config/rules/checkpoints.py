@@ -19,7 +19,6 @@ def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
         for field in ("keep_last", "keep_every", "save_retain_best", "fatal_save_errors"):
             if value := getattr(c.checkpoint, field):
                 yield Problem.no_effect(dashed(field), None if value is True else value, "--save")
-    yield from exports(c)
     metric, interval = c.checkpoint.save_retain_best, c.checkpoint.save_interval
     name = "--eval-interval" if metric == "valid_loss" else "--log-interval"
     measured = c.training.eval_interval if metric == "valid_loss" else c.logging.log_interval
@@ -28,20 +27,6 @@ def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--save-retain-best", metric, rule, f"use {name} {interval}")
     if metric == "valid_loss" and c.training.eval_iters == 0:
         yield Problem("--save-retain-best", metric, "needs evaluation, but --eval-iters is 0", "raise --eval-iters")
-
-
-def exports(c: RunConfig) -> Iterator[Problem]:
-    wanted, interval = c.checkpoint.export_hf_interval, c.checkpoint.save_interval
-    if wanted is None:
-        if c.checkpoint.export_hf_dir is not None:
-            yield Problem.no_effect("--export-hf-dir", c.checkpoint.export_hf_dir, "--export-hf-interval")
-    elif c.checkpoint.save is None:
-        yield Problem.no_effect("--export-hf-interval", wanted, "--save")
-    elif not interval or (interval > 0 and wanted % interval):
-        rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"
-        nearest = interval * max(1, round(wanted / interval)) if interval else wanted
-        remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
-        yield Problem("--export-hf-interval", wanted, rule, remedy)
 
 
 def skipping(c: RunConfig, world_size: int) -> Iterator[Problem]:

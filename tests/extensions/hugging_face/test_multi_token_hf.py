@@ -20,9 +20,9 @@ from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.weights import HFWeights, copy_shards_, from_hf, multi_token_depths, to_hf
 from megatron.extensions.hugging_face.write_config import config_to_hf
+from tests.extensions.hugging_face.hf_exact import exact, random_model, weights
+from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, save_model, weights_in
 from tests.gpt_cases import FP64
-from tests.hf_exact import exact, random_model, weights
-from tests.hf_models import CASES, assert_same_weights, save_model, weights_in
 
 transformers = pytest.importorskip("transformers")
 FACTOR = 0.3

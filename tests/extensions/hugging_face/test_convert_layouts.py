@@ -29,8 +29,8 @@ from megatron.extensions.hugging_face.weights import HFWeights, shard_of
 from megatron.training.checkpointing import Checkpointer, saved_config
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
+from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, save_model, weights_in
 from tests.harness import run_world
-from tests.hf_models import CASES, assert_same_weights, save_model, weights_in
 from tools.inspect_checkpoint import differences
 
 pytest.importorskip("transformers")

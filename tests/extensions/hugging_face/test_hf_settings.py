@@ -15,9 +15,9 @@ from megatron.extensions.hugging_face.read_config import config_from_hf, text_mo
 from megatron.extensions.hugging_face.weights import HFWeights, from_hf, to_hf
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from megatron.extensions.planner.parameters import count_parameters
+from tests.extensions.hugging_face.hf_exact import random_model, weights
+from tests.extensions.hugging_face.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN
 from tests.gpt_cases import GPT, LLAMA, STYLES
-from tests.hf_exact import random_model, weights
-from tests.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN
 from tests.moe_cases import MIXTRAL
 
 transformers = pytest.importorskip("transformers")
