@@ -33,8 +33,6 @@ from megatron.core.dist_checkpointing.path_kind import OURS, PATH_KINDS, kind_of
 from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
-from megatron.extensions.conversion.convert import recognize
-from megatron.extensions.conversion.formats import Options
 
 from .common import run_tool
 
@@ -65,6 +63,9 @@ class ForeignWeights:
     """The parameters of a model of another format, with what this tool asks of a `Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
+        from megatron.extensions.conversion.convert import recognize  # of which checkpoints of ours have no need
+        from megatron.extensions.conversion.formats import Options
+
         self.folder, self.format = path, recognize(path)
         self.source = self.format.open(path, Options())
         metas = self.source.metas.items()

@@ -17,9 +17,6 @@ from megatron.core.models.gpt.loss import CrossEntropy
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
 from megatron.core.pipeline_parallel.layout import multi_token_cost
-from megatron.extensions.hugging_face.weights import placements
-from megatron.extensions.hugging_face.write_config import config_to_hf
-from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.checkpointing import changed_fields
 from megatron.training.config.arguments import parse_args
@@ -212,17 +209,6 @@ def test_stages_are_split_by_flops(style: str) -> None:
     layer = (alone - head) / base.num_layers
     assert multi_token_cost(replace(base, mtp_num_layers=2)) == pytest.approx((both - alone) / layer, rel=1e-9)
     assert multi_token_cost(base) == 0
-
-
-def test_folders_of_hugging_face_have_no_modules() -> None:
-    with_modules = replace(LLAMA, mtp_num_layers=1)
-    assert config_to_hf(with_modules, "llama") == config_to_hf(LLAMA, "llama")
-    assert placements(with_modules, "llama") == placements(LLAMA, "llama")
-
-
-def test_checkpoints_of_megatron_are_not_written_with_modules() -> None:
-    with pytest.raises(ValueError, match=r"--mtp-num-layers 1\) cannot be converted; use --to hf"):
-        refuse_inexpressible(RunConfig(model=replace(LLAMA, mtp_num_layers=1)))
 
 
 def test_a_resumed_run_may_change_the_factor_and_not_the_depths() -> None:

@@ -245,3 +245,9 @@ def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
     sinkhorn = replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",))
     with pytest.raises(ValueError, match="moe_router_pre_softmax = True"):
         config_to_hf(sinkhorn, "mixtral")
+
+
+def test_factor_of_yarn_that_is_written_out() -> None:
+    """As gpt-oss and Qwen have it: what follows from the other settings, or an error."""
+    hf = {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}, **SIZES}
+    assert config_from_hf(hf).rotary_mscale == pytest.approx(1.1386294361119891)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.extensions.megatron_checkpoints.megatron_names import find_places, names_in, their_shape
-from tests.gpt_cases import STYLES
+from megatron.training.config.run_config import RunConfig
+from tests.gpt_cases import LLAMA, STYLES
 from tests.pure.test_path_kind import LATEST, check_kind
 
 
@@ -31,3 +33,8 @@ def test_a_sink_has_the_name_it_has_there() -> None:
 @pytest.mark.parametrize("files", [f"{LATEST} iter_0000000/mp_rank_00/model_optim_rng.pt", "common.pt metadata.json"])
 def test_their_checkpoints_are_recognized_before_ours(tmp_path: Path, files: str) -> None:
     check_kind(tmp_path, files, "", "megatron")
+
+
+def test_checkpoints_of_megatron_are_not_written_with_modules() -> None:
+    with pytest.raises(ValueError, match=r"--mtp-num-layers 1\) cannot be converted; use --to hf"):
+        refuse_inexpressible(RunConfig(model=replace(LLAMA, mtp_num_layers=1)))
