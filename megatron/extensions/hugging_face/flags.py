@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
@@ -9,6 +10,8 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
 from megatron.core.parts import EXPORTERS, HF_FAMILIES, MODEL_FLAGS, MODEL_LOADERS
 from megatron.extensions.conversion.flags import FORMATS
 from megatron.training.extensions import extension_flags
+
+CONFIG = "config.json"
 
 
 @extension_flags("Hugging Face", may_change=True, rules=f"{__package__}.rules:exports")
@@ -24,7 +27,7 @@ class HuggingFaceConfig:
 
 PATH_KINDS.register(
     "hugging_face",
-    f"{__package__}.files:is_model",
+    lambda path: os.path.isfile(os.path.join(path, CONFIG)),
     about="is a Hugging Face model",
     order=35,
     loaded_as="the folder of a Hugging Face model",

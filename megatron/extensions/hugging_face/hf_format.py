@@ -21,8 +21,8 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.conversion.formats import Format, Options, Source, Target, Written
 from megatron.extensions.conversion.tokenizer_files import GENERATION_CONFIG, tokenizer_config, tokenizer_files
-from megatron.extensions.hugging_face.files import CONFIG, SAFE_INDEX
-from megatron.extensions.hugging_face.folder import HFFolder, index_of, plan_shards
+from megatron.extensions.hugging_face.flags import CONFIG
+from megatron.extensions.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.extensions.hugging_face.weights import HFWeights, Placement, copies, multi_token_depths, placements

@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.extensions.conversion.tokenizer_files import tokenizer_config
-from megatron.extensions.hugging_face.files import CONFIG, read_json
-from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
+from megatron.extensions.hugging_face.flags import CONFIG
+from megatron.extensions.hugging_face.read_config import config_from_hf, read_json, text_model
 from megatron.extensions.hugging_face.write_config import settings_of
 from megatron.training.config.flags import all_flags
 from megatron.training.config.problem import Problem
