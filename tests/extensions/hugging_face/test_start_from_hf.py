@@ -17,6 +17,7 @@ from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
+from megatron.training.reliability.failure_report import start_again
 from tests.extensions.hugging_face.hf_models import assert_same_weights, save_model, weights_in
 from tests.forked import run_forked
 from tests.gpt_cases import GPT
@@ -95,6 +96,10 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
 def test_a_folder_is_recognized_behind_checkpoints(tmp_path: Path) -> None:
     check_kind(tmp_path, "config.json metrics.jsonl", "", "hugging_face")
     assert refusal_of(tmp_path / "config.json").endswith(f"did you mean its folder, {tmp_path}?")
+    save = tmp_path / "save"
+    check_kind(save, LATEST, "", "checkpoints")
+    again = start_again(CheckpointConfig(save=str(save), load=str(tmp_path)))
+    assert again.endswith(f"it resumes from the latest checkpoint in --save {save}")
     check_kind(tmp_path, f"{LATEST} iter_0000000/metadata.json", "", "checkpoints")
 
 
