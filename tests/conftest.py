@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron.core import parts
+from megatron.core.dist_checkpointing import path_kind
 from megatron.core.registry import Registry
 from megatron.training import extensions, hooks
-from megatron.training.config import commands, flags, input_files
+from megatron.training.config import commands, flags, foreign_flags, input_files
 from tests.gloo_devices import share_gloo_devices
 from tests.huge_pages import collapse_private_memory
 
@@ -102,7 +103,8 @@ def forget_extensions_at_once() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    kinds = parts, hooks, commands, input_files
+    flags.load_built_in()
+    kinds = parts, hooks, path_kind, commands, foreign_flags, input_files
     registries = [part for kind in kinds for part in vars(kind).values() if isinstance(part, Registry)]
     tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]
     before = [dict(table) for table in tables]

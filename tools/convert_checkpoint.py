@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import HF_FAMILIES
-from megatron.extensions.conversion.convert import FORMATS, Conversion, parse_bytes, parse_dtype
+from megatron.extensions.conversion.convert import Conversion, parse_bytes, parse_dtype
+from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Options
-from megatron.extensions.hugging_face.check import compare_logits, require_transformers
 
 from .common import add_config_flags, add_extension_flag, run_tool
 
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     if args.check is not None:
+        from megatron.extensions.hugging_face.check import compare_logits, require_transformers
+
         require_transformers()
     try:
         conversion = Conversion(args.input, args.output, args.to, options, args.force)

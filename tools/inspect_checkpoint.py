@@ -29,12 +29,10 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.dist_checkpointing.integrity import read_manifest
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.path_kind import Kind, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import OURS, PATH_KINDS, kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
-from megatron.extensions.conversion.convert import recognize
-from megatron.extensions.conversion.formats import Options
 
 from .common import run_tool
 
@@ -65,6 +63,9 @@ class ForeignWeights:
     """The parameters of a model of another format, with what this tool asks of a `Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
+        from megatron.extensions.conversion.convert import recognize  # of which checkpoints of ours have no need
+        from megatron.extensions.conversion.formats import Options
+
         self.folder, self.format = path, recognize(path)
         self.source = self.format.open(path, Options())
         metas = self.source.metas.items()
@@ -82,7 +83,7 @@ Contents = Checkpoint | ForeignWeights
 def open_or_complain(path: Path) -> Contents:
     """What is at `path`: a checkpoint, its files verified, or the weights of a model. Raises ValueError if there is
     nothing that is whole."""
-    if kind_of(path) in (Kind.HUGGING_FACE, Kind.MEGATRON):
+    if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:
         return ForeignWeights(path)
     checkpoint = choose_checkpoint(path, Axis(), lambda line: print(line, file=sys.stderr))
     if checkpoint is None:

@@ -7,6 +7,7 @@ registry stands how its parts are built. `config` is the section of the run's co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,18 +168,24 @@ TOKENIZERS.register("GPT2BPETokenizer", f"{_TOKENIZERS}:gpt2_bpe", needs=("vocab
 TOKENIZERS.register("NullTokenizer", f"{_TOKENIZERS}:null")
 TOKENIZERS.register("ByteTokenizer", f"{_TOKENIZERS}:byte")
 
+MODEL_FLAGS: Registry[Any, NoFacts] = Registry("--load", NoFacts, "config, reader")
+"""Kind of path that --load takes beside checkpoints (`megatron.core.dist_checkpointing.path_kind`) ->
+`flags(config, reader)`: the configuration with the flags that the model there determines; problems and notes are added
+to the `FlagReader`. No torch."""
+
+MODEL_LOADERS: Registry[Any, NoFacts] = Registry("--load", NoFacts, attributes=("start", "stages"))
+"""The same kinds of path -> a `megatron.training.checkpointing.ModelLoader`."""
+
+
+@dataclass(frozen=True)
+class ExporterFacts:
+    when: Callable[[Any], bool]
+    """Whether a run of this configuration has a use for it."""
+
+
+EXPORTERS: Registry[Any, ExporterFacts] = Registry("exporter", ExporterFacts, "config, held")
+"""`Exporter(config, held)`: what is done with complete checkpoints while training continues; see
+`megatron.training.saving.Exporter`."""
+
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
-
-for _family in (
-    *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
-    *("gemma", "starcoder2", "gpt_neox", "smollm3", "olmo2", "olmo3", "olmoe", "granite"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
-    "bailing_moe",
-    *("exaone4", "mimo_v2_flash", "step3p5"),
-    "gpt_oss",
-):
-    HF_FAMILIES.register(_family, f"megatron.extensions.hugging_face.families:{_family.upper()}")
-HF_FAMILIES.register("gemma2", "megatron.extensions.hugging_face.families:GEMMA2")
-HF_FAMILIES.register("gemma3_text", "megatron.extensions.hugging_face.families:GEMMA3")
-HF_FAMILIES.register("llama4_text", "megatron.extensions.hugging_face.families:LLAMA4")

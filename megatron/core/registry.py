@@ -86,13 +86,19 @@ class Registry(Collection[str], Generic[P, F]):
         return add if part is None else add(part)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._known
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._known)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._known)
+
+    @property
+    def _known(self) -> dict[str, _Entry[F]]:
+        """All entries: built-in extensions register theirs before the first one is looked up."""
+        import_module("megatron.extensions").load()
+        return self._entries
 
     def __getitem__(self, name: str) -> P:
         """The part. Raises ValueError for a name that nothing has registered."""
@@ -135,7 +141,7 @@ class Registry(Collection[str], Generic[P, F]):
         return name in self._entries and self._entries[name].built_in
 
     def _entry(self, name: str) -> _Entry[F]:
-        if name not in self._entries:
+        if name not in self._known:
             near = get_close_matches(name, self._entries, n=1)
             remedy = f"nearest: {near[0]}, or" if near else "choose one of them, or"
             raise ValueError(

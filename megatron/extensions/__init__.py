@@ -38,6 +38,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "memory, FLOPs and time of a run before it starts; the fastest layouts; rehearsals",
         needs=("megatron_flags", "phases", "text_data"),
     ),
+    BuiltIn("conversion", "conversion of checkpoints between formats"),
+    BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
+    BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
+    BuiltIn("megatron_flags", "what becomes of Megatron's flags that have no field here"),
+    BuiltIn("text_data", "raw text as training data"),
 )
 """The one list of built-in extensions."""
 

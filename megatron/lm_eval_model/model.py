@@ -11,7 +11,7 @@ from lm_eval.api.registry import register_model
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.path_kind import MODELS, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.extensions.evaluation.cached_generation import CachedGeneration
 from megatron.extensions.evaluation.generation import Limits, prompt_tokens
 from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, stage_scores
@@ -52,7 +52,7 @@ class CheckpointLM(LM):
         super().__init__()
         unknown = [name for name in fields if name not in TOKENIZER]
         problems = [f"--model_args {name}: is unknown; use checkpoint, tp, pp, ep or {TOKENIZER}" for name in unknown]
-        if checkpoint is None or kind_of(checkpoint) not in MODELS:
+        if checkpoint is None or not PATH_KINDS.facts(kind_of(checkpoint)).loaded_as:
             problems.append(f"--model_args checkpoint={refusal(checkpoint or '')}")
         if problems:
             raise ValueError("\n".join(problems))

@@ -22,7 +22,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.folders import LATEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.path_kind import refusal
+from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.state_dict import (
     MAIN_PARAM,
@@ -34,17 +34,17 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_key,
     optimizer_state,
 )
-from megatron.core.dist_checkpointing.storage import Checkpoint, save
+from megatron.core.dist_checkpointing.storage import Checkpoint, on_first_rank, save
 from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.parts import MODEL_LOADERS
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
-from megatron.extensions.hugging_face.write_config import TRAINING_ONLY
 from megatron.extensions.phases.plan import StagePlan
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
@@ -182,6 +182,27 @@ class Checkpointer:
         return progress
 
 
+@dataclass(frozen=True)
+class ModelLoader:
+    """Loads models of one kind of path that are no checkpoints of ours. Both functions are collective."""
+
+    start: Callable[[Checkpointer, Callable[[str], None], Fingerprint], Progress]
+    """Loads what --load names into parameters and optimizer, as `Checkpointer.load` does."""
+
+    stages: Callable[..., tuple[dict[int, GPTModel], RunConfig]]
+    """As `load_stages`."""
+
+
+def load_start(
+    checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
+) -> Progress:
+    """Loads what --load names, a checkpoint or what an extension has a `ModelLoader` for, into parameters and
+    optimizer, and returns where the run stands. Collective."""
+    load = checkpointer.config.checkpoint.load
+    kind = "" if load is None else on_first_rank(lambda: kind_of(load), checkpointer.state.world)
+    return MODEL_LOADERS[kind].start(checkpointer, say, data) if kind in MODEL_LOADERS else checkpointer.load(say, data)
+
+
 def build_saver(options: CheckpointConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:
     """The writer of the run's checkpoints; None without --save. Collective over the world."""
     if options.save is None:
@@ -221,11 +242,14 @@ def load_stages(
     device: torch.device | str = "cpu",
     number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """This rank's pipeline stages of a checkpoint's model, and the configuration that it was saved under. Collective.
+    """This rank's pipeline stages of the model of a checkpoint, or of what an extension has a `ModelLoader` for, and
+    its configuration. Collective.
 
     `layout_of` says how the model of a configuration is cut, whatever its number format, or refuses it. The modules of
     multi-token prediction, which only training has a use for, are left out.
     """
+    if (kind := on_first_rank(lambda: kind_of(path), state.world)) in MODEL_LOADERS:
+        return MODEL_LOADERS[kind].stages(Path(path), layout_of, state, device, number_format)
     checkpoint = choose_checkpoint(Path(path), state.world)
     if checkpoint is None:
         raise ValueError(f"--load {refusal(path)}")
@@ -345,11 +369,12 @@ def converted(checkpoint: Checkpoint) -> bool:
 def _free_choices(saved: RunConfig) -> frozenset[str]:
     """Fields of the model that a run may choose when it starts from converted weights: those that change no output."""
     learned = saved.model.position_embedding_type == "learned_absolute"
-    return frozenset(TRAINING_ONLY) - WITH_PARAMETERS | (set() if learned else {"max_position_embeddings"})
+    free = frozenset(resumed_fields()["training_only"]) - WITH_PARAMETERS
+    return free if learned else free | {"max_position_embeddings"}
 
 
 WITH_PARAMETERS = {"make_vocab_size_divisible_by", "pad_vocab_size_to", "mtp_num_layers"}
-"""Of these, fields that change the parameters."""
+"""Fields of training_only that change the parameters."""
 
 
 def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str | None:

@@ -7,16 +7,33 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from megatron.core.dist_checkpointing.async_saver import SaveReport
 from megatron.core.dist_checkpointing.folders import checkpoint_folder, saved_folders
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.extensions.hugging_face.export import HFExporter
+from megatron.core.parts import EXPORTERS
 from megatron.training.checkpointing import Checkpointer, build_saver
 from megatron.training.initialize import Runtime
 from megatron.training.metrics import megatron_format
 from megatron.training.progress import Progress
 from megatron.training.reliability.run_events import record_event
+
+
+class Exporter(Protocol):
+    """What is done with complete checkpoints while training continues. On one rank, apart from `poll` and `abandon`."""
+
+    doing: str
+    """What it does, for reports of hangs."""
+
+    def add(self, iteration: int, checkpoint: Path) -> None:
+        """Takes note of a complete checkpoint. It is not deleted while it is in `held`, the exporter's argument."""
+
+    def poll(self, wait: bool = False) -> list[str]:
+        """Continues the work, and with `wait` ends it. Returns lines to print."""
+
+    def abandon(self) -> list[str]:
+        """Drops the work, for a process that must leave. Returns lines to print."""
 
 
 class RunSaver:
@@ -28,14 +45,13 @@ class RunSaver:
         """None without --save."""
         self.checkpointer, self._runtime, self._progress = checkpointer, runtime, progress
         self._as_megatron = checkpointer.config.logging.log_format == "megatron"
-        self.exporter: HFExporter | None = None
-        """None without --export-hf-interval."""
-
         self.last = progress.iteration or None
         """The iteration that was saved last, or loaded."""
 
-        if self.writer is not None and self.options.export_hf_interval is not None:
-            self.exporter = HFExporter(checkpointer.config, self.writer.held)
+        self.exporters: list[Exporter] = []
+        if self.writer is not None:
+            wanted = [name for name in EXPORTERS if EXPORTERS.facts(name).when(checkpointer.config)]
+            self.exporters = [EXPORTERS[name](checkpointer.config, self.writer.held) for name in wanted]
 
     def prepare(self) -> None:
         """Allocates staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of
@@ -57,7 +73,7 @@ class RunSaver:
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last = iteration
         self._runtime.watchdog.begin(f"saving iteration {iteration}")
-        if self.exporter is not None:  # learns of the save before, whose checkpoint retention must then not delete
+        if self.exporters:  # they learn of the save before, whose checkpoint retention must then not delete
             self.writer.wait()
             self.report()
         self.writer.save(iteration, *self.checkpointer.contents(self._progress, metrics))
@@ -97,13 +113,16 @@ class RunSaver:
             record_event(self.options.save, "save", iteration=report.iteration, seconds=seconds, **error)
 
     def _export(self, iteration: int) -> None:
-        """Queues the export of a complete checkpoint, on one rank."""
-        if self.exporter is not None and self._runtime.state.world.first:
-            self.exporter.add(iteration, checkpoint_folder(Path(str(self.options.save)), iteration))
+        """Hands a complete checkpoint to exporters, on one rank."""
+        for exporter in self.exporters if self._runtime.state.world.first else ():
+            exporter.add(iteration, checkpoint_folder(Path(str(self.options.save)), iteration))
 
     def _say_exported(self, wait: bool = False) -> None:
-        for line in self.exporter.poll(wait) if self.exporter is not None else []:
-            self._runtime.say(f" {line}")
+        for exporter in self.exporters:
+            if wait:
+                self._runtime.watchdog.begin(exporter.doing)
+            for line in exporter.poll(wait):
+                self._runtime.say(f" {line}")
 
     def wait(self) -> None:
         """Waits for the save in progress."""
@@ -117,11 +136,9 @@ class RunSaver:
             self._runtime.watchdog.begin(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()
             self.report(last=True)
-        if self.exporter is not None:
-            self._runtime.watchdog.begin("exporting to Hugging Face")
-            for line in self.exporter.abandon() if hurry else []:
-                self._runtime.say(f" {line}")
-            self._say_exported(wait=True)
+        for line in (line for exporter in self.exporters if hurry for line in exporter.abandon()):
+            self._runtime.say(f" {line}")
+        self._say_exported(wait=True)
 
 
 def _failure(report: SaveReport) -> str:

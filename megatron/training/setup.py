@@ -27,12 +27,11 @@ from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms, place_of
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.extensions.hugging_face.start import load_start
 from megatron.extensions.phases.change import enter_stage
 from megatron.extensions.phases.history import continued, read_history
 from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.phases.schedule import whole_schedule
-from megatron.training.checkpointing import Checkpointer
+from megatron.training.checkpointing import Checkpointer, load_start
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data

@@ -68,25 +68,6 @@ def test_a_run_with_a_loss_of_its_own_is_exported_and_one_with_a_layer_of_its_ow
     assert "--export-hf-interval 8: parts of extensions cannot be exported, and the model has --act" in done.stderr
 
 
-def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) -> None:
-    flags = [*FLAGS[: FLAGS.index("--save-interval")], "--mock-data", "--save", str(tmp_path)]
-    theirs = "--xielu --goldfish-loss --goldfish-k 50 --goldfish-h 5 --optimizer ademamix --ademamix-beta3-warmup 9"
-    done = run_program("pretrain_gpt.py", *flags, *theirs.split())
-    assert done.returncode == 0, done.stderr
-    for line in ("--goldfish-loss loads examples/goldfish_loss.py", "--optimizer ademamix loads"):
-        assert line in done.stderr
-    lion = "--optimizer muon --muon-scalar-optimizer lion --lion-beta1 0.9 --dry-run".split()
-    done = run_program("pretrain_gpt.py", *flags, *lion)
-    assert done.returncode == 0 and "--muon-scalar-optimizer lion loads" in done.stderr, done.stderr
-    again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path)
-    assert again.returncode == 0 and "loaded checkpoint of iteration 8" in again.stdout, again.stderr
-
-    # A part of the user's own by this name comes first.
-    (tmp_path / "own.py").write_text((ROOT / "examples" / "goldfish_loss.py").read_text())
-    done = run_program("pretrain_gpt.py", *flags, "--extension", tmp_path / "own.py", "--goldfish-loss", "--dry-run")
-    assert done.returncode == 0 and "loads examples" not in done.stderr, done.stderr
-
-
 RAISES = """
 from megatron.training.hooks import CALLBACKS, Callback
 

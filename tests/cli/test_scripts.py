@@ -178,7 +178,7 @@ def test_runs_in_one_picture_have_labels_of_their_own() -> None:
 
 
 def test_a_reader_that_has_enough_ends_a_tool_without_a_word() -> None:
-    command = f"{sys.executable} tools/translate_flags.py --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} tools/plot_schedule.py --help | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.stderr == "" and done.stdout.splitlines()[-1] in ("0", "141")
 

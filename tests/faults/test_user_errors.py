@@ -56,9 +56,9 @@ CASES = {
     "no number": ("--mock-data --load {0}/garbage", "must hold the number of an iteration, not 'garbage'"),
     "paths": (
         "--mock-data --save {0}/file --metrics-file {0} --data-cache-path {0}/file/x --load {0}/file",
-        "--save {0}/file: {0}/file is a file, not a folder; use a folder that can be written\n"
-        "  --data-cache-path {0}/file/x: {0}/file is a file, not a folder; use a folder that can be written\n"
+        "--data-cache-path {0}/file/x: {0}/file is a file, not a folder; use a folder that can be written\n"
         "  --metrics-file {0}: is a folder; use a file in it\n"
+        "  --save {0}/file: {0}/file is a file, not a folder; use a folder that can be written\n"
         "  --load {0}/file: is a file; use the folder of the checkpoints, or one checkpoint",
     ),
 }

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
-from collections import Counter
 from dataclasses import fields, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,17 @@ import pytest
 import yaml
 
 from megatron import extensions
-from megatron.extensions.megatron_flags.megatron_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
-from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
-from megatron.training.config.commands import COMMANDS, options
-from megatron.training.config.flags import all_flags, field_docs, flat_values, sections, spelling_table
+from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
+from megatron.training.config.commands import COMMANDS
+from megatron.training.config.flags import (
+    EXTENSION_SECTIONS,
+    all_flags,
+    field_docs,
+    flat_values,
+    sections,
+    spelling_table,
+)
+from megatron.training.config.foreign_flags import FLAG_TABLES, Accepted, Exchange, ForeignFlags, NotBuilt, SameAs
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
@@ -78,34 +82,8 @@ def test_every_field_has_help_and_a_unique_name() -> None:
             assert docs.get(f"{cls.__name__}.{flag.field}"), f"{flag.field} has no help"
 
 
-def test_tables_do_not_overlap() -> None:
-    """A feature that lands leaves the tables of what is not there."""
-    text = files("megatron.extensions.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
-    tables = tomllib.loads(text)
-    groups = [*tables["no_effect"], *tables["not_built"]]
-    foreign = [flag for group in groups for flag in (*group.get("flags", ()), *group.get("prefixes", ()))]
-    foreign += [*tables["usual"], *tables["exchanged"], *tables["replaced"]]
-    twice = [flag for flag, times in Counter([*foreign, *spelling_table()]).items() if times > 1]
-    assert not twice
-    for flag, values in (*tables["same_values"].items(), *tables["values_not_built"].items()):
-        known, _ = spelling_table()[flag]
-        assert known.spec.choices and not set(values) & set(known.spec.choices), flag
-
-
-def test_what_flags_stand_for_exists() -> None:
-    """Replacements, switches and remedies name flags that there are."""
-    foreign = foreign_flags()
-    known = {*spelling_table(), *foreign.spellings(), *options()}
-    for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):
-        text = entry.flags if isinstance(entry, SameAs) else ""
-        if isinstance(entry, NotBuilt):
-            text = " ".join([entry.remedy, *entry.switch])
-        named = {word.strip(",:;.") for word in text.split() if word.startswith("--")}
-        assert named <= known, (name, named - known)
-
-
 def test_defaults_without_flags() -> None:
-    assert parse_args([]) == RunConfig()
+    assert parse_args([]) == RunConfig().with_options(*(each.cls() for each in EXTENSION_SECTIONS.values()))
 
 
 @pytest.mark.parametrize(
@@ -127,32 +105,6 @@ def test_defaults_without_flags() -> None:
         ("--swiglu --no-swiglu", "model", "swiglu", False),
         ("--disable-bias-linear --add-bias-linear", "model", "add_bias_linear", True),
         ("--deterministic-mode", "training", "deterministic", True),
-        ("--use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
-        ("--no-position-embedding", "model", "position_embedding_type", "none"),
-        (
-            "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
-            "model",
-            "position_embedding_type",
-            "rope",
-        ),
-        (
-            "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
-            "model",
-            "position_embedding_type",
-            "rope",
-        ),
-        ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
-        ("--no-position-embedding --use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
-        ("--no-position-embedding --position-embedding-type rope", "model", "position_embedding_type", "rope"),
-        ("--position-embedding-type rotary", "model", "position_embedding_type", "rope"),
-        ("--glu-activation swiglu", "model", "swiglu", True),
-        ("--glu-activation geglu", "model", "activation_func", "geglu"),
-        ("--batch-size 4", "training", "micro_batch_size", 4),
-        ("--eval-only True", "training", "skip_train", True),
-        ("--no-train 1", "training", "skip_train", True),
-        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "parallel", "cp_comm_type", "p2p"),
-        ("--cuda-graph-impl transformer_engine", "parallel", "cuda_graph_impl", "none"),
-        ("--recompute-activations", "model", "recompute_granularity", "selective"),
         ("--window-size 4096", "model", "window_size", 4096),
         ("--window-size 4095,0", "model", "window_size", 4096),
         ("--data-path 0.3 a 0.7 b --bf16", "data", "data_path", ("0.3", "a", "0.7", "b")),
@@ -192,29 +144,21 @@ def test_a_size_of_zero_is_not_called_missing(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = " nor ".join(["neither this program", *FLAG_TABLES]) if FLAG_TABLES else "no extension"
     lines = failure(
-        "--num-layer 30 --hidden-size x --mtp-detach-heads --moe-input-jitter-eps 1 --padded-vocab-size 8 "
-        "--dataloader-type cyclic --pipeline-schedule 1f1 "
+        "--num-layer 30 --hidden-size x --pipeline-schedule 1f1 "
         "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
-        "--cp-comm-type ring --onnx-safe --lr 3 --num-experts 64 128",
+        "--cp-comm-type ring --lr 3",
         capsys,
     )
     for line in (
         "--num-layer 30: unknown flag; did you mean --num-layers?",
         "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
-        "--mtp-detach-heads: asks for this variant of multi-token prediction, which is not built; remove it",
-        "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; remove it",
-        "--padded-vocab-size 8: asks for a padded vocabulary given by its size, which is not built; use --vocab-size "
-        "and --make-vocab-size-divisible-by",
-        "--dataloader-type cyclic: asks for another order of samples, which is not built; only single is",
         "--pipeline-schedule 1f1: must be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v; nearest: 1f1b",
         "--swiglu yes: takes no value but true or false; give the flag alone",
-        "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
+        f"--gibberish: unknown flag; {nobody} has it; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
-        "--num-experts 64 128: asks for layers that differ in their number of experts, which is not built; give one "
-        "value",
-        "--onnx-safe: asks for this activation function, which is not built; remove it",
     ):
         assert line in lines
     # The validation's problems come with them, but not those that follow from a misspelt flag.
@@ -226,71 +170,6 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_flags_raise_from_parse_args() -> None:
     with pytest.raises(ValueError, match=r"(?s)--hiden-size 3: unknown flag.*--hidden-size.*\n--nope"):
         parse_args(["--hiden-size", "3", "--nope"])
-
-
-def test_meaningless_flags_get_one_line_each() -> None:
-    command = command_line(f"{TINY} --use-mcore-models --transformer-impl local --use-flash-attn".split())
-    assert len(command.notes) == 3
-    assert command.notes[0].startswith("--use-mcore-models has no effect: ")
-    assert command.notes[1].startswith("--transformer-impl local has no effect: ")
-    assert command.config == parse_args(TINY.split())
-
-
-@pytest.mark.usefixtures("forget_extensions_at_once")
-@pytest.mark.parametrize("name", foreign_flags().entries)
-def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By a note that begins with it, by a problem, or by being another name of a field."""
-    entry = foreign_flags().entries[name]
-    argv = [*TINY.split(), *(entry.switch[0].split() if isinstance(entry, NotBuilt) and entry.switch else ())]
-    if isinstance(entry, Accepted):
-        value = [] if not entry.arity else [entry.values[0] if entry.values else "1"]
-        assert command_line([*argv, name, *value], Launch()).notes[0].startswith(f"{name} ")
-    elif isinstance(entry, SameAs):
-        reader = read_flags([*argv, *name.split(), *(["7"] if "{}" in entry.flags else [])])
-        assert " ".join(reader.readings[-1].given).startswith(name)
-        assert bool(reader.notes) != entry.quiet or reader.problems
-    elif isinstance(entry, Exchange):
-        for flags, note in ([name], False), ([name, entry.flag, "alibi"], True):
-            assert bool(read_flags([*argv, *flags]).notes) == note
-    else:
-        assert any(line.startswith(name) and "not built" in line for line in failure(" ".join([*argv, name]), capsys))
-
-
-def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest.CaptureFixture[str]) -> None:
-    command = command_line(f"{TINY} --num-residual-streams 4 --lion-beta1 0.9".split(), Launch())
-    assert command.notes[0] == (
-        "--num-residual-streams 4 has no effect: it is a setting of hyper-connections, which "
-        "--enable-mhc-connections asks for"
-    )
-    assert command.notes[1].startswith("--lion-beta1 0.9 has no effect: it is a setting of the Lion optimizer")
-    lines = failure(f"{TINY} --num-residual-streams 4 --enable-mhc-connections", capsys)
-    assert [line.partition(":")[0] for line in lines] == ["--enable-mhc-connections", "--num-residual-streams 4"]
-
-
-def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    old = "--checkpoint-activations --checkpoint-num-layers 2 --use-rotary-position-embeddings --micro_batch_size 3"
-    command = command_line(f"{TINY} {old} --lr-decay-style wsd --lr-wsd-decay-iters 2".split(), Launch())
-    ours = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
-    ours += " --position-embedding-type rope --micro-batch-size 3 --lr-decay-style WSD --lr-wsd-decay-iters 2"
-    assert command.config == parse_args(f"{TINY} {ours}".split())
-    assert command.notes == (
-        "--checkpoint-activations is read as --recompute-granularity full --recompute-method uniform",
-        "--checkpoint-num-layers 2 is read as --recompute-num-layers 2",
-        "--lr-decay-style wsd is read as WSD",
-    )
-    theirs = "--optimizer dist_muon --muon-use-nesterov --muon-tp-mode distributed --muon-no-split-qkv"
-    ours = "--optimizer muon --muon-nesterov --no-muon-split-qkv"
-    command = command_line(f"{TINY} {theirs}".split(), Launch())
-    assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 2
-    theirs = "--position-embedding-type yarn --yarn-beta-fast 9 --no-weight-decay-cond-type apply_wd_to_qk_layernorm"
-    ours = "--position-embedding-type rope --rope-type yarn --beta-fast 9 --apply-wd-to-qk-layernorm"
-    command = command_line(f"{TINY} {theirs} --zero-stage 3 --cpu-optimizer".split(), Launch())
-    ours += " --data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload"
-    assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 5
-    line = failure(f"{TINY} --optimizer soap", capsys)[0]
-    assert line == "--optimizer soap: asks for the SOAP optimizer, which is not built; use adam or sgd or muon"
-    line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]
-    assert line.startswith("--checkpoint-activations 3: takes no value; or use --recompute-granularity")
 
 
 def test_the_last_of_two_values_counts_and_that_is_said() -> None:
@@ -338,7 +217,7 @@ def test_config_file(tmp_path: Path) -> None:
         tmp_path,
         "num-layers: 4\nhidden_size: 64\nlr: 1e-4\nswiglu: true\ndisable-bias-linear: true\nload_optim: false\n"
         "data-path: [0.5, a, 0.5, b]\nsplit: 90,5,5\nrampup-batch-size: [2, 2, 100]\nno-load-rng: false\nfp16:\n"
-        "use-mcore-models: true\ndelay-grad-reduce: false\n",
+        "delay-grad-reduce: false\n",
     )
     command = command_line(["--config", path, "--hidden-size", "32"], Launch())
     config = command.config
@@ -348,14 +227,7 @@ def test_config_file(tmp_path: Path) -> None:
     assert config.data.data_path == ("0.5", "a", "0.5", "b")
     assert config.data.split == "90,5,5"
     assert config.training.rampup_batch_size == (2, 2, 100)
-    assert len(command.notes) == 1
-
-
-def test_a_rotary_embedding_of_a_file_survives_no_position_embedding(tmp_path: Path) -> None:
-    path = write(tmp_path, "position-embedding-type: rope\n")
-    assert parse_args(["--config", path, "--no-position-embedding"]).model.position_embedding_type == "rope"
-    path = write(tmp_path, "no-position-embedding: true\nposition-embedding-type: learned_absolute\n")
-    assert parse_args(["--config", path]).model.position_embedding_type == "none"
+    assert command.notes == ()
 
 
 def test_later_files_win(tmp_path: Path) -> None:
@@ -412,7 +284,6 @@ def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
         ("lr: 1\nlr: 2", "lr 2: the file says it twice"),
         ("- 3", "must be a mapping"),
         ("a: [", "give a readable YAML file"),
-        ("onnx-safe: true", "onnx-safe: asks for this activation function"),
         ("dry-run: true", "dry-run: is not configuration"),
         ("when: 2024-13-45", "when 2024-13-45: unknown flag"),
     ],
@@ -438,13 +309,6 @@ def test_what_stands_in_a_file_that_cannot_be_read_is_not_asked_for(
     (problem,) = failure(f"--config {tmp_path / 'run.yaml'} --lr 1", capsys)
     assert problem.startswith(f"--config {tmp_path / 'run.yaml'}: cannot be read: ")
     assert len(failure(f"--config {tmp_path / 'run.yaml'} --lr x", capsys)) == 2
-
-
-def test_flags_win_over_switches_of_a_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "use-rotary-position-embeddings: true\n")
-    assert parse_args(["--config", path]).model.position_embedding_type == "rope"
-    argv = ["--config", path, "--position-embedding-type", "alibi"]
-    assert parse_args(argv).model.position_embedding_type == "alibi"
 
 
 def test_saved_configuration_reads_back(tmp_path: Path) -> None:
@@ -534,3 +398,29 @@ def test_switches_may_say_true_or_false() -> None:
 if __name__ == "__main__":
     GOLDEN.write_text(surface())
     extensions.INDEX.write_text(index())
+
+
+@pytest.mark.usefixtures("forget_extensions_at_once")
+def test_an_extension_tells_what_flags_of_another_program_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {
+        "--their-width": SameAs("--hidden-size {}"),
+        "--their-mode": Accepted("this program has one mode"),
+        "--their-rope": Exchange("--position-embedding-type", "any", "rope"),
+        "--their-magic": NotBuilt("magic"),
+    }
+    table = ForeignFlags(entries, {"--their-spell-": NotBuilt("a spell")}, {}, {}, {}, {})
+    FLAG_TABLES.register("Theirs", lambda: table)
+    command = command_line(f"{TINY} --their-width 64 --their-mode --their-rope".split(), Launch())
+    assert (command.config.model.hidden_size, command.config.model.position_embedding_type) == (64, "rope")
+    assert "--their-width 64 is read as --hidden-size 64" in command.notes
+    assert "--their-mode has no effect: this program has one mode" in command.notes
+    lines = failure(f"{TINY} --their-magic --their-spell-x 1 --gibberish", capsys)
+    assert lines[:2] == [
+        "--their-magic: asks for magic, which is not built; remove it",
+        "--their-spell-x 1: asks for a spell, which is not built; remove it",
+    ]
+    assert "Theirs has it; remove it" in lines[2]
+    monkeypatch.setattr("megatron.training.config.reading.home_of", {"--their-spell-x": "spells"}.get)
+    assert "is a flag of the extension spells, which is not installed" in failure("--their-spell-x 1", capsys)[0]

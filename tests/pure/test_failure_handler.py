@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.folders import LATEST
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
+from megatron.core.parts import MODEL_LOADERS
+from megatron.training.checkpointing import Checkpointer, ModelLoader, load_stages
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler
@@ -133,6 +136,7 @@ def test_advice_follows_the_cause(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("forget_extensions_at_once")
 def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path) -> None:
     run, again = str(tmp_path), "correct the error and start the same command again"
     error = fails(KeyError("x"))
@@ -146,6 +150,6 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     killed = died(CheckpointConfig(save=run, load=run))
     assert killed.endswith(f"then start the same command again: {there} in --load {run}")
     assert advice(error, save=run, load=run, finetune=True).startswith(f"{again} with --load {run} and without --fine")
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").touch()
-    assert advice(error, save=run, load=f"{run}/hf") == f"{again}: {there} in --save {run}"
+    PATH_KINDS.register("theirs", lambda path: path.endswith(".theirs"), about="", order=25, loaded_as="theirs")
+    MODEL_LOADERS.register("theirs", ModelLoader(Checkpointer.load, load_stages))
+    assert advice(error, save=run, load=f"{run}/a.theirs") == f"{again}: {there} in --save {run}"

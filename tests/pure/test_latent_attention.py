@@ -18,11 +18,9 @@ from megatron.core.attention.varlen import Sequences, packed_attention
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.rotary import RotaryEmbedding
-from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
 from tests.gpt_cases import FP64, LATENT, STYLES, logits_in_parts, random_batch
-from tests.hf_models import SIZES, YARN
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 100 --mock-data "
@@ -174,12 +172,6 @@ def test_yarn_frequencies(scaling: dict[str, Any]) -> None:
     assert ours.mscale == pytest.approx(factor, rel=1e-12)
     cos, _ = ours(torch.zeros(1))
     assert cos.flatten().tolist() == pytest.approx([factor] * 16)
-
-
-def test_factor_of_yarn_that_is_written_out() -> None:
-    """As gpt-oss and Qwen have it: what follows from the other settings, or an error."""
-    hf = {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}, **SIZES}
-    assert config_from_hf(hf).rotary_mscale == pytest.approx(1.1386294361119891)
 
 
 def test_yarn_of_factor_one_changes_nothing() -> None:

@@ -16,9 +16,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
-from megatron.extensions.hugging_face.weights import placements
-from megatron.extensions.hugging_face.write_config import config_to_hf
-from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.training.checkpointing import changed_fields
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
@@ -198,17 +195,6 @@ def test_rules() -> None:
         "--mtp-loss-scaling-factor -0.1: must not be negative"
         in problems("--mtp-num-layers 1 --mtp-loss-scaling-factor -0.1")[0]
     )
-
-
-def test_folders_of_hugging_face_have_no_modules() -> None:
-    with_modules = replace(LLAMA, mtp_num_layers=1)
-    assert config_to_hf(with_modules, "llama") == config_to_hf(LLAMA, "llama")
-    assert placements(with_modules, "llama") == placements(LLAMA, "llama")
-
-
-def test_checkpoints_of_megatron_are_not_written_with_modules() -> None:
-    with pytest.raises(ValueError, match=r"--mtp-num-layers 1\) cannot be converted; use --to hf"):
-        refuse_inexpressible(RunConfig(model=replace(LLAMA, mtp_num_layers=1)))
 
 
 def test_a_resumed_run_may_change_the_factor_and_not_the_depths() -> None:

@@ -6,50 +6,61 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.path_kind import Kind, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 
 LATEST = "latest_checkpointed_iteration.txt"
 TREES = {
-    "": Kind.EMPTY,
-    "notes.md": Kind.FOLDER,
-    "a/b/text.jsonl.gz": Kind.TEXT,
-    "metrics.jsonl": Kind.RUN,
-    "outcome": Kind.RUN,
-    "metadata.json": Kind.CHECKPOINT,
-    "iter_0000002/manifest.json run_config.yaml": Kind.CHECKPOINTS,
-    LATEST: Kind.CHECKPOINTS,
-    "config.json": Kind.HUGGING_FACE,
-    f"config.json {LATEST} iter_0000000/metadata.json": Kind.CHECKPOINTS,
-    f"{LATEST} iter_0000000/mp_rank_00/model_optim_rng.pt": Kind.MEGATRON,
-    "common.pt metadata.json": Kind.MEGATRON,
+    "": "empty",
+    "notes.md": "folder",
+    "metrics.jsonl": "run",
+    "outcome": "run",
+    "metadata.json": "checkpoint",
+    "iter_0000002/manifest.json run_config.yaml": "checkpoints",
+    LATEST: "checkpoints",
+    f"{LATEST} iter_0000000/metadata.json": "checkpoints",
 }
 PATHS = {
-    "folder.idx folder/x": ("folder", Kind.DATASET),
-    "a.bin a.idx": ("a.bin", Kind.DATASET),
-    "pytorch_model.bin": ("pytorch_model.bin", Kind.FILE),
-    "a.md": ("a.md", Kind.FILE),
-    "a.jsonl": ("a.jsonl", Kind.TEXT),
-    "": ("*.txt", Kind.TEXT),
-    "b.md": ("absent", Kind.MISSING),
+    "folder.idx folder/x": ("folder", "dataset"),
+    "a.bin a.idx": ("a.bin", "dataset"),
+    "pytorch_model.bin": ("pytorch_model.bin", "file"),
+    "a.md": ("a.md", "file"),
+    "b.md": ("absent", "missing"),
 }
 CASES = [*((files, "", kind) for files, kind in TREES.items()), *((files, *case) for files, case in PATHS.items())]
 
 
-@pytest.mark.parametrize(("files", "path", "kind"), CASES)
-def test_kinds(tmp_path: Path, files: str, path: str, kind: Kind) -> None:
-    (root := tmp_path / "root").mkdir()
+def check_kind(root: Path, files: str, path: str, kind: str) -> None:
+    """Whether a path below a folder with these files is of a kind, and is refused as one."""
+    root.mkdir(exist_ok=True)
     for file in files.split():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text("0" if file == LATEST else "")
-    assert kind_of(root / path) is kind
-    assert kind.value in refusal(root / path, "give another")
+    assert kind_of(root / path) == kind
+    assert PATH_KINDS.facts(kind).about in refusal(root / path, "give another")
+
+
+@pytest.mark.parametrize(("files", "path", "kind"), CASES)
+def test_kinds(tmp_path: Path, files: str, path: str, kind: str) -> None:
+    check_kind(tmp_path / "root", files, path, kind)
 
 
 def test_a_refusal_says_what_to_do() -> None:
-    assert kind_of("s3://bucket/folder") is Kind.REMOTE
-    assert "--data-path and tools/preprocess_data.py take text" in refusal("corpus.jsonl", "give a checkpoint")
+    assert kind_of("s3://bucket/folder") == "url"
+    assert "--data-path and tools/preprocess_data.py take text" in refusal("s3://bucket/folder", "give a checkpoint")
 
 
 def test_a_file_of_a_model_is_refused_with_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert refusal(tmp_path / "config.json").endswith(f"did you mean its folder, {tmp_path}?")
+    (tmp_path / "metadata.json").write_text("{}")
+    assert refusal(tmp_path / "metadata.json").endswith(f"did you mean its folder, {tmp_path}?")
+
+
+@pytest.mark.usefixtures("forget_extensions_at_once")
+def test_an_extension_adds_kinds(tmp_path: Path) -> None:
+    """In their order among the others; those that --load takes are named to who gives something else."""
+    their = {"about": "is a model of theirs", "convert": "theirs {path}"}
+    PATH_KINDS.register("theirs", lambda path: (Path(path) / "theirs").exists(), order=35, **their)
+    PATH_KINDS.register("their_file", lambda path: path.endswith(".theirs"), about="", order=25, loaded_as="their file")
+    check_kind(tmp_path, "metrics.jsonl theirs", "", "theirs")
+    assert refusal(tmp_path) == f"{tmp_path} is a model of theirs; convert it: theirs {tmp_path}"
+    check_kind(tmp_path, "metadata.json theirs", "", "checkpoint")
+    assert kind_of("a.theirs") == "their_file" and "or their file" in refusal("absent")

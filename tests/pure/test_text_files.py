@@ -22,6 +22,7 @@ from megatron.core.datasets.sources import source_lines
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import find_inputs
 from megatron.extensions.text_data.tokenized import TextData
+from tests.pure.test_path_kind import check_kind
 from tools.preprocess_data import main as preprocess
 
 TEXTS = [
@@ -289,3 +290,10 @@ def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> N
         tokenized(str(path))
     assert not list((tmp_path / "cache" / "tokenized").glob("*"))
     assert len(IndexedDataset(tokenized(str(path), max_bad_lines=1))) == 2
+
+
+def test_text_is_recognized_by_names(tmp_path: Path) -> None:
+    check_kind(tmp_path, "a.jsonl b/c/text.jsonl.gz d/.hidden.txt", "a.jsonl", "text")
+    check_kind(tmp_path, "", "b", "text")
+    check_kind(tmp_path, "", "d", "folder")
+    check_kind(tmp_path, "", "*.txt", "text")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, is_checkpoint, read_latest, saved_folders
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
-from megatron.core.dist_checkpointing.path_kind import Kind, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.core.dist_checkpointing.shared_folder import REMEDY, ranks_without
 from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint
 from megatron.core.dist_checkpointing.storage import gather as gather_over
@@ -27,9 +27,9 @@ def candidates(path: Path) -> Candidates:
     """Lists the checkpoints that `path` may mean: itself, or, of a folder of checkpoints, the latest and earlier ones.
 
     The latest is the one that the text file names, or the newest where that file is missing or damaged. Raises
-    ValueError if the file is damaged and there is no checkpoint, or if the checkpoints are Megatron-LM's.
+    ValueError if the file is damaged and there is no checkpoint, or if the checkpoints are another program's.
     """
-    if kind_of(path) is Kind.MEGATRON:
+    if PATH_KINDS.facts(kind_of(path)).convert:
         raise ValueError(refusal(path))
     if is_checkpoint(path):
         return Candidates((path,))

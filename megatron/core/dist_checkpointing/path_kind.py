@@ -1,4 +1,4 @@
-"""Recognizes what a path holds: a checkpoint, a Hugging Face model, a run, an indexed dataset, text. No torch.
+"""Recognizes what a path holds: a checkpoint, a run, an indexed dataset, or what extensions add. No torch.
 
 Every flag and tool that takes a path asks here, so that all of them take the same things for the same.
 """
@@ -6,106 +6,102 @@ Every flag and tool that takes a path asks here, so that all of them take the sa
 from __future__ import annotations
 
 import os
-from enum import Enum
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA, is_checkpoint, read_latest, saved_folders
-from megatron.extensions.hugging_face.files import CONFIG
-from megatron.extensions.text_data.inputs import by_name
+from megatron.core.dist_checkpointing.folders import LATEST, is_checkpoint, saved_folders
+from megatron.core.registry import Registry
 
 METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME = "metrics.jsonl", "run_config.yaml", "run_events.jsonl", "outcome"
-COMMON = "common.pt"
-"""File of Megatron-LM's checkpoints with everything that is not a tensor."""
 
 
-class Kind(Enum):
+@dataclass(frozen=True)
+class KindFacts:
+    about: str
     """What a path holds, in words that follow the path in a message."""
 
-    MISSING = "is missing: there is no such file or folder"
-    CHECKPOINT = "is a checkpoint"
-    CHECKPOINTS = "is a folder of checkpoints"
-    HUGGING_FACE = "is a Hugging Face model"
-    MEGATRON = "is a checkpoint of Megatron-LM"
-    RUN = "is the folder of a run that has saved no checkpoint"
-    DATASET = "is an indexed dataset"
-    TEXT = "is text"
-    REMOTE = "is a URL"
-    EMPTY = "is an empty folder"
-    FOLDER = "is a folder without a model, a run or text"
-    FILE = "is a file of no known kind"
+    order: int
+    """A path that holds several kinds is of the one with the smallest number. Those of the library are 0, 10, ...: URL,
+    indexed dataset, checkpoint, folder of checkpoints, run (40), empty folder, other folder, nothing, other file."""
+
+    loaded_as: str = ""
+    """How messages ask for it, if --load takes it."""
+
+    convert: str = ""
+    """The command that makes a checkpoint of it, if it is a model that --load does not take; {path} is its path."""
+
+    @property
+    def model(self) -> bool:
+        """Whether it has the weights of a model."""
+        return bool(self.loaded_as or self.convert)
 
 
-OURS = (Kind.CHECKPOINT, Kind.CHECKPOINTS)
-MODELS = (*OURS, Kind.HUGGING_FACE)
-"""What --load takes."""
+PATH_KINDS: Registry[Any, KindFacts] = Registry("kind of path", KindFacts, "path")
+"""`holds(path)`: whether a path, as text, is of this kind. Paths may not exist, or be patterns or URLs."""
 
-MODEL_REMEDY = "give a checkpoint, a folder of checkpoints or the folder of a Hugging Face model"
+OURS = ("checkpoint", "checkpoints")
 
-RUNS = (Kind.CHECKPOINTS, Kind.RUN)
+RUNS = ("checkpoints", "run")
 """What a run leaves in its --save folder."""
 
-TEXTS = (Kind.TEXT, Kind.REMOTE)
+TEXTS = ("text", "url")
 """What --data-path takes beside the prefix of an indexed dataset."""
 
 
-def kind_of(path: str | Path) -> Kind:
-    """What a path holds. A folder with the files of several kinds is the first of: Megatron-LM's checkpoint, ours,
-    a Hugging Face model, a run, text. A pattern of files is what its ending says."""
-    name, path = str(path), Path(path)
-    if "://" in name:
-        return Kind.REMOTE
-    if os.path.exists(f"{name}.idx") or (name.endswith((".bin", ".idx")) and os.path.exists(f"{name[:-4]}.idx")):
-        return Kind.DATASET
-    if os.path.isdir(path):
-        return _kind_of_folder(path)
-    if by_name(name)[0] is not None:
-        return Kind.TEXT
-    return Kind.FILE if os.path.exists(path) else Kind.MISSING
+def kind_of(path: str | Path) -> str:
+    """What a path holds, as its name in `PATH_KINDS`."""
+    names = sorted(PATH_KINDS, key=lambda name: PATH_KINDS.facts(name).order)
+    return next(name for name in names if PATH_KINDS[name](str(path)))
 
 
-def _kind_of_folder(path: Path) -> Kind:
-    if _of_megatron(iteration_folder(path)):
-        return Kind.MEGATRON
-    if is_checkpoint(path):
-        return Kind.CHECKPOINT
-    if os.path.exists(path / LATEST) or saved_folders(path):
-        return Kind.CHECKPOINTS
-    if os.path.isfile(path / CONFIG):
-        return Kind.HUGGING_FACE
-    if any(os.path.exists(path / name) for name in (METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME)):
-        return Kind.RUN
-    files = chain.from_iterable(files for _, _, files in os.walk(path))
-    if any(by_name(file)[0] is not None for file in files if not file.startswith(".")):
-        return Kind.TEXT
-    return Kind.FOLDER if any(os.scandir(path)) else Kind.EMPTY
+def _is_dataset(path: str) -> bool:
+    ends = path.endswith((".bin", ".idx"))
+    return os.path.exists(f"{path}.idx") or (ends and os.path.exists(f"{path[:-4]}.idx"))
 
 
-def iteration_folder(path: Path) -> Path:
-    """The checkpoint of Megatron-LM that `path` may mean: itself, or the latest of a folder."""
-    try:
-        text = (path / LATEST).read_text(errors="replace").strip()
-        return path / ("release" if text == "release" else f"iter_{read_latest(path) or 0:07d}")
-    except (OSError, ValueError):  # there is none, or it names none
-        return path
+def _is_checkpoint(path: str) -> bool:
+    return os.path.isdir(path) and is_checkpoint(Path(path))
 
 
-def _of_megatron(folder: Path) -> bool:
-    if os.path.exists(folder / COMMON) or any(folder.glob("mp_rank_*")):
-        return True
-    try:
-        return '"sharded_backend"' in (folder / METADATA).read_text(errors="replace")
-    except OSError:
-        return False
+def _has_checkpoints(path: str) -> bool:
+    return os.path.isdir(path) and (os.path.exists(os.path.join(path, LATEST)) or bool(saved_folders(Path(path))))
 
 
-def refusal(path: str | Path, remedy: str = MODEL_REMEDY) -> str:
-    """Why a path is not what a flag or a tool takes, and what to give instead."""
+def _is_run(path: str) -> bool:
+    return any(os.path.exists(os.path.join(path, name)) for name in (METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME))
+
+
+def _is_empty(path: str) -> bool:
+    return os.path.isdir(path) and not os.listdir(path)
+
+
+for _order, (_name, _holds, _about, _loaded_as) in enumerate(
+    (
+        ("url", lambda path: "://" in path, "is a URL", ""),
+        ("dataset", _is_dataset, "is an indexed dataset", ""),
+        ("checkpoint", _is_checkpoint, "is a checkpoint", "a checkpoint"),
+        ("checkpoints", _has_checkpoints, "is a folder of checkpoints", "a folder of checkpoints"),
+        ("run", _is_run, "is the folder of a run that has saved no checkpoint", ""),
+        ("empty", _is_empty, "is an empty folder", ""),
+        ("folder", os.path.isdir, "is a folder without a model, a run or text", ""),
+        ("missing", lambda path: not os.path.exists(path), "is missing: there is no such file or folder", ""),
+        ("file", lambda path: True, "is a file of no known kind", ""),
+    )
+):
+    PATH_KINDS.register(_name, _holds, about=_about, order=10 * _order, loaded_as=_loaded_as)
+
+
+def refusal(path: str | Path, remedy: str | None = None) -> str:
+    """Why a path is not what a flag or a tool takes, and what to give instead: by default what --load takes."""
     kind, folder = kind_of(path), Path(path).parent
-    if kind is Kind.MEGATRON:
-        remedy = f"convert it: tools/convert_checkpoint.py --input {path} --output FOLDER"
-    elif os.path.isfile(path) and kind_of(folder) in (*MODELS, *RUNS):
+    if remedy is None:
+        *others, last = filter(None, (PATH_KINDS.facts(name).loaded_as for name in PATH_KINDS))
+        remedy = f"give {', '.join(others)} or {last}"
+    if convert := PATH_KINDS.facts(kind).convert:
+        remedy = f"convert it: {convert.format(path=path)}"
+    elif os.path.isfile(path) and (PATH_KINDS.facts(kind_of(folder)).loaded_as or kind_of(folder) in RUNS):
         remedy = f"did you mean its folder, {folder}?"
     elif kind in TEXTS:
         remedy += "; --data-path and tools/preprocess_data.py take text"
-    return f"{path} {kind.value}; {remedy}"
+    return f"{path} {PATH_KINDS.facts(kind).about}; {remedy}"

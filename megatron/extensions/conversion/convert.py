@@ -13,25 +13,22 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis
-from megatron.extensions.conversion.dcp_format import DCP_FORMAT
+from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Format, Options, Source, Target, Written
 from megatron.extensions.conversion.staging import new_folder, refuse
-from megatron.extensions.hugging_face.hf_format import HF_FORMAT
-from megatron.extensions.megatron_checkpoints.megatron_format import MEGATRON_FORMAT
 from megatron.testing.local_world import run_world
 
-FORMATS = {each.name: each for each in (HF_FORMAT, MEGATRON_FORMAT, DCP_FORMAT)}
 WEEK = 7 * 24 * 3600.0
 
 
 def recognize(path: Path) -> Format:
     """The format of the checkpoint in a folder. Raises ValueError if it has none."""
     kind = kind_of(path)
-    found = [each for each in FORMATS.values() if kind in each.kinds]
+    found = [name for name in FORMATS if kind in FORMATS.facts(name).kinds]
     if not found:
         remedy = "give the folder of a Hugging Face model (config.json) or of a checkpoint"
         raise ValueError(f"--input {refusal(path, remedy)}")
-    return found[0]
+    return FORMATS[found[0]]
 
 
 class Conversion:
@@ -39,7 +36,8 @@ class Conversion:
 
     def __init__(self, path: Path, output: Path, to: str | None, options: Options, force: bool = False) -> None:
         kind = recognize(path)
-        to = to or ("hf" if kind.name == "dcp" else "dcp")
+        usual = next((name for name in FORMATS if FORMATS.facts(name).usual), "dcp")
+        to = to or (usual if kind.name == "dcp" else "dcp")
         plan = FORMATS[to].plan
         if plan is None:
             raise ValueError(f"--to {to}: this format can be read only")
@@ -140,4 +138,4 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-__all__ = ["FORMATS", "Conversion", "Written", "parse_bytes", "parse_dtype", "recognize"]
+__all__ = ["Conversion", "Written", "parse_bytes", "parse_dtype", "recognize"]

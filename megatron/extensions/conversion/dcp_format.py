@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.path_kind import OURS, RUN_CONFIG
+from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
 from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
 from megatron.core.dist_checkpointing.storage import save
@@ -22,8 +22,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.conversion.formats import Format, Options, Source, Target, TrainingState, Written
-from megatron.extensions.hugging_face.hf_format import side_files_of
-from megatron.extensions.hugging_face.pretrained import tokenizer_config
+from megatron.extensions.conversion.tokenizer_files import side_files_of, tokenizer_config
 from megatron.training.checkpointing import FORMAT_VERSION, saved_config, saved_progress
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
@@ -190,4 +189,4 @@ class DCPTarget(Target):
             shutil.copyfile(path, folder / TOKENIZER_FOLDER / name)
 
 
-DCP_FORMAT = Format("dcp", OURS, DCPSource, DCPTarget)
+DCP_FORMAT = Format("dcp", DCPSource, DCPTarget)

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.path_kind import Kind
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.training.config.run_config import RunConfig
@@ -127,9 +126,6 @@ class Format:
     """A format by name."""
 
     name: str
-    kinds: tuple[Kind, ...]
-    """What a folder with a checkpoint of this format is."""
-
     open: Callable[[Path, Options], Source]
     plan: Callable[[Source, Path, Options], Target] | None
     """Plans what to write, given the source and the folder where the output will lie; None: it can only be read."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.path_kind import MODELS, Kind, kind_of
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 from megatron.core.fsync import sync_folder
 from megatron.training.config.output_paths import why_unwritable
 
@@ -53,7 +53,7 @@ def refuse(final: Path, force: bool) -> None:
         return
     if not force:
         raise ValueError(f"--output {final} exists already; choose another folder, or replace it with --force")
-    if kind_of(final) not in (*MODELS, Kind.MEGATRON):
+    if not PATH_KINDS.facts(kind_of(final)).model:
         raise ValueError(f"--output {final} holds no model, so that --force does not replace it; choose another folder")
 
 

@@ -1,1 +1,7 @@
-"""Exchange of weights and configurations with Hugging Face model folders."""
+"""Hugging Face folders: a run starts from one (--load), checkpoints are converted to and from them, and a run exports
+its own (--export-hf-interval, --export-hf-dir).
+
+Read `families` first, which describes each `model_type`. `read_config` and `write_config` translate config.json,
+`weights` and `layouts` the tensors, `pretrained` and `start` begin a run from a folder, `export` writes folders while
+a run trains.
+"""

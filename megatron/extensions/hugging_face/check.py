@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.tokenizers import build_tokenizer
-from megatron.extensions.hugging_face.pretrained import tokenizer_config
+from megatron.extensions.conversion.tokenizer_files import tokenizer_config
 from megatron.training.checkpointing import load_whole_model
 
 

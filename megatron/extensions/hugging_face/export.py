@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.extensions.conversion.convert import Conversion
 from megatron.extensions.conversion.formats import Options
+from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.training.config.run_config import RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[3]
@@ -28,11 +29,13 @@ class HFExporter:
     `held` are the checkpoints that must not be deleted.
     """
 
+    doing = "exporting to Hugging Face"
+
     def __init__(self, config: RunConfig, held: list[Path]) -> None:
-        options = config.checkpoint
-        assert options.save is not None and options.export_hf_interval is not None
+        options, save = config.options(HuggingFaceConfig), config.checkpoint.save
+        assert save is not None and options.export_hf_interval is not None
         self.interval, self.held = options.export_hf_interval, held
-        self.root = Path(options.export_hf_dir or Path(options.save) / "hf")
+        self.root = Path(options.export_hf_dir or Path(save) / "hf")
         self._waiting: deque[tuple[Path, Path]] = deque()
         self._running: subprocess.Popen[str] | None = None
 

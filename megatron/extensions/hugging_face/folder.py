@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.extensions.hugging_face.files import BIN, BIN_INDEX, CONFIG, SAFE, SAFE_INDEX, read_json
-from megatron.extensions.hugging_face.read_config import text_model
+from megatron.extensions.hugging_face.flags import CONFIG
+from megatron.extensions.hugging_face.read_config import read_json, text_model
 from megatron.extensions.hugging_face.safetensors_file import Sliceable, TensorSpec, read_header
+
+SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class HFFolder:

@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.path_kind import Kind
 from megatron.core.dist_checkpointing.streaming import made_ahead
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import build_tokenizer
-from megatron.core.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.conversion.formats import Format, Options, Source, Target, Written
-from megatron.extensions.hugging_face.files import CONFIG, GENERATION_CONFIG, SAFE_INDEX, tokenizer_files
-from megatron.extensions.hugging_face.folder import HFFolder, index_of, plan_shards
-from megatron.extensions.hugging_face.pretrained import tokenizer_config
+from megatron.extensions.conversion.tokenizer_files import GENERATION_CONFIG, tokenizer_config, tokenizer_files
+from megatron.extensions.hugging_face.flags import CONFIG
+from megatron.extensions.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.extensions.hugging_face.weights import HFWeights, Placement, copies, multi_token_depths, placements
@@ -70,23 +67,6 @@ class HFSource(Source):
 
     def check_data(self) -> None:
         self.weights.check_copies()
-
-
-def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
-    """The files of a run's tokenizer, by their names in a Hugging Face folder, that are where the run had them."""
-    found: dict[str, Path] = {}
-    if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
-        try:
-            file = tokenizer_file(str(tokenizer.tokenizer_model))
-        except ValueError:
-            return {}
-        found = {each.name: each for each in tokenizer_files(file.parent)}
-        found |= {"tokenizer.json": file, GENERATION_CONFIG: file.parent / GENERATION_CONFIG}
-    elif tokenizer.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer"):
-        found = {"tokenizer.model": Path(str(tokenizer.tokenizer_model))}
-    elif tokenizer.tokenizer_type == "GPT2BPETokenizer":
-        found = {"vocab.json": Path(str(tokenizer.vocab_file)), "merges.txt": Path(str(tokenizer.merge_file))}
-    return {name: path for name, path in found.items() if path.is_file()}
 
 
 WITHOUT_MODULES = "which no program needs to predict one token at a time"
@@ -178,4 +158,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-HF_FORMAT = Format("hf", (Kind.HUGGING_FACE,), HFSource, HFTarget)
+HF_FORMAT = Format("hf", HFSource, HFTarget)

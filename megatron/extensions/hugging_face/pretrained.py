@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dist_checkpointing.path_kind import Kind, kind_of
-from megatron.extensions.hugging_face.files import CONFIG, read_json, tokenizer_files
-from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
+from megatron.extensions.conversion.tokenizer_files import tokenizer_config
+from megatron.extensions.hugging_face.flags import CONFIG
+from megatron.extensions.hugging_face.read_config import config_from_hf, read_json, text_model
 from megatron.extensions.hugging_face.write_config import settings_of
 from megatron.training.config.flags import all_flags
 from megatron.training.config.problem import Problem
@@ -20,13 +20,12 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """The configuration with the model of the Hugging Face folder in --load, if it is one, and its tokenizer.
+    """The configuration with the model of the Hugging Face folder in --load, and its tokenizer.
 
     Flags of the model that were given hold if they change no output; the others are added to the reader's problems.
     """
     load = config.checkpoint.load
-    if load is None or kind_of(load) is not Kind.HUGGING_FACE:
-        return config
+    assert load is not None
     try:
         whole = read_json(Path(load) / CONFIG)
         theirs, _ = text_model(whole)
@@ -78,20 +77,3 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
 def _adds_a_token(config: RunConfig, field: str) -> bool:
     """Whether the vocabulary is known later only, because the tokenizer adds to --vocab-size."""
     return field == "vocab_size" and config.tokenizer.tokenizer_type == "NullTokenizer"
-
-
-def tokenizer_config(folder: Path, names: Collection[str] | None = None) -> TokenizerConfig:
-    """Flags for the tokenizer of a Hugging Face folder that has, or will have, files of these names.
-
-    They name no tokenizer if the files are those of none.
-    """
-    names = [file.name for file in tokenizer_files(folder)] if names is None else names
-    if "tokenizer.json" in names:
-        return TokenizerConfig("HuggingFaceTokenizer", str(folder))
-    if "tokenizer.model" in names:
-        return TokenizerConfig("Llama2Tokenizer", str(folder / "tokenizer.model"))
-    if {"vocab.json", "merges.txt"} <= set(names):
-        return TokenizerConfig(
-            "GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
-        )
-    return TokenizerConfig()

@@ -1,13 +1,15 @@
 """Reads a model's configuration from Hugging Face's config.json, with the tables of `families`. No torch.
 
-Everything here is a pure function. A setting that we cannot express is an error, never an approximation. A
+Everything but `read_json` is a pure function. A setting that we cannot express is an error, never an approximation. A
 config.json may come from anyone: what has the wrong type or an impossible value is a ValueError of one line.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from megatron.core.config.model import TransformerConfig
@@ -44,6 +46,19 @@ LINEAR = "linear_attention"
 
 MULTIMODAL = {"llama4": "language_model."}
 """model_type of a model of images and text -> what the names of its text model's weights begin with."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises ValueError otherwise."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
 
 
 def text_model(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

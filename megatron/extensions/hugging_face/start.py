@@ -1,4 +1,4 @@
-"""Loads what --load names: a checkpoint of ours, or a Hugging Face folder of which each rank reads its own part."""
+"""Loads the weights of a Hugging Face folder, of which each rank reads its own part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.path_kind import OURS, Kind, kind_of
+from megatron.core.dist_checkpointing.path_kind import OURS, kind_of
 from megatron.core.dist_checkpointing.state_dict import MODEL, StateDict, load_targets
 from megatron.core.dist_checkpointing.storage import on_first_rank
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -22,7 +22,7 @@ from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.training.checkpointing import (
     Checkpointer,
     Fingerprint,
-    load_stages,
+    ModelLoader,
     no_fingerprint,
     stages_without_weights,
 )
@@ -33,15 +33,14 @@ from megatron.training.progress import Progress
 def load_start(
     checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Loads what --load names into parameters and optimizer, and returns where the run stands. Collective.
+    """Loads the folder in --load into parameters and the optimizer, and returns where the run stands. Collective.
 
-    A Hugging Face folder gives the weights of iteration 0. If --save holds checkpoints already, the run resumes from
-    these, so that the same command resumes it; --finetune starts again. Raises ValueError if something does not fit.
+    It has the weights of iteration 0. If --save holds checkpoints already, the run resumes from these, so that the same
+    command resumes it; --finetune starts again. Raises ValueError if something does not fit.
     """
     config, world = checkpointer.config, checkpointer.state.world
     options, load = config.checkpoint, config.checkpoint.load
-    if load is None or not on_first_rank(lambda: kind_of(load) is Kind.HUGGING_FACE, world):
-        return checkpointer.load(say, data)
+    assert load is not None
     save = options.save
     if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
         resumed = replace(config, checkpoint=replace(options, load=save))
@@ -87,16 +86,15 @@ def load_trained_stages(
     layout_of: Callable[[RunConfig], ModelParallelConfig],
     state: ParallelState,
     device: torch.device | str = "cpu",
+    number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """This rank's pipeline stages of a model to use as it is, from whatever --load takes, and its configuration.
-    Collective.
-
-    `layout_of` as in `load_stages`. Raises ValueError if the path holds no model that can be read.
-    """
-    if on_first_rank(lambda: kind_of(path), state.world) is not Kind.HUGGING_FACE:
-        return load_stages(path, layout_of, state, device)
+    """As `megatron.training.checkpointing.load_stages`. Raises ValueError if the folder holds no model that can be
+    read."""
     source = HFSource(path, Options())
     on_first_rank(source.check_data, state.world)
-    stages = stages_without_weights(source.config, layout_of(source.config), state, device)
+    stages = stages_without_weights(source.config, layout_of(source.config), state, device, number_format)
     _read_boxes(source.weights, load_targets(stages.values(), [], state, (), load_optimizer=False))
     return stages, source.config
+
+
+HF_LOADER = ModelLoader(load_start, load_trained_stages)

@@ -23,36 +23,7 @@ from megatron.extensions.hugging_face.read_config import (
     family_of,
     pattern_text,
 )
-
-# Fields that affect how a model is trained or stored, but not its outputs.
-TRAINING_ONLY = (
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "embedding_init_method_std",
-    "loss_func",
-    "extension_options",  # of parts that other fields name
-    "z_loss_coeff",
-    "mtp_num_layers",
-    "mtp_loss_scaling_factor",
-    "mtp_layer_kind",
-    "make_vocab_size_divisible_by",
-    "pad_vocab_size_to",
-    "seq_length",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
-    "moe_router_force_load_balancing",
-    "moe_token_dispatcher_type",
-    "moe_grouped_gemm",
-    "moe_per_layer_logging",
-)
-
+from megatron.training.config.saved_flags import resumed_fields
 
 OF_WINDOWS = (
     "window_rotary_base",
@@ -228,7 +199,8 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     rotary = config.position_embedding_type == "rope"
     if not rotary:
         fields |= {"no_rope_freq": None, "window_rotary_base": None}
-    idle = [*TRAINING_ONLY, "swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # of activation_func
+    idle = ["swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # of activation_func
+    idle += resumed_fields()["training_only"]
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int")
     idle += yarn if not (rotary and _stretches(config)) else ()

@@ -18,8 +18,8 @@ from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
-from megatron.extensions.hugging_face.start import load_trained_stages
 from megatron.extensions.inference.generation import Engine, StageRunner
+from megatron.training.checkpointing import load_stages
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules.latent_attention import latent_attention
 from megatron.training.config.rules.linear_attention import linear_attention
@@ -89,7 +89,7 @@ def loaded_model(
     try:
         found = torch.device(device) if launch.world_size == 1 else runtime.device
         layout_of = partial(fitting_layout, layout, launch.world_size)
-        stages, config = load_trained_stages(Path(path), layout_of, runtime.state, found)
+        stages, config = load_stages(Path(path), layout_of, runtime.state, found)
         choose_products([getattr(torch, config.parallel.params_dtype)], found, runtime.state.world)
         pipeline = pipeline_layout(config.model, layout)
         ranks = [pipeline.rank_of(stage) for stage in range(pipeline.num_stages)]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dist_checkpointing.path_kind import COMMON, Kind, iteration_folder
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.models.gpt.parameters import model_states, parameter_metas
 from megatron.extensions.conversion.formats import Format, Options, Source, TrainingState
-from megatron.extensions.hugging_face.hf_format import side_files_of
+from megatron.extensions.conversion.tokenizer_files import side_files_of
 from megatron.extensions.megatron_checkpoints.common_state import args_of, load_pickle, loss_scaler_of, update_count
+from megatron.extensions.megatron_checkpoints.flags import COMMON, iteration_folder
 from megatron.extensions.megatron_checkpoints.legacy_folder import LegacyTensors
 from megatron.extensions.megatron_checkpoints.legacy_states import FROZEN
 from megatron.extensions.megatron_checkpoints.megatron_args import config_of, progress_of
@@ -258,4 +258,4 @@ def _sharding(common: Mapping[str, Any]) -> str | None:
     return next((kind for kind in (*kinds, found) if isinstance(kind, str)), None)
 
 
-MEGATRON_FORMAT = Format("megatron", (Kind.MEGATRON,), MegatronSource, TorchDistTarget)
+MEGATRON_FORMAT = Format("megatron", MegatronSource, TorchDistTarget)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.folders import LATEST, checkpoint_folder
-from megatron.core.dist_checkpointing.path_kind import COMMON
 from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.models.gpt.parameters import model_states
@@ -21,6 +20,7 @@ from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.formats import Options, Source, Target, TrainingState, Written
 from megatron.extensions.megatron_checkpoints.common_state import scaler_state
+from megatron.extensions.megatron_checkpoints.flags import COMMON
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.extensions.megatron_checkpoints.megatron_names import EXTRA_STATE, LAYERS, names_in, their_shape
 from megatron.training.config.flags import flat_values

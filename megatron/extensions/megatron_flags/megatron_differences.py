@@ -6,13 +6,11 @@ docs/migrating_from_megatron.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatron.training.config.foreign_flags import Given
 from megatron.training.config.run_config import RunConfig
-
-Given = Collection[str]
-"""Every flag as it was given, alone and with its first value: also those that no field has."""
 
 
 @dataclass(frozen=True)

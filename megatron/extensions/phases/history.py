@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.path_kind import Kind, kind_of
+from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.parts import MODEL_LOADERS
 from megatron.extensions.phases.plan import StagePlan, values_of
 from megatron.training.config.batch_size import BatchSizes, samples_of_run
 from megatron.training.config.flags import config_of_sections, field_table
@@ -31,7 +32,7 @@ def read_history(options: CheckpointConfig) -> History | None:
     if options.load is None or options.finetune or options.reset_iteration or options.override_data_fingerprint:
         return None
     load = Path(options.load)
-    if kind_of(load) is Kind.HUGGING_FACE:
+    if kind_of(load) in MODEL_LOADERS:
         load = Path(options.save or options.load)
     metadata = saved_metadata(load)
     if metadata is None or not metadata.get("consumed_samples"):

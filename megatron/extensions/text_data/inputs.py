@@ -58,6 +58,14 @@ def by_name(path: str) -> tuple[str | None, str]:
     return (FORMATS.get(suffixes[-1]) if suffixes else None), compression
 
 
+def is_text(path: str) -> bool:
+    """Whether a path is text by its name, or a folder that has such files, hidden ones excepted."""
+    if not os.path.isdir(path):
+        return by_name(path)[0] is not None
+    names = (name for _, _, files in os.walk(path) for name in files)
+    return any(by_name(name)[0] is not None for name in names if not name.startswith("."))
+
+
 def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile]:
     """Files of paths, globs, folders and URLs: in the order given, those of a glob or a folder sorted, none twice.
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron import __version__
-from megatron.extensions.hugging_face.pretrained import with_pretrained_flags
-from megatron.extensions.megatron_flags.megatron_flags import foreign_flags
+from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.parts import MODEL_FLAGS
 from megatron.training.config.commands import Command, asked_command, json_file_of, options, refuse, switches
 from megatron.training.config.flags import (
     Flag,
@@ -29,6 +29,7 @@ from megatron.training.config.flags import (
     spelling_table,
     value_of,
 )
+from megatron.training.config.foreign_flags import foreign_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.single_values import REQUIRED
@@ -81,7 +82,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             nothing = f"no flag is about {' and '.join(about)}; --help prints all\n"
             sys.stdout.write((help_about(about, REQUIRED) or nothing) if about else help_text(_options(), REQUIRED))
         raise SystemExit(0)
-    config = with_pretrained_flags(config_of(reader.values), reader)
+    config = _with_model_flags(config_of(reader.values), reader)
     world_size = reader.number("--world-size", "say how many ranks")
     command = asked_command(reader, world_size)
     json_file = json_file_of({name: texts[-1] for name, texts in reader.options.items()})
@@ -121,9 +122,15 @@ def _help_words(argv: Sequence[str]) -> list[str] | None:
 def parse_args(argv: Sequence[str]) -> RunConfig:
     """The configuration that `argv` says, not validated. Raises ValueError with every problem, one a line."""
     reader = read_flags(argv)
-    config = with_pretrained_flags(config_of(reader.values), reader)
+    config = _with_model_flags(config_of(reader.values), reader)
     reader.raise_problems()
     return config
+
+
+def _with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
+    """The configuration with the flags that follow from a model in --load that is no checkpoint of ours."""
+    kind = "" if config.checkpoint.load is None else kind_of(config.checkpoint.load)
+    return MODEL_FLAGS[kind](config, reader) if kind in MODEL_FLAGS else config
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.dist_checkpointing.path_kind import TEXTS, Kind, kind_of
+from megatron.core.dist_checkpointing.path_kind import TEXTS, kind_of
+from megatron.core.parts import MODEL_LOADERS
 from megatron.core.registry import NoFacts, Registry
 from megatron.training.config.flags import dashed
 from megatron.training.config.output_paths import unwritable
@@ -34,7 +35,7 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
     options = config.checkpoint
     for field in ("finetune", "exit_on_missing_checkpoint"):
         load = Path(options.load) if options.load and getattr(options, field) else None
-        if load is not None and saved_metadata(load) is None and kind_of(load) is not Kind.HUGGING_FACE:
+        if load is not None and saved_metadata(load) is None and kind_of(load) not in MODEL_LOADERS:
             rule, remedy = (
                 f"holds no checkpoint, and {dashed(field)} needs one",
                 f"correct the path, or drop {dashed(field)}",

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.extensions.megatron_flags.megatron_flags import Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.commands import GivenOptions, options
 from megatron.training.config.flags import Flag, home_of, spelling_table
+from megatron.training.config.foreign_flags import FLAG_TABLES, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.problem import Problem
 
 SAME_SETTING = (
@@ -158,7 +158,7 @@ class FlagReader(GivenOptions):
     # Flags that no field has
 
     def _foreign(self, name: str, texts: list[str]) -> None:
-        entry = foreign_flags().find(name, *texts[:1])
+        entry = foreign_flags().find(name, *texts[:1]) if home_of(name) is None else None
         if entry is None:
             self._unknown(name, texts)
         elif isinstance(entry, SameAs):
@@ -226,7 +226,8 @@ class FlagReader(GivenOptions):
         plain = "--" + name.lstrip("-").replace("_", "-").lower()
         close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.85)
         close = close or sorted((each for each in spelling_table() if each.startswith(f"{plain}-")), key=len)
-        remedy = f"did you mean {close[0]}?" if close else "neither this program nor Megatron-LM has it; remove it"
+        nobody = " nor ".join(["neither this program", *FLAG_TABLES]) if FLAG_TABLES else "no extension"
+        remedy = f"did you mean {close[0]}?" if close else f"{nobody} has it; remove it"
         self._refuse(name, texts, "unknown flag", remedy)
         if close and close[0] in spelling_table():
             self.suspects.add(spelling_table()[close[0]][0].name)

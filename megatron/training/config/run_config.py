@@ -171,13 +171,13 @@ class LoggingConfig:
     """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
     the last 10 records while others' does not; 0: never."""
 
-    tensorboard_dir: str | None = flag(None, path="local")
+    tensorboard_dir: str | None = flag(None, path="local", writes="folder")
     """Folder for TensorBoard event files."""
 
-    metrics_file: str | None = flag(None, path="local")
+    metrics_file: str | None = flag(None, path="local", writes="file")
     """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
 
-    sample_log: str | None = flag(None, path="local")
+    sample_log: str | None = flag(None, path="local", writes="file")
     """File for the samples of each training step, one JSON object per line."""
 
     wandb_project: str | None = None
@@ -189,7 +189,7 @@ class LoggingConfig:
     wandb_entity: str | None = None
     """Weights & Biases team or user; default: that of the login."""
 
-    wandb_save_dir: str | None = flag(None, path="local")
+    wandb_save_dir: str | None = flag(None, path="local", writes="folder")
     """Folder for the files of Weights & Biases; default: WANDB_DIR, else --save, else a temporary folder."""
 
     log_straggler: bool = False
@@ -248,7 +248,7 @@ class LoggingConfig:
 class CheckpointConfig:
     """Checkpoints: saving, loading and retention."""
 
-    save: str | None = flag(None, path="local")
+    save: str | None = flag(None, path="local", writes="folder")
     """Folder for checkpoints, metrics and the resolved configuration."""
 
     load: str | None = flag(None, path="local")
@@ -297,13 +297,6 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = flag(False, name="--use-checkpoint-opt_param-scheduler")
     """Take learning rate, weight decay and their schedules from the checkpoint in --load, if there is one."""
 
-    export_hf_interval: int | None = None
-    """Iterations between exports of checkpoints to Hugging Face folders, written in the background; a multiple of
-    --save-interval."""
-
-    export_hf_dir: str | None = flag(None, path="local")
-    """Folder for these exports; default: hf in --save."""
-
     save_optim: bool = flag(True, name="--no-save-optim")
     """Do not save optimizer state."""
 
@@ -330,7 +323,7 @@ class EvalTasksConfig:
     eval_tasks_batch_tokens: int | None = None
     """Tokens in one forward pass of one model replica; default: micro-batch-size * seq-length."""
 
-    eval_tasks_samples: str | None = flag(None, path="local")
+    eval_tasks_samples: str | None = flag(None, path="local", writes="folder")
     """Folder for what each document came out as: a file of JSON lines for each evaluation."""
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
-from megatron.core.dist_checkpointing.path_kind import Kind, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
+from megatron.core.parts import MODEL_LOADERS
 from megatron.training.config.flags import all_flags, config_of_sections, value_of
 from megatron.training.config.run_config import RunConfig
 
@@ -40,8 +41,8 @@ def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if options.load is None:
         return config, [*notes, f"{flag}: has no effect without --load"]
     saved = saved_sections(Path(options.load))
-    if saved is None and kind_of(options.load) is Kind.HUGGING_FACE and flag == "--use-checkpoint-args":
-        return config, notes  # the model's flags are taken from its config.json anyway
+    if saved is None and kind_of(options.load) in MODEL_LOADERS and flag == "--use-checkpoint-args":
+        return config, notes  # the model's flags are taken from there anyway
     if saved is None:
         return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
     before = config_of_sections(saved)
@@ -103,8 +104,8 @@ def saved_metadata(load: Path) -> dict[str, Any] | None:
     """What the latest checkpoint in a folder holds besides tensors; None if there is none.
 
     One that cannot be read is passed over for the one before it, as when it is loaded. ValueError if none can be, or if
-    they are Megatron-LM's."""
-    if kind_of(load) is Kind.MEGATRON:
+    they are another program's."""
+    if PATH_KINDS.facts(kind_of(load)).convert:
         raise ValueError(f"--load {refusal(load)}")
     folders, damaged = [load], []
     if (load / LATEST).exists():

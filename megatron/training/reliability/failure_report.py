@@ -14,7 +14,8 @@ from types import FrameType
 import torch
 
 from megatron.core.dist_checkpointing.folders import LATEST
-from megatron.core.dist_checkpointing.path_kind import Kind, kind_of
+from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.parts import MODEL_LOADERS
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import place_in_extension
 from megatron.training.reliability.run_status import ExitCode
@@ -107,8 +108,8 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
 def start_again(options: CheckpointConfig) -> str:
     """How the run continues after a failure: from the checkpoint that the same command loads, from one that it has
     saved and does not load, or from the start."""
-    from_hf = options.load is not None and kind_of(options.load) is Kind.HUGGING_FACE
-    flag, folder = ("--save", options.save) if from_hf else ("--load", options.load)
+    foreign = options.load is not None and kind_of(options.load) in MODEL_LOADERS
+    flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
     said, anew = "start the same command again", options.finetune or options.reset_iteration
     if folder and not anew and (Path(folder) / LATEST).is_file():
         return f"{said}: it resumes from the latest checkpoint in {flag} {folder}"

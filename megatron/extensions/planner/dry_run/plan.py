@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.megatron_flags.megatron_differences import differences_met
 from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.dry_run.batch import batch_lines
 from megatron.extensions.planner.dry_run.data import data_lines
@@ -14,6 +13,7 @@ from megatron.extensions.planner.dry_run.memory import GIB, RANKS_SHOWN, Fit, fu
 from megatron.extensions.planner.dry_run.model import model_lines
 from megatron.extensions.planner.dry_run.step import DeviceError, predicted_step, step_lines
 from megatron.training.config.flags import flat_values
+from megatron.training.config.foreign_flags import DIFFERENCES
 from megatron.training.config.output_files import write_json
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -33,7 +33,7 @@ def print_plan(
 ) -> None:
     """Prints what a resolved and validated configuration will build and do on `world_size` ranks, and with a `device`
     the predicted time of a step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and
-    which differences from Megatron-LM it meets with the flags as `given`.
+    which differences from other programs it meets with the flags as `given`.
 
     Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
@@ -61,7 +61,7 @@ def print_plan(
         ("Batch and length", batch_lines(stages, dims)),
         ("Data", [line for stage in stages.stages for line in data_lines(stages, stage)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
-        ("Different from Megatron-LM", differences_met(config, given)),
+        *((f"Different from {name}", DIFFERENCES[name](config, given)) for name in DIFFERENCES),
     ):
         if not (found := list(lines)):
             continue

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.latest_checkpoint import candidates
-from megatron.core.dist_checkpointing.path_kind import Kind, kind_of
+from megatron.core.dist_checkpointing.path_kind import kind_of
 from megatron.core.dist_checkpointing.storage import open_checkpoint
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import MODEL_LOADERS
 from megatron.extensions.phases.plan import stage_plan
 from megatron.training.checkpointing import check_fits, check_may_start, converted
 from megatron.training.config.run_config import RunConfig
@@ -20,7 +21,7 @@ def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
     if options.load is None:
         return ["a run would start at iteration 0, without --load"], []
     load = Path(options.load)
-    if kind_of(load) is Kind.HUGGING_FACE:
+    if kind_of(load) in MODEL_LOADERS:
         return [f"a run would start at iteration 0 with the weights of {load}, which were not read"], []
     try:
         return _start(config, load)

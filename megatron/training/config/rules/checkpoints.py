@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.models.gpt.parameters import extension_parts
-from megatron.extensions.hugging_face.write_config import choose_family
 from megatron.training.config.flags import dashed, field_table
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -21,8 +19,6 @@ def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
         for field in ("keep_last", "keep_every", "save_retain_best", "fatal_save_errors"):
             if value := getattr(c.checkpoint, field):
                 yield Problem.no_effect(dashed(field), None if value is True else value, "--save")
-    yield from exports(c)
-    yield from exportable(c)
     metric, interval = c.checkpoint.save_retain_best, c.checkpoint.save_interval
     name = "--eval-interval" if metric == "valid_loss" else "--log-interval"
     measured = c.training.eval_interval if metric == "valid_loss" else c.logging.log_interval
@@ -31,37 +27,6 @@ def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--save-retain-best", metric, rule, f"use {name} {interval}")
     if metric == "valid_loss" and c.training.eval_iters == 0:
         yield Problem("--save-retain-best", metric, "needs evaluation, but --eval-iters is 0", "raise --eval-iters")
-
-
-def exports(c: RunConfig) -> Iterator[Problem]:
-    wanted, interval = c.checkpoint.export_hf_interval, c.checkpoint.save_interval
-    if wanted is None:
-        if c.checkpoint.export_hf_dir is not None:
-            yield Problem.no_effect("--export-hf-dir", c.checkpoint.export_hf_dir, "--export-hf-interval")
-    elif c.checkpoint.save is None:
-        yield Problem.no_effect("--export-hf-interval", wanted, "--save")
-    elif not interval or (interval > 0 and wanted % interval):
-        rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"
-        nearest = interval * max(1, round(wanted / interval)) if interval else wanted
-        remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
-        yield Problem("--export-hf-interval", wanted, rule, remedy)
-
-
-def exportable(c: RunConfig) -> Iterator[Problem]:
-    """What no Hugging Face folder can express, before a run is trained whose exports would all fail."""
-    if c.checkpoint.export_hf_interval is None or c.model.num_layers < 1:
-        return
-    flag, value, remedy = "--export-hf-interval", c.checkpoint.export_hf_interval, "change the model or remove the flag"
-    if own := extension_parts(c.model):
-        rule = f"parts of extensions cannot be exported, and the model has {', '.join(own)}"
-        yield Problem(flag, value, rule, remedy)
-        return
-    try:
-        choose_family(c.model)
-    except ArithmeticError:
-        return  # sizes that do not fit: other rules say which
-    except ValueError as error:
-        yield Problem(flag, value, str(error), remedy)
 
 
 def skipping(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -16,9 +16,9 @@ from megatron.core.parallel_state import ParallelState
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.weights import HFWeights, copy_shards_, from_hf, to_hf
 from megatron.extensions.hugging_face.write_config import config_to_hf
+from tests.extensions.hugging_face.hf_exact import exact, ours, random_model, weights
+from tests.extensions.hugging_face.hf_models import CASES, MIXTURE
 from tests.gpt_cases import FP64, logits_in_parts
-from tests.hf_exact import exact, ours, random_model, weights
-from tests.hf_models import CASES, MIXTURE
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,11 +18,18 @@ from megatron.core.parallel_state import ParallelState
 from megatron.extensions.conversion.convert import Conversion
 from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.read_config import config_from_hf
-from megatron.extensions.hugging_face.weights import HFWeights, copy_shards_, from_hf, multi_token_depths, to_hf
+from megatron.extensions.hugging_face.weights import (
+    HFWeights,
+    copy_shards_,
+    from_hf,
+    multi_token_depths,
+    placements,
+    to_hf,
+)
 from megatron.extensions.hugging_face.write_config import config_to_hf
-from tests.gpt_cases import FP64
-from tests.hf_exact import exact, random_model, weights
-from tests.hf_models import CASES, assert_same_weights, save_model, weights_in
+from tests.extensions.hugging_face.hf_exact import exact, random_model, weights
+from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, save_model, weights_in
+from tests.gpt_cases import FP64, LLAMA
 
 transformers = pytest.importorskip("transformers")
 FACTOR = 0.3
@@ -164,3 +171,9 @@ def test_folders_with_a_module_convert_there_and_back(tmp_path: Path) -> None:
     Conversion(folder, tmp_path / "ours", None, Options()).run(1)
     Conversion(tmp_path / "ours", tmp_path / "back", None, Options(model_type="deepseek_v3")).run(1)
     assert_same_weights(folder, tmp_path / "back")
+
+
+def test_folders_of_hugging_face_have_no_modules() -> None:
+    with_modules = replace(LLAMA, mtp_num_layers=1)
+    assert config_to_hf(with_modules, "llama") == config_to_hf(LLAMA, "llama")
+    assert placements(with_modules, "llama") == placements(LLAMA, "llama")

@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.path_kind import refusal as refusal_of
 from megatron.extensions.hugging_face.export import HFExporter
+from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.hugging_face.pretrained import with_pretrained_flags
-from megatron.training.config.arguments import command_line
+from megatron.extensions.hugging_face.rules import exports
+from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
+from megatron.training.reliability.failure_report import start_again
+from tests.extensions.hugging_face.hf_models import assert_same_weights, save_model, weights_in
 from tests.forked import run_forked
 from tests.gpt_cases import GPT
-from tests.hf_models import assert_same_weights, save_model, weights_in
+from tests.pure.test_path_kind import LATEST, check_kind
 from tools import compare_layouts, convert_checkpoint, generate_text, inspect_checkpoint
 
 pytest.importorskip("transformers")
@@ -91,6 +96,16 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
     assert "config.json of model_type llama: " in said and "hidden_size is missing" in said and "required" not in said
 
 
+def test_a_folder_is_recognized_behind_checkpoints(tmp_path: Path) -> None:
+    check_kind(tmp_path, "config.json metrics.jsonl", "", "hugging_face")
+    assert refusal_of(tmp_path / "config.json").endswith(f"did you mean its folder, {tmp_path}?")
+    save = tmp_path / "save"
+    check_kind(save, LATEST, "", "checkpoints")
+    again = start_again(CheckpointConfig(save=str(save), load=str(tmp_path)))
+    assert again.endswith(f"it resumes from the latest checkpoint in --save {save}")
+    check_kind(tmp_path, f"{LATEST} iter_0000000/metadata.json", "", "checkpoints")
+
+
 def test_flags_of_an_extension_leave_the_tokenizer_of_the_folder(mixtral: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((mixtral / "config.json").read_bytes())
     (tmp_path / "tokenizer.model").touch()
@@ -120,12 +135,8 @@ def test_a_vocabulary_that_does_not_fit_is_refused(mixtral: Path, tmp_path: Path
 
 
 def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from megatron.training.config.arguments import parse_args
-    from megatron.training.config.rules.checkpoints import exportable, exports
-
     def problem(flags: str) -> str:
-        config = parse_args(flags.split())
-        return "; ".join(map(str, (*exports(config), *exportable(config))))
+        return "; ".join(map(str, exports(parse_args(flags.split()), 1)))
 
     assert "multiple of --save-interval 3; nearest: 6" in problem("--save x --save-interval 3 --export-hf-interval 7")
     assert "add --save-interval 7" in problem("--save x --export-hf-interval 7")
@@ -139,9 +150,9 @@ def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture
 
 
 def test_an_export_that_fails_or_must_end_is_said(tmp_path: Path) -> None:
-    options = CheckpointConfig(save=str(tmp_path), export_hf_interval=2)
+    config = RunConfig(model=GPT, checkpoint=CheckpointConfig(save=str(tmp_path)))
     held: list[Path] = []
-    exporter = HFExporter(RunConfig(model=GPT, checkpoint=options), held)
+    exporter = HFExporter(config.with_options(HuggingFaceConfig(export_hf_interval=2)), held)
     (tmp_path / "iter_0000002").mkdir()
     exporter.add(1, tmp_path / "iter_0000001")
     exporter.add(2, tmp_path / "iter_0000002")

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.extensions.megatron_checkpoints.legacy_states import layout_of
-from tests.megatron_checkpoints import convert, loss_of, losses_of_a_run, of_their_run, opened, unpack
+from tests.extensions.megatron_checkpoints.their_runs import (
+    convert,
+    loss_of,
+    losses_of_a_run,
+    of_their_run,
+    opened,
+    unpack,
+)
 from tools import convert_checkpoint
 from tools.common import run_tool
 

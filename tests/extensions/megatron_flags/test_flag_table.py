@@ -1,4 +1,6 @@
-"""docs/megatron_flags.md says what becomes of each flag. `python -m tests.pure.test_flag_table` writes it anew."""
+"""docs/megatron_flags.md says what becomes of each flag.
+
+`python -m tests.extensions.megatron_flags.test_flag_table` writes it anew."""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "megatron_flags.md"
 TABLES = ROOT / "megatron" / "extensions" / "megatron_flags" / "megatron_flags.toml"
 
@@ -63,7 +65,7 @@ def sections(tables: dict) -> Iterator[str]:
 
 
 def test_the_page_is_what_the_tables_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.pure.test_flag_table"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.extensions.megatron_flags.test_flag_table"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from megatron.extensions.megatron_flags.megatron_differences import DIFFERENCES, differences_met
 from megatron.training.config.arguments import config_of, read_flags
 from megatron.training.config.validation import resolve
-from tests.pure.test_flag_table import ROOT
+from tests.extensions.megatron_flags.test_flag_table import ROOT
 from tools.translate_flags import main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"

@@ -24,13 +24,12 @@ from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.safetensors_file import FileTensor
-from megatron.extensions.hugging_face.start import load_start
 from megatron.extensions.hugging_face.weights import HFWeights, shard_of
-from megatron.training.checkpointing import Checkpointer, saved_config
+from megatron.training.checkpointing import Checkpointer, load_start, saved_config
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
+from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, save_model, weights_in
 from tests.harness import run_world
-from tests.hf_models import CASES, assert_same_weights, save_model, weights_in
 from tools.inspect_checkpoint import differences
 
 pytest.importorskip("transformers")

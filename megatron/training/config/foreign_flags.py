@@ -1,14 +1,14 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed without a configuration field: what each one is read as.
-
-The tables are in megatron_flags.toml, beside this file.
-"""
+"""Flags of other programs: what each one is read as, by the tables that extensions register. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
+from typing import Any
+
+from megatron.core.registry import NoFacts, Registry
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ Entry = Accepted | SameAs | Exchange | NotBuilt
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """What megatron_flags.toml says."""
+    """Tables of flags without a configuration field, and of other values."""
 
     entries: dict[str, Entry]
     prefixes: dict[str, NotBuilt]
@@ -108,27 +108,26 @@ class ForeignFlags:
         yield from self.entries
 
 
-@cache
-def foreign_flags() -> ForeignFlags:
-    """Reads the tables. Called only for a flag or value that no field has, so that most runs never read them."""
-    import tomllib
+FLAG_TABLES: Registry[Callable[[], ForeignFlags], NoFacts] = Registry("table of flags", NoFacts)
+"""`tables()`: the flags of another program. Read only for a flag or value that no field has."""
 
-    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    entries: dict[str, Entry] = {}
-    for group in tables["no_effect"]:
-        settings = {name: value for name, value in group.items() if name != "flags"}
-        settings["values"] = tuple(settings.get("values", ()))
-        if settings.get("arity") == "any":
-            settings["arity"] = None
-        entries |= dict.fromkeys(group["flags"], Accepted(**settings))
-    for quiet, table in ((True, tables["usual"]), (False, tables["replaced"])):
-        entries |= {flag: SameAs(flags, quiet) for flag, flags in table.items()}
-    entries |= {flag: Exchange(*words) for flag, words in tables["exchanged"].items()}
-    prefixes: dict[str, NotBuilt] = {}
-    for group in tables["not_built"]:
-        settings = {name: group[name] for name in ("feature", "remedy") if name in group}
-        entry = NotBuilt(**settings, switch=tuple(group.get("switch", ())))
-        entries |= dict.fromkeys(group.get("flags", ()), entry)
-        prefixes |= dict.fromkeys(group.get("prefixes", ()), entry)
-    values = (tables[name] for name in ("same_values", "values_not_built", "several_not_built", "examples"))
-    return ForeignFlags(entries, prefixes, *values)
+Given = Collection[str]
+"""Every flag as it was given, alone and with its first value: also those that no field has."""
+
+DIFFERENCES: Registry[Any, NoFacts] = Registry("program", NoFacts, "config, given")
+"""`differences(config, given)`: lines about results of a resolved configuration, of flags as `given`, that differ from
+those of this program under equal flags."""
+
+
+def foreign_flags() -> ForeignFlags:
+    """All tables in one."""
+    return _all_of(tuple(FLAG_TABLES))
+
+
+@cache
+def _all_of(names: tuple[str, ...]) -> ForeignFlags:
+    tables = [FLAG_TABLES[name]() for name in names]
+    merged = {
+        each.name: dict(ChainMap(*(getattr(table, each.name) for table in tables))) for each in fields(ForeignFlags)
+    }
+    return ForeignFlags(**merged)

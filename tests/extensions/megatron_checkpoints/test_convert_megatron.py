@@ -20,8 +20,15 @@ from megatron.extensions.megatron_checkpoints.common_state import load_pickle
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.training.checkpointing import load_whole_model
 from megatron.training.config.flags import config_of_sections
+from tests.extensions.megatron_checkpoints.their_runs import (
+    convert,
+    loss_of,
+    losses_of_a_run,
+    of_their_run,
+    opened,
+    unpack,
+)
 from tests.forked import run_forked
-from tests.megatron_checkpoints import convert, loss_of, losses_of_a_run, of_their_run, opened, unpack
 from tools import convert_checkpoint
 from tools.common import run_tool
 

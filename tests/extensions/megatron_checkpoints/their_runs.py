@@ -18,7 +18,7 @@ from megatron.training.checkpointing import load_whole_model
 from tests.forked import run_forked
 from tools import convert_checkpoint
 
-FIXTURES = Path(__file__).parent / "fixtures" / "megatron_checkpoints"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron_checkpoints"
 
 STORED = """
 import json

@@ -15,9 +15,9 @@ from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
 from megatron.extensions.hugging_face.weights import HFWeights, from_hf, to_hf
 from megatron.extensions.hugging_face.write_config import config_to_hf
+from tests.extensions.hugging_face.hf_exact import random_model, weights
+from tests.extensions.hugging_face.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN
 from tests.gpt_cases import GPT, LLAMA, STYLES
-from tests.hf_exact import random_model, weights
-from tests.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN
 from tests.moe_cases import MIXTRAL
 
 transformers = pytest.importorskip("transformers")
@@ -245,3 +245,9 @@ def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
     sinkhorn = replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",))
     with pytest.raises(ValueError, match="moe_router_pre_softmax = True"):
         config_to_hf(sinkhorn, "mixtral")
+
+
+def test_factor_of_yarn_that_is_written_out() -> None:
+    """As gpt-oss and Qwen have it: what follows from the other settings, or an error."""
+    hf = {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}, **SIZES}
+    assert config_from_hf(hf).rotary_mscale == pytest.approx(1.1386294361119891)

@@ -1,14 +1,18 @@
-"""Names of parameters in Megatron-LM's checkpoints."""
+"""Names of parameters in Megatron-LM's checkpoints, and of the files that they are recognized by."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.extensions.megatron_checkpoints.megatron_names import find_places, names_in, their_shape
-from tests.gpt_cases import STYLES
+from megatron.training.config.run_config import RunConfig
+from tests.gpt_cases import LLAMA, STYLES
+from tests.pure.test_path_kind import LATEST, check_kind
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "qwen3", "sinks"])
@@ -24,3 +28,13 @@ def test_a_written_name_is_found_again(style: str) -> None:
 def test_a_sink_has_the_name_it_has_there() -> None:
     (name,), layer = names_in("decoder.layers.3.self_attention.core.softmax_offset", True, ())
     assert (name, layer) == ("decoder.layers.self_attention.core_attention.softmax_offset", 3)
+
+
+@pytest.mark.parametrize("files", [f"{LATEST} iter_0000000/mp_rank_00/model_optim_rng.pt", "common.pt metadata.json"])
+def test_their_checkpoints_are_recognized_before_ours(tmp_path: Path, files: str) -> None:
+    check_kind(tmp_path, files, "", "megatron")
+
+
+def test_checkpoints_of_megatron_are_not_written_with_modules() -> None:
+    with pytest.raises(ValueError, match=r"--mtp-num-layers 1\) cannot be converted; use --to hf"):
+        refuse_inexpressible(RunConfig(model=replace(LLAMA, mtp_num_layers=1)))

@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing.integrity import SummedFile
 from megatron.extensions.hugging_face import check
 from megatron.extensions.hugging_face.check import compare_logits
 from megatron.extensions.hugging_face.safetensors_file import FileTensor, SafetensorsWriter
+from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, change_json, save_model, weights_in
 from tests.forked import run_forked
-from tests.hf_models import CASES, assert_same_weights, change_json, save_model, weights_in
 from tools import convert_checkpoint, inspect_checkpoint
 from tools.common import run_tool
 

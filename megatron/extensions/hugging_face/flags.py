@@ -1,0 +1,55 @@
+"""Flags of exports, the built-in families, and where the code for Hugging Face folders is. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
+from megatron.core.parts import EXPORTERS, HF_FAMILIES, MODEL_FLAGS, MODEL_LOADERS
+from megatron.extensions.conversion.flags import FORMATS
+from megatron.training.extensions import extension_flags
+
+CONFIG = "config.json"
+
+
+@extension_flags("Hugging Face", may_change=True, rules=f"{__package__}.rules:exports")
+@dataclass(frozen=True)
+class HuggingFaceConfig:
+    export_hf_interval: int | None = flag(None, above=0)
+    """Iterations between exports of checkpoints to Hugging Face folders, written in the background; a multiple of
+    --save-interval."""
+
+    export_hf_dir: str | None = flag(None, path="local", writes="folder")
+    """Folder for these exports; default: hf in --save."""
+
+
+PATH_KINDS.register(
+    "hugging_face",
+    lambda path: os.path.isfile(os.path.join(path, CONFIG)),
+    about="is a Hugging Face model",
+    order=35,
+    loaded_as="the folder of a Hugging Face model",
+)
+MODEL_FLAGS.register("hugging_face", f"{__package__}.pretrained:with_pretrained_flags")
+MODEL_LOADERS.register("hugging_face", f"{__package__}.start:HF_LOADER")
+FORMATS.register("hf", f"{__package__}.hf_format:HF_FORMAT", kinds=("hugging_face",), usual=True)
+EXPORTERS.register(
+    "hugging_face",
+    f"{__package__}.export:HFExporter",
+    when=lambda config: config.options(HuggingFaceConfig).export_hf_interval is not None,
+)
+
+for _family in (
+    *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
+    *("gemma", "starcoder2", "gpt_neox", "smollm3", "olmo2", "olmo3", "olmoe", "granite"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
+    "bailing_moe",
+    *("exaone4", "mimo_v2_flash", "step3p5"),
+    "gpt_oss",
+):
+    HF_FAMILIES.register(_family, f"{__package__}.families:{_family.upper()}")
+HF_FAMILIES.register("gemma2", f"{__package__}.families:GEMMA2")
+HF_FAMILIES.register("gemma3_text", f"{__package__}.families:GEMMA3")
+HF_FAMILIES.register("llama4_text", f"{__package__}.families:LLAMA4")

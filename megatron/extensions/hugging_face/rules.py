@@ -1,0 +1,45 @@
+"""Rules of exports to Hugging Face folders. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.models.gpt.parameters import extension_parts
+from megatron.extensions.hugging_face.flags import HuggingFaceConfig
+from megatron.extensions.hugging_face.write_config import choose_family
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+
+def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    options = c.options(HuggingFaceConfig)
+    wanted, interval = options.export_hf_interval, c.checkpoint.save_interval
+    if wanted is None:
+        if options.export_hf_dir is not None:
+            yield Problem.no_effect("--export-hf-dir", options.export_hf_dir, "--export-hf-interval")
+    elif c.checkpoint.save is None:
+        yield Problem.no_effect("--export-hf-interval", wanted, "--save")
+    elif not interval or (interval > 0 and wanted % interval):
+        rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"
+        nearest = interval * max(1, round(wanted / interval)) if interval else wanted
+        remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
+        yield Problem("--export-hf-interval", wanted, rule, remedy)
+    yield from exportable(c)
+
+
+def exportable(c: RunConfig) -> Iterator[Problem]:
+    """What no Hugging Face folder can express, before a run is trained whose exports would all fail."""
+    value = c.options(HuggingFaceConfig).export_hf_interval
+    if value is None or c.model.num_layers < 1:
+        return
+    flag, remedy = "--export-hf-interval", "change the model or remove the flag"
+    if own := extension_parts(c.model):
+        rule = f"parts of extensions cannot be exported, and the model has {', '.join(own)}"
+        yield Problem(flag, value, rule, remedy)
+        return
+    try:
+        choose_family(c.model)
+    except ArithmeticError:
+        return  # sizes that do not fit: other rules say which
+    except ValueError as error:
+        yield Problem(flag, value, str(error), remedy)

@@ -1,0 +1,31 @@
+"""Flags of forks of Megatron-LM whose features examples of this repository have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.forked import ROOT, run_program
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 257 --lr 1e-2 --cpu "
+    "--tokenizer-type ByteTokenizer --train-iters 8 --global-batch-size 4 --log-interval 2 --mock-data"
+)
+
+
+def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) -> None:
+    flags = [*FLAGS.split(), "--save", str(tmp_path)]
+    theirs = "--xielu --goldfish-loss --goldfish-k 50 --goldfish-h 5 --optimizer ademamix --ademamix-beta3-warmup 9"
+    done = run_program("pretrain_gpt.py", *flags, *theirs.split())
+    assert done.returncode == 0, done.stderr
+    for line in ("--goldfish-loss loads examples/goldfish_loss.py", "--optimizer ademamix loads"):
+        assert line in done.stderr
+    lion = "--optimizer muon --muon-scalar-optimizer lion --lion-beta1 0.9 --dry-run".split()
+    done = run_program("pretrain_gpt.py", *flags, *lion)
+    assert done.returncode == 0 and "--muon-scalar-optimizer lion loads" in done.stderr, done.stderr
+    again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path)
+    assert again.returncode == 0 and "loaded checkpoint of iteration 8" in again.stdout, again.stderr
+
+    # A part of the user's own by this name comes first.
+    (tmp_path / "own.py").write_text((ROOT / "examples" / "goldfish_loss.py").read_text())
+    done = run_program("pretrain_gpt.py", *flags, "--extension", tmp_path / "own.py", "--goldfish-loss", "--dry-run")
+    assert done.returncode == 0 and "loads examples" not in done.stderr, done.stderr

@@ -1,0 +1,184 @@
+"""What becomes of Megatron's flags that no field has."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.config.arguments import command_line, parse_args, read_flags
+from megatron.training.config.commands import options
+from megatron.training.config.flags import spelling_table
+from megatron.training.config.foreign_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
+from megatron.training.reliability.launch import Launch
+from tests.pure.test_arguments import TINY, failure, write
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "field", "value"),
+    [
+        ("--use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
+        ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        (
+            "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
+            "model",
+            "position_embedding_type",
+            "rope",
+        ),
+        (
+            "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
+            "model",
+            "position_embedding_type",
+            "rope",
+        ),
+        ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
+        ("--no-position-embedding --use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
+        ("--no-position-embedding --position-embedding-type rope", "model", "position_embedding_type", "rope"),
+        ("--position-embedding-type rotary", "model", "position_embedding_type", "rope"),
+        ("--glu-activation swiglu", "model", "swiglu", True),
+        ("--glu-activation geglu", "model", "activation_func", "geglu"),
+        ("--batch-size 4", "training", "micro_batch_size", 4),
+        ("--eval-only True", "training", "skip_train", True),
+        ("--no-train 1", "training", "skip_train", True),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "parallel", "cp_comm_type", "p2p"),
+        ("--cuda-graph-impl transformer_engine", "parallel", "cuda_graph_impl", "none"),
+        ("--recompute-activations", "model", "recompute_granularity", "selective"),
+    ],
+)
+def test_values(argv: str, section: str, field: str, value: Any) -> None:
+    found = getattr(getattr(parse_args(argv.split()), section), field)
+    assert found == value and type(found) is type(value)
+
+
+def test_what_is_not_built_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = failure(
+        "--mtp-detach-heads --moe-input-jitter-eps 1 --padded-vocab-size 8 --dataloader-type cyclic --gibberish "
+        "--onnx-safe --num-experts 64 128",
+        capsys,
+    )
+    assert lines[:7] == [
+        "--mtp-detach-heads: asks for this variant of multi-token prediction, which is not built; remove it",
+        "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; remove it",
+        "--padded-vocab-size 8: asks for a padded vocabulary given by its size, which is not built; use --vocab-size "
+        "and --make-vocab-size-divisible-by",
+        "--dataloader-type cyclic: asks for another order of samples, which is not built; only single is",
+        "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
+        "--onnx-safe: asks for this activation function, which is not built; remove it",
+        "--num-experts 64 128: asks for layers that differ in their number of experts, which is not built; give one "
+        "value",
+    ]
+
+
+def test_a_file_may_ask_for_it_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run\.yaml: onnx-safe: asks for this activation function"):
+        parse_args(["--config", write(tmp_path, "onnx-safe: true")])
+    assert len(command_line(["--config", write(tmp_path, "use-mcore-models: true"), *TINY.split()]).notes) == 1
+
+
+def test_tables_do_not_overlap() -> None:
+    """A feature that lands leaves the tables of what is not there."""
+    text = files("megatron.extensions.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    groups = [*tables["no_effect"], *tables["not_built"]]
+    foreign = [flag for group in groups for flag in (*group.get("flags", ()), *group.get("prefixes", ()))]
+    foreign += [*tables["usual"], *tables["exchanged"], *tables["replaced"]]
+    twice = [flag for flag, times in Counter([*foreign, *spelling_table()]).items() if times > 1]
+    assert not twice
+    for flag, values in (*tables["same_values"].items(), *tables["values_not_built"].items()):
+        known, _ = spelling_table()[flag]
+        assert known.spec.choices and not set(values) & set(known.spec.choices), flag
+
+
+def test_what_flags_stand_for_exists() -> None:
+    """Replacements, switches and remedies name flags that there are."""
+    foreign = foreign_flags()
+    known = {*spelling_table(), *foreign.spellings(), *options()}
+    for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):
+        text = entry.flags if isinstance(entry, SameAs) else ""
+        if isinstance(entry, NotBuilt):
+            text = " ".join([entry.remedy, *entry.switch])
+        named = {word.strip(",:;.") for word in text.split() if word.startswith("--")}
+        assert named <= known, (name, named - known)
+
+
+def test_meaningless_flags_get_one_line_each() -> None:
+    command = command_line(f"{TINY} --use-mcore-models --transformer-impl local --use-flash-attn".split())
+    assert len(command.notes) == 3
+    assert command.notes[0].startswith("--use-mcore-models has no effect: ")
+    assert command.notes[1].startswith("--transformer-impl local has no effect: ")
+    assert command.config == parse_args(TINY.split())
+
+
+@pytest.mark.usefixtures("forget_extensions_at_once")
+@pytest.mark.parametrize("name", foreign_flags().entries)
+def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a note that begins with it, by a problem, or by being another name of a field."""
+    entry = foreign_flags().entries[name]
+    argv = [*TINY.split(), *(entry.switch[0].split() if isinstance(entry, NotBuilt) and entry.switch else ())]
+    if isinstance(entry, Accepted):
+        value = [] if not entry.arity else [entry.values[0] if entry.values else "1"]
+        assert command_line([*argv, name, *value], Launch()).notes[0].startswith(f"{name} ")
+    elif isinstance(entry, SameAs):
+        reader = read_flags([*argv, *name.split(), *(["7"] if "{}" in entry.flags else [])])
+        assert " ".join(reader.readings[-1].given).startswith(name)
+        assert bool(reader.notes) != entry.quiet or reader.problems
+    elif isinstance(entry, Exchange):
+        for flags, note in ([name], False), ([name, entry.flag, "alibi"], True):
+            assert bool(read_flags([*argv, *flags]).notes) == note
+    else:
+        assert any(line.startswith(name) and "not built" in line for line in failure(" ".join([*argv, name]), capsys))
+
+
+def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    command = command_line(f"{TINY} --num-residual-streams 4 --lion-beta1 0.9".split(), Launch())
+    assert command.notes[0] == (
+        "--num-residual-streams 4 has no effect: it is a setting of hyper-connections, which "
+        "--enable-mhc-connections asks for"
+    )
+    assert command.notes[1].startswith("--lion-beta1 0.9 has no effect: it is a setting of the Lion optimizer")
+    lines = failure(f"{TINY} --num-residual-streams 4 --enable-mhc-connections", capsys)
+    assert [line.partition(":")[0] for line in lines] == ["--enable-mhc-connections", "--num-residual-streams 4"]
+
+
+def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    old = "--checkpoint-activations --checkpoint-num-layers 2 --use-rotary-position-embeddings --micro_batch_size 3"
+    command = command_line(f"{TINY} {old} --lr-decay-style wsd --lr-wsd-decay-iters 2".split(), Launch())
+    ours = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    ours += " --position-embedding-type rope --micro-batch-size 3 --lr-decay-style WSD --lr-wsd-decay-iters 2"
+    assert command.config == parse_args(f"{TINY} {ours}".split())
+    assert command.notes == (
+        "--checkpoint-activations is read as --recompute-granularity full --recompute-method uniform",
+        "--checkpoint-num-layers 2 is read as --recompute-num-layers 2",
+        "--lr-decay-style wsd is read as WSD",
+    )
+    theirs = "--optimizer dist_muon --muon-use-nesterov --muon-tp-mode distributed --muon-no-split-qkv"
+    ours = "--optimizer muon --muon-nesterov --no-muon-split-qkv"
+    command = command_line(f"{TINY} {theirs}".split(), Launch())
+    assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 2
+    theirs = "--position-embedding-type yarn --yarn-beta-fast 9 --no-weight-decay-cond-type apply_wd_to_qk_layernorm"
+    ours = "--position-embedding-type rope --rope-type yarn --beta-fast 9 --apply-wd-to-qk-layernorm"
+    command = command_line(f"{TINY} {theirs} --zero-stage 3 --cpu-optimizer".split(), Launch())
+    ours += " --data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload"
+    assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 5
+    line = failure(f"{TINY} --optimizer soap", capsys)[0]
+    assert line == "--optimizer soap: asks for the SOAP optimizer, which is not built; use adam or sgd or muon"
+    line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]
+    assert line.startswith("--checkpoint-activations 3: takes no value; or use --recompute-granularity")
+
+
+def test_a_rotary_embedding_of_a_file_survives_no_position_embedding(tmp_path: Path) -> None:
+    path = write(tmp_path, "position-embedding-type: rope\n")
+    assert parse_args(["--config", path, "--no-position-embedding"]).model.position_embedding_type == "rope"
+    path = write(tmp_path, "no-position-embedding: true\nposition-embedding-type: learned_absolute\n")
+    assert parse_args(["--config", path]).model.position_embedding_type == "none"
+
+
+def test_flags_win_over_switches_of_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "use-rotary-position-embeddings: true\n")
+    assert parse_args(["--config", path]).model.position_embedding_type == "rope"
+    argv = ["--config", path, "--position-embedding-type", "alibi"]
+    assert parse_args(argv).model.position_embedding_type == "alibi"
