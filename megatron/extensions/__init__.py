@@ -30,7 +30,10 @@ class BuiltIn:
     """The extensions that it imports."""
 
 
-BUILT_IN: tuple[BuiltIn, ...] = ()
+BUILT_IN: tuple[BuiltIn, ...] = (
+    BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
+    BuiltIn("offload", "optimizer states and saved activations in host memory"),
+)
 """The one list of built-in extensions."""
 
 INDEX = Path(__file__).with_name("flag_index.txt")

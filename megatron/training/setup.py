@@ -214,7 +214,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             config.optimizer.whole_roles,
             queue,
             casts,
-            torch.bfloat16 if config.optimizer.main_grads_dtype == "bf16" else None,
+            getattr(torch, config.optimizer.gradients_dtype or "", None),
             partial(
                 initialize_parameters_,
                 seed=config.training.seed,

@@ -33,7 +33,7 @@ WITHOUT_TORCH = [
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.pipeline_parallel.simulator",
     "megatron.core.distributed.param_layout",
-    "megatron.core.optimizer.matrix_plan",
+    "megatron.extensions.optimizers.matrix_plan",
     "megatron.core.tokenizers",
     "megatron.extensions.planner.memory",
     "megatron.extensions.planner.parameters",

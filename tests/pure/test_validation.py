@@ -95,15 +95,6 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ("--num-layers -1", 1, "--num-layers -1: must be above 0"),
         ("--micro-batch-size 0", 1, "--micro-batch-size 0: must be above 0; the default is 1"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0: must be in [0, 1); the default is 0.999"),
-        ("--muon-momentum 1 --optimizer muon", 1, "--muon-momentum 1.0: must be in [0, 1); the default is 0.9"),
-        ("--muon-momentum 0.8", 1, "--muon-momentum 0.8: has no effect without --optimizer muon"),
-        ("--muon-nesterov", 1, "--muon-nesterov: has no effect without --optimizer muon"),
-        ("--moe-router-skip-muon --optimizer muon", 1, "--moe-router-skip-muon: has no effect without --num-experts"),
-        (
-            "--optimizer muon --muon-scalar-optimizer muon",
-            1,
-            "--muon-scalar-optimizer muon: updates whole matrices, which embeddings, norms and biases are not; use ad",
-        ),
         ("--hidden-dropout 1.0", 1, "--hidden-dropout 1.0: must be in [0, 1)"),
         ("--rotary-percent 0", 1, "--rotary-percent 0.0: must be in (0, 1]"),
         # heads of their own in layers with windows

@@ -17,7 +17,7 @@ from megatron.extensions.planner.activations import RankActivations, activations
 from megatron.extensions.planner.dry_run.batch import micro_batch_of, microbatches_of
 from megatron.extensions.planner.dry_run.memory import byte_text, come_and_go
 from megatron.extensions.planner.memory import states_of_rank
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import field_table, with_named
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.run import TrainingRun
@@ -97,10 +97,7 @@ def _cheapest(
 
 def with_change(config: RunConfig, change: Change, world_size: int) -> RunConfig | None:
     """The configuration with a change; None if nothing changes, or it could not run."""
-    table, changed = field_table(), config
-    for name, value in change.items():
-        section = table[name].section
-        changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
+    changed = with_named(config, change)
     if changed == config:
         return None
     changed = resolve(replace(changed, parallel=replace(changed.parallel, data_parallel_size=None)), world_size)

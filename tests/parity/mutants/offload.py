@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.offload import saved_activations
 from megatron.core.offload.host_pool import HostBuffer, HostPool
-from megatron.core.optimizer.host_update import HostUpdate
+from megatron.extensions.offload.host_update import HostUpdate
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants, nothing
 

@@ -34,6 +34,7 @@ from megatron.extensions.diagnosis.layer_stats.activation_taps import (
 )
 from megatron.extensions.diagnosis.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
 from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Parameter
+from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 
 BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
@@ -84,7 +85,7 @@ class LayerStatistics:
         if not self.interval:
             return
         compiled = config.parallel.compiles(device.type)
-        self.taps = ActivationTaps(stages, device, compiled, config.optimizer.qk_clip)
+        self.taps = ActivationTaps(stages, device, compiled, bool(named_value(config, "qk_clip")))
         self.rows = _Rows.of(self.taps, stages, state)
         places = {name: row for row, name in enumerate(self.rows.parameters)}
         self.squares = ParameterSquares(optimizer, state, places)

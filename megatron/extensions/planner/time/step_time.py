@@ -184,7 +184,7 @@ class _Step:
             config.training.micro_batch_size,
             device.device_type,
             config.restarts_positions,
-            config.optimizer.main_grads_dtype == "bf16",
+            config.optimizer.gradients_dtype == "bfloat16",
         )
         samples = config.training.global_batch_size or config.training.micro_batch_size * self.dims.dp
         self.tokens = samples * config.model.seq_length

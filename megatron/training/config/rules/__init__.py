@@ -25,7 +25,7 @@ from megatron.training.config.rules.linear_attention import linear_attention, li
 from megatron.training.config.rules.model import attention, attention_kernel, layers, positions, tensor_parallel, yarn
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
-from megatron.training.config.rules.optimizer import cpu_offload, optimizer, post_validation, precision_aware, qk_clip
+from megatron.training.config.rules.optimizer import post_validation
 from megatron.training.config.rules.pipeline import activation_offload, overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.precision import fp8, fp8_param_gather, fp8_scaling, fp8_shapes, precision
 from megatron.training.config.rules.world import heartbeats, world
@@ -64,10 +64,6 @@ RULES: tuple[Rule, ...] = (
     batch,
     length,
     schedule,
-    optimizer,
-    precision_aware,
-    qk_clip,
-    cpu_offload,
     post_validation,
     data,
     fill_in_middle,

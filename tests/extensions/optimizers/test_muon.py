@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,19 +11,24 @@ import torch._dynamo  # torch.optim needs it: once here, not in every forked ran
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.newton_schulz import COEFFICIENTS, coefficients
-from megatron.core.optimizer import matrix_plan
-from megatron.core.optimizer.muon import newton_schulz, scale
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
+from megatron.extensions.optimizers import matrix_plan
+from megatron.extensions.optimizers.flags import MuonFlags
+from megatron.extensions.optimizers.muon import newton_schulz, scale
+from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS, coefficients
 from megatron.extensions.planner.flops import orthogonalization_flops
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
+from megatron.training.progress import Progress
 from megatron.training.training import Interval, train_step
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
 from tests.harness import run_world
+from tests.pure.test_checkpointing import Run
+from tests.pure.test_checkpointing import config as run_of
 
 MOONLIGHT = {"muon_extra_scale_factor": 0.2, "muon_momentum": 0.95}
 JORDAN = {"muon_scale_mode": "shape_scaling", "muon_nesterov": True, "muon_momentum": 0.8, "muon_num_ns_steps": 3}
@@ -228,3 +234,15 @@ def test_planned_flops_are_those_of_the_iterations() -> None:
     planned = orthogonalization_flops(config.model, config.optimizer)
     assert run_world(1, _flops_of_an_update, config) == [planned] and planned > 0
     assert orthogonalization_flops(config.model, replace(config.optimizer, optimizer="adam")) == 0
+
+
+def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None:
+    muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
+    Run(muon).save(Progress(1, 8))
+    assert Run(muon).load() == Progress(1, 8)
+    other = muon.with_options(MuonFlags(muon_scalar_optimizer="sgd", moe_router_skip_muon=True))
+    with pytest.raises(
+        ValueError, match="--muon-scalar-optimizer is adam in the checkpoint and sgd in the run"
+    ) as error:
+        Run(other).load()
+    assert "--moe-router-skip-muon is False in the checkpoint and True in the run" in str(error.value)
