@@ -176,6 +176,20 @@ UPDATE_HOOKS: Registry[Any, WhenFacts] = Registry("hook of updates", WhenFacts, 
 """`hook(config, modules, shards, state)`: its `after_update(skip)` is called after each update of main parameters
 on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
 
+
+@dataclass(frozen=True)
+class StoreFacts:
+    layers: Callable[[Any], int]
+    """ModelParallelConfig -> layers of each stage, from its first one, whose activations it keeps."""
+
+    with_layers: Callable[[Any, int], Any]
+    """(ModelParallelConfig, layers) -> the same with at most so many, for plans."""
+
+
+ACTIVATION_STORES: Registry[Any, StoreFacts] = Registry("store of activations", StoreFacts, "config, device")
+"""`build(config, device)`: what keeps activations that are saved for the backward elsewhere than on the device; none of
+the trunk's. See `megatron.core.transformer.activation_store.ActivationStore`."""
+
 LR_SCHEDULES: Registry[Any, NoFacts] = Registry("--lr-decay-style", NoFacts, "samples, length, config")
 """`schedule(samples, length, config)`: learning rate after `samples` consumed samples, beyond the warm-up."""
 

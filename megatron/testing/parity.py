@@ -41,7 +41,7 @@ from megatron.testing import gradient_check
 from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
 from megatron.training.config.arguments import flat_values, parse_args, with_flags
-from megatron.training.config.flags import all_flags
+from megatron.training.config.flags import all_flags, with_named
 from megatron.training.config.prepare import tokenizer_vocabulary
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 from megatron.training.config.validation import resolve, resolve_legal, validate
@@ -228,7 +228,7 @@ def on_one_process(config: RunConfig) -> RunConfig:
     model = config.model
     recompute: dict[str, Any] = {f.name: f.default for f in fields(model) if f.name.startswith("recompute_")}
     return replace(
-        config,
+        with_named(config, {"cpu_offloading": False, "cpu_offloading_num_layers": 0}),
         parallel=ModelParallelConfig(fp64=True, cpu=True),
         ddp=DDPConfig(),
         model=replace(model, **recompute),

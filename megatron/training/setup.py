@@ -21,13 +21,13 @@ from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.fp8.weight_grad_choice import choose_kernels as choose_weight_grad_kernels
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.offload.saved_activations import build_offload
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms, place_of
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.transformer.activation_store import build_store
 from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
 from megatron.extensions.diagnosis.profiler import Profiler
 from megatron.extensions.diagnosis.straggler import PhaseClock
@@ -71,7 +71,7 @@ def build_stages(
     layout = pipeline_layout(model, config.parallel)
     holds = pipeline_stages(model, config.parallel)
     stages: dict[int, GPTModel] = {}
-    offload = build_offload(config.parallel, runtime.device)
+    offload = build_store(config.parallel, runtime.device)
     for stage in layout.stages_of(state.pp.rank):
         stages[stage] = GPTModel(
             model,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.parts import OPTIMIZERS
-from megatron.extensions.offload.flags import HostStateFlags
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
+from megatron.extensions.offload.flags import ActivationFlags, HostStateFlags
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -27,3 +28,28 @@ def states(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.optimizer.optimizer_post_validation:
         why = "updates on the host are not copied for a roll-back"
         yield Problem.exclusive("--optimizer-post-validation", None, switch, why)
+
+
+def activations(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o, flag = c.options(ActivationFlags), "--cpu-offloading-num-layers"
+    layers, smallest = o.cpu_offloading_num_layers, o.min_offloaded_tensor_size
+    if not o.cpu_offloading:
+        if layers:
+            yield Problem.no_effect(flag, layers, "--cpu-offloading")
+        if smallest != ActivationFlags.min_offloaded_tensor_size:
+            yield Problem.no_effect("--min-offloaded-tensor-size", smallest, "--cpu-offloading")
+        return
+    if c.optimizer.optimizer_post_validation:
+        why = "offloaded activations of forward passes are not taken back"
+        yield Problem.exclusive("--optimizer-post-validation", None, "--cpu-offloading", why)
+    try:
+        longest = c.model.num_layers // pipeline_layout(c.model, c.parallel).num_stages
+        if layers > longest:  # than the average; how long stages are depends on the vocabulary
+            if c.model.vocab_size is None:
+                return  # judged again when the tokenizer is known
+            longest = max(len(stage.layers) for stage in pipeline_stages(c.model, c.parallel))
+    except (ArithmeticError, AssertionError, ValueError):
+        return  # another rule reports the stages
+    if not 1 <= layers <= longest:
+        near = f"nearest: {min(max(layers, 1), longest)}"
+        yield Problem(flag, layers, f"must be in [1, {longest}], the layers of the longest pipeline stage", near)

@@ -66,7 +66,7 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
         lines.append(f"{name:<24}{byte_text(planned_here):>12}{now:>12}")
     if host := planned_host_bytes(config, world_size, pp_rank):
         lines.append(f"{'states in host memory':<24}{byte_text(host):>12}{_held_on_host(run):>12}")
-    if config.parallel.cpu_offloading:
+    if config.parallel.offloaded_layers:
         (found,) = activations.values()
         on_host = byte_text(found[pp_rank].host)
         lines.append(f"{'activations on host':<24}{on_host:>12}{_activations_on_host(run):>12}")

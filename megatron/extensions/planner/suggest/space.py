@@ -77,7 +77,7 @@ class SearchedRun:
         split = PIPELINE_SCHEDULES.facts(parallel.schedule).splits_backward
         family = Family(*sizes, parallel.expert_tp, samples, again, split)
         pipeline = Pipeline(parallel.schedule, place.pp, place.chunks, place.v_shaped)
-        offload = "activations" if parallel.cpu_offloading else OFFLOADING[0]
+        offload = "activations" if parallel.offloaded_layers else OFFLOADING[0]
         offload = "states" if named_value(self.own, "optimizer_cpu_offload") else offload
         sharded = ddp.data_parallel_sharding_strategy if self.own.optimizer.use_distributed_optimizer else "no_shard"
         dp = ParallelDims.from_config(parallel, self.world_size).size("dp")
@@ -106,7 +106,6 @@ class SearchedRun:
             microbatch_group_size_per_virtual_pipeline_stage=None,
             decoder_first_pipeline_num_layers=None,
             decoder_last_pipeline_num_layers=None,
-            **self._activation_offload(layout),
         )
         saving, replicas = layout.saving, layout.dp * family.cp
         ddp = replace(
@@ -120,7 +119,7 @@ class SearchedRun:
         model = replace(given.model, **self._recomputation(family.recompute))
         config = replace(given, parallel=parallel, ddp=ddp, optimizer=optimizer, training=training, model=model)
         states = {"optimizer_cpu_offload": saving.offload == "states", "optimizer_offload_fraction": 1.0}
-        return resolve(with_named(config, states), self.world_size)
+        return resolve(with_named(config, states | self._activation_offload(layout)), self.world_size)
 
     def _names_stages(self, pipeline: Pipeline) -> bool:
         """Whether a layout says the number of stages per rank: also to win over what the run's own flags say of it."""

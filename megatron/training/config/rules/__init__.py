@@ -26,7 +26,7 @@ from megatron.training.config.rules.model import attention, attention_kernel, la
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import post_validation
-from megatron.training.config.rules.pipeline import activation_offload, overlap, pipeline, recomputation, sharding
+from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.precision import fp8, fp8_param_gather, fp8_scaling, fp8_shapes, precision
 from megatron.training.config.rules.world import heartbeats, world
 from megatron.training.config.run_config import RunConfig
@@ -51,7 +51,6 @@ RULES: tuple[Rule, ...] = (
     multi_token,
     pipeline,
     recomputation,
-    activation_offload,
     overlap,
     sharding,
     precision,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -31,7 +31,12 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
     for flag, value, given, why in (
         ("--num-experts", c.model.num_experts, c.model.num_experts, "shapes depend on the routing"),
         ("--reset-attention-mask", None, c.data.reset_attention_mask, "documents differ from sample to sample"),
-        ("--cpu-offloading", None, p.cpu_offloading, "buffers in host memory differ from micro-batch to micro-batch"),
+        (
+            "--cpu-offloading",
+            None,
+            named_value(c, "cpu_offloading"),
+            "buffers in host memory differ from micro-batch to micro-batch",
+        ),
         ("--overlap-grad-reduce", None, c.ddp.overlap_grad_reduce, "reductions start during the backward pass"),
         ("--overlap-param-gather", None, c.ddp.overlap_param_gather, "modules wait for parameters while they run"),
         (
