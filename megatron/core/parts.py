@@ -233,6 +233,21 @@ PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True
 PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True, in_turns=True)
 PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True)
 
+
+@dataclass(frozen=True)
+class RunnerFacts:
+    when: Callable[[Any], bool]
+    """ModelParallelConfig -> whether it asks for the runner."""
+
+    launches_once: bool = False
+    """Whether the host launches all kernels of a micro-batch at once, for plans."""
+
+
+MICROBATCH_RUNNERS: Registry[Any, RunnerFacts] = Registry("runner", RunnerFacts, attributes=("prepare", "build"))
+"""What runs micro-batches in place of the pipeline's executor. `prepare(config, device)` is called before the model is
+built. `build(config, run, device, casts)` builds an object whose `train(batches, seed)` returns the losses; `run(batch,
+seed)` is the forward and backward of one micro-batch, and `config` the ModelParallelConfig."""
+
 DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
 wanted of each (None: one epoch); see `megatron.core.datasets.streaming.GeneratorDataset`."""

@@ -32,6 +32,7 @@ class BuiltIn:
 
 BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
+    BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
 )
 """The one list of built-in extensions."""

@@ -209,10 +209,10 @@ def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
 def in_fp64(config: RunConfig) -> RunConfig:
     """The configuration in fp64 on CPU ranks of this machine, without evaluation, files and reports."""
     parallel = ModelParallelConfig()
-    for_gpus = ("compile", "cuda_graph_impl", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
+    for_gpus = ("compile", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
     plain = {name: getattr(parallel, name) for name in for_gpus}
     return replace(
-        config,
+        config.without("cuda_graph_impl"),
         parallel=replace(config.parallel, **plain | {"fp64": True, "cpu": True}),
         ddp=replace(config.ddp, grad_reduce_in_bf16=False),
         data=replace(config.data, num_workers=0),

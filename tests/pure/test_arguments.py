@@ -154,7 +154,6 @@ def test_defaults_without_flags() -> None:
         ("--eval-only True", "training", "skip_train", True),
         ("--no-train 1", "training", "skip_train", True),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "parallel", "cp_comm_type", "p2p"),
-        ("--cuda-graph-impl transformer_engine", "parallel", "cuda_graph_impl", "none"),
         ("--recompute-activations", "model", "recompute_granularity", "selective"),
         ("--window-size 4096", "model", "window_size", 4096),
         ("--window-size 4095,0", "model", "window_size", 4096),

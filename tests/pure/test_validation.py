@@ -301,11 +301,6 @@ def test_one_expert_is_a_dense_mlp() -> None:
             "--rope-scaling-low-freq-factor 5.0: must be at most",
         ),
         ("--recompute-method block", 1, "--recompute-method block: has no effect without --recompute-granularity full"),
-        (
-            "--cuda-graph-warmup-steps 7",
-            1,
-            "--cuda-graph-warmup-steps 7: has no effect without --cuda-graph-impl local",
-        ),
         ("--bf16 --fp16", 1, "--fp16: cannot be combined with --bf16"),
         ("--fp32 --fp64 --bf16", 1, "--bf16: cannot be combined with --fp32 and --fp64"),
         ("--loss-scale 8", 1, "--loss-scale 8.0: has no effect without --fp16"),

@@ -8,7 +8,7 @@ from math import lcm
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.pipeline_layout import layers_of_stages
 from megatron.core.config.precision import PrecisionConfig
-from megatron.core.parts import ACTIVATION_STORES, PIPELINE_SCHEDULES
+from megatron.core.parts import ACTIVATION_STORES, MICROBATCH_RUNNERS, PIPELINE_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,6 @@ class ModelParallelConfig(PrecisionConfig, Section):
     FlashAttention-2. flash3: the package of FlashAttention-3. cudnn: cuDNN. triton: the only fused kernel with
     attention dropout, and only for that. unfused: plain torch, also on CPU."""
 
-    cuda_graph_impl: str = flag("none", choices=("none", "local"))
-    """GPUs: record the forward and backward pass of a micro-batch as a CUDA graph and replay it (local)."""
-
-    cuda_graph_warmup_steps: int = 3
-    """--cuda-graph-impl: warm-up steps before recording, in which kernels are compiled and selected."""
-
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
 
@@ -129,6 +123,11 @@ class ModelParallelConfig(PrecisionConfig, Section):
         """The same with the activations of at most so many layers kept elsewhere."""
         name = self.activation_store
         return self if name is None else ACTIVATION_STORES.facts(name).with_layers(self, layers)
+
+    @property
+    def microbatch_runner(self) -> str | None:
+        """Entry of MICROBATCH_RUNNERS that runs micro-batches in place of the executor; None for none."""
+        return next((name for name in MICROBATCH_RUNNERS if MICROBATCH_RUNNERS.facts(name).when(self)), None)
 
     def compiles(self, device_type: str) -> bool:
         """Whether regions are compiled for devices of this type ("cuda", "cpu")."""

@@ -68,7 +68,6 @@ OF_PIPELINE: dict[str, Any] = {
     "decoder_last_pipeline_num_layers": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
-    "cuda_graph_impl": "none",
     "distributed_backend": None,
 }
 """Settings that change nothing about a micro-batch in a layer."""
@@ -78,7 +77,7 @@ def in_a_layer(batch: MicroBatch) -> MicroBatch:
     """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
     split = splits_backward(batch.parallel.schedule)
     schedule = "zb-h1" if split else "1f1b"
-    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule=schedule)
+    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule=schedule).without("cuda_graph_impl")
     return replace(batch, parallel=parallel.with_offloaded_layers(1))
 
 

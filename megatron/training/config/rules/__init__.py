@@ -17,7 +17,6 @@ from megatron.training.config.rules.checkpoints import (
     traces,
 )
 from megatron.training.config.rules.context import heads_over_context, sequence
-from megatron.training.config.rules.cuda_graphs import graphs
 from megatron.training.config.rules.data import data, eval_tasks, fill_in_middle, tokenizer, validation_sets
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
@@ -75,5 +74,4 @@ RULES: tuple[Rule, ...] = (
     layer_statistics,
     profiles,
     traces,
-    graphs,
 )

@@ -222,9 +222,6 @@ def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--overlap-param-gather", None, rule, "remove it", harmless=True)
     if c.ddp.fp8_param_gather:
         yield Problem.exclusive("--fp8-param-gather", None, given, "units are gathered in the parameters' format")
-    if c.parallel.cuda_graph_impl == "local":
-        why = "memory of whole gradients comes and goes during the passes"
-        yield Problem.exclusive("--cuda-graph-impl", "local", given, why)
 
 
 def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
