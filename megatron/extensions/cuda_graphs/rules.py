@@ -50,15 +50,15 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
         ),
         (
             "--log-layer-stats",
-            named_value(c, "log_layer_stats"),
-            named_value(c, "log_layer_stats"),
+            stats,
+            stats,
             "hooks do not run in a recording",
         ),
         ("--trace", None, named_value(c, "trace"), "actions and collectives do not run one by one in a recording"),
         (
             "--log-straggler",
             None,
-            named_value(c, "log_straggler"),
+            straggler,
             "forward and backward pass cannot be timed separately",
         ),
     ):
