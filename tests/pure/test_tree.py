@@ -33,7 +33,6 @@ WITHOUT_TORCH = [
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.pipeline_parallel.simulator",
     "megatron.core.distributed.param_layout",
-    "megatron.extensions.optimizers.matrix_plan",
     "megatron.core.tokenizers",
     "megatron.extensions.planner.memory",
     "megatron.extensions.planner.parameters",

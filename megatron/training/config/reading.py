@@ -189,7 +189,7 @@ class FlagReader:
     # Flags that no field has
 
     def _foreign(self, name: str, texts: list[str]) -> None:
-        entry = foreign_flags().find(name, *texts[:1])
+        entry = foreign_flags().find(name, *texts[:1]) if home_of(name) is None else None
         if entry is None:
             self._unknown(name, texts)
         elif isinstance(entry, SameAs):

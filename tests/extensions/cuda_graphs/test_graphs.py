@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.training import Interval, train_step
 from tests.harness import local_run, run_world
+from tests.pure import test_data_stages as stages
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data --lr 1e-2 "
@@ -146,6 +148,7 @@ def test_what_can_be_recorded() -> None:
         ("--overlap-param-gather", "--overlap-param-gather"),
         ("--log-straggler", "--log-straggler"),
         ("--deterministic-mode", "--deterministic-mode"),
+        ("--experimental-attention-variant gated_delta_net --bf16", "--cuda-graph-impl local"),
         ("--bf16 --fp8-format e4m3 --fp8-param-gather --dp 2", "--fp8-param-gather"),
         ("--data-parallel-sharding-strategy optim_grads --dp 2", "--cuda-graph-impl local"),
     ],
@@ -164,3 +167,9 @@ def test_without_a_gpu_it_is_refused() -> None:
 def test_warm_up_alone_has_no_effect() -> None:
     (notice,) = notices(config_of("--cuda-graph-warmup-steps 7"), 1)
     assert str(notice).startswith("--cuda-graph-warmup-steps 7: has no effect without --cuda-graph-impl local")
+
+
+def test_phases_of_two_shapes_are_refused(tmp_path: Path) -> None:
+    flags = "--mock-data --train-iters 9 --cuda-graph-impl local"
+    found = stages.problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 8, seq-length: 32}", flags)
+    assert any("--cuda-graph-impl local: its graphs have one shape" in problem for problem in found)

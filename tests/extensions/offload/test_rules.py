@@ -48,3 +48,7 @@ def test_layers_of_uneven_stages_are_judged_when_the_vocabulary_is_known() -> No
         assert not [each for each in validate(resolve(config, 2, vocab_size), 2) if "offloading" in each.flag]
     many = resolve(with_flags(config, ["--cpu-offloading-num-layers", "5"]), 2, 256)
     assert [each.flag for each in validate(many, 2) if "offloading" in each.flag] == ["--cpu-offloading-num-layers"]
+
+
+def test_a_layout_that_is_wrong_is_reported_by_its_own_rule() -> None:
+    assert not any("offloading" in problem for problem in problems("--cpu-offloading --pp 0", 1))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from megatron.extensions.optimizers import matrix_plan
@@ -21,12 +22,13 @@ from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS, coefficie
 from megatron.extensions.planner.flops import orthogonalization_flops
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve_legal
+from megatron.training.config.validation import resolve, resolve_legal
 from megatron.training.progress import Progress
 from megatron.training.training import Interval, train_step
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
 from tests.harness import run_world
+from tests.pure import test_gated_delta_net as delta
 from tests.pure.test_checkpointing import Run
 from tests.pure.test_checkpointing import config as run_of
 
@@ -246,3 +248,14 @@ def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None
     ) as error:
         Run(other).load()
     assert "--moe-router-skip-muon is False in the checkpoint and True in the run" in str(error.value)
+
+
+def test_matrices_of_delta_nets() -> None:
+    """Each channel of a convolution is a filter over tokens: it maps no vector to another. The input projection is one
+    matrix, as in Megatron-LM."""
+    config = resolve(parse_args(f"{delta.BASE} {delta.DELTA} --optimizer muon".split()), 1)
+    layer = GPTModel(delta.DELTA_NET, device="meta", initialize=False).decoder.layers[0].self_attention
+    metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters()}
+    whole = config.optimizer.whole_roles
+    assert {name for name, meta in metas.items() if meta.role not in whole} == {"conv1d.weight"}
+    assert len(list(metas["in_proj.weight"].linear_maps())) == 1

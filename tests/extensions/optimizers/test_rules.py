@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.pure.test_out_of_memory import report
 from tests.pure.test_pipeline_rules import problems
 
 
@@ -29,3 +30,7 @@ from tests.pure.test_pipeline_rules import problems
 def test_problems(flags: str, world_size: int, expected: str) -> None:
     (found,) = problems(flags, world_size)
     assert found.startswith(expected)
+
+
+def test_states_in_fewer_bits_are_named_where_memory_ran_out() -> None:
+    assert "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16" in report("")
