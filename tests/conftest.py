@@ -101,6 +101,7 @@ def forget_extensions_at_once() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
+    flags.load_built_in()
     registries = [part for kinds in (parts, hooks) for part in vars(kinds).values() if isinstance(part, Registry)]
     tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]
     before = [dict(table) for table in tables]
