@@ -84,19 +84,111 @@ class OptimizerFacts:
     """Names of the tensors kept for each element of the parameters beside the main parameter."""
 
     whole_matrices: bool = False
-    """Whether it updates the matrices of hidden layers, each as a whole, and leaves the rest to
-    --muon-scalar-optimizer; else it updates all parameters, element by element."""
+    """Whether it updates the matrices of hidden layers, each as a whole, and leaves the rest to another optimizer; else
+    it updates all parameters, element by element."""
+
+    matrices: str = "owners"
+    """Entry of MATRIX_EXCHANGES that brings whole matrices together."""
 
 
 OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry(
     "--optimizer", OptimizerFacts, lambda facts: "config, shards" + ", exchange" * facts.whole_matrices
 )
 """`MyOptimizer(config, shards)`: see `megatron.core.optimizer.optimizer.Optimizer`. With `whole_matrices` it is
-`MyOptimizer(config, shards, exchange)`: see `megatron.core.optimizer.muon.Muon`."""
+`MyOptimizer(config, shards, exchange)`, the exchange being what the entry of MATRIX_EXCHANGES builds."""
 
 OPTIMIZERS.register("adam", "megatron.core.optimizer.optimizer:AdamW", states=("exp_avg", "exp_avg_sq"))
 OPTIMIZERS.register("sgd", "megatron.core.optimizer.optimizer:SGD", states=("momentum_buffer",))
-OPTIMIZERS.register("muon", "megatron.core.optimizer.muon:Muon", states=("momentum_buffer",), whole_matrices=True)
+
+
+@dataclass(frozen=True)
+class MatrixFacts:
+    roles: Callable[[Any], frozenset[str]]
+    """OptimizerConfig -> roles (`ParamMeta.role`) of the matrices that are updated as wholes."""
+
+    others: Callable[[Any], str]
+    """OptimizerConfig -> the optimizer of all other parameters."""
+
+    fields: tuple[str, ...] = ()
+    """Fields of flags that say which optimizer a parameter has: a run has those of the checkpoint that it loads."""
+
+
+MATRIX_EXCHANGES: Registry[Any, MatrixFacts] = Registry("exchange of matrices", MatrixFacts, "config, ddp, state")
+"""`build(config, ddp, state)`: what brings the matrices of one rank's stage together for an optimizer of whole ones."""
+
+
+class StatePlan:
+    """How states of an optimizer are stored, as far as it is known without torch: here in the main dtype."""
+
+    def holds(self, optimizer: Any) -> bool:
+        """Whether an OptimizerConfig asks for it."""
+        return True
+
+    def main_kind(self, optimizer: Any, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
+        """How main parameters are stored, given the names of both dtypes: "aliased" (the parameters themselves), or
+        "stored" (a copy in the main dtype), which those `on_host` always are; extensions have others."""
+        return "aliased" if params_dtype == main_dtype and not on_host else "stored"
+
+    def main_bytes(self, numel: int, kind: str, main: int) -> int:
+        """Bytes of main parameters of this kind, where the main dtype has `main`."""
+        return 0 if kind == "aliased" else numel * main
+
+    def state_bytes(self, optimizer: Any, numel: int, state: str, main: int) -> int:
+        """Bytes of a state, by its name."""
+        return numel * main
+
+    def gradients_dtype(self, optimizer: Any) -> str | None:
+        """Dtype in which gradients are summed over micro-batches; None: the main dtype."""
+        return None
+
+    def described(self, optimizer: Any, params_dtype: str, main_dtype: str) -> str:
+        """Formats of main parameters and states, for a plan."""
+        return f"{optimizer.optimizer} state {main_dtype}"
+
+
+STATE_STORES: Registry[Any, StatePlan] = Registry("store of states", lambda plan: plan, attributes=("shard", "rule"))
+"""What stores an optimizer's states and updates them, see `megatron.core.optimizer.optimizer.MainStates`. The last one
+whose plan holds is taken."""
+
+STATE_STORES.register("main", "megatron.core.optimizer.optimizer:MainStates", plan=StatePlan())
+
+
+@dataclass(frozen=True)
+class HostUpdateFacts:
+    fraction: Callable[[Any], float]
+    """OptimizerConfig -> share of the elements whose states are in host memory, and are updated there."""
+
+
+HOST_UPDATES: Registry[Any, HostUpdateFacts] = Registry(
+    "update on the host", HostUpdateFacts, "config, shards, rules, slots, threads"
+)
+"""`build(config, shards, rules, slots, threads)`: what updates shards in host memory; none of the trunk's. See
+`megatron.core.optimizer.optimizer.HostUpdateRule`."""
+
+
+@dataclass(frozen=True)
+class WhenFacts:
+    when: Callable[[Any], bool]
+    """Section of the configuration -> whether it asks for the part."""
+
+
+UPDATE_HOOKS: Registry[Any, WhenFacts] = Registry("hook of updates", WhenFacts, "config, modules, shards, state")
+"""`hook(config, modules, shards, state)`: its `after_update(skip)` is called after each update of main parameters
+on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    layers: Callable[[Any], int]
+    """ModelParallelConfig -> layers of each stage, from its first one, whose activations it keeps."""
+
+    with_layers: Callable[[Any, int], Any]
+    """(ModelParallelConfig, layers) -> the same with at most so many, for plans."""
+
+
+ACTIVATION_STORES: Registry[Any, StoreFacts] = Registry("store of activations", StoreFacts, "config, device")
+"""`build(config, device)`: what keeps activations that are saved for the backward elsewhere than on the device; none of
+the trunk's. See `megatron.core.transformer.activation_store.ActivationStore`."""
 
 LR_SCHEDULES: Registry[Any, NoFacts] = Registry("--lr-decay-style", NoFacts, "samples, length, config")
 """`schedule(samples, length, config)`: learning rate after `samples` consumed samples, beyond the warm-up."""
@@ -140,6 +232,21 @@ PIPELINE_SCHEDULES.register(
 PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True)
 PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True, in_turns=True)
 PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True)
+
+
+@dataclass(frozen=True)
+class RunnerFacts:
+    when: Callable[[Any], bool]
+    """ModelParallelConfig -> whether it asks for the runner."""
+
+    launches_once: bool = False
+    """Whether the host launches all kernels of a micro-batch at once, for plans."""
+
+
+MICROBATCH_RUNNERS: Registry[Any, RunnerFacts] = Registry("runner", RunnerFacts, attributes=("prepare", "build"))
+"""What runs micro-batches in place of the pipeline's executor. `prepare(config, device)` is called before the model is
+built. `build(config, run, device, casts)` builds an object whose `train(batches, seed)` returns the losses; `run(batch,
+seed)` is the forward and backward of one micro-batch, and `config` the ModelParallelConfig."""
 
 DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples

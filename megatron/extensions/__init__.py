@@ -43,6 +43,9 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
     BuiltIn("megatron_flags", "what becomes of Megatron's flags that have no field here"),
     BuiltIn("text_data", "raw text as training data"),
+    BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
+    BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
+    BuiltIn("offload", "optimizer states and saved activations in host memory"),
 )
 """The one list of built-in extensions."""
 

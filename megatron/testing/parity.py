@@ -43,7 +43,7 @@ from megatron.testing import gradient_check
 from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, moved_by_rounding, relative_difference, train_in_world
 from megatron.training.config.arguments import flat_values, parse_args, with_flags
-from megatron.training.config.flags import all_flags
+from megatron.training.config.flags import all_flags, with_named
 from megatron.training.config.prepare import tokenizer_vocabulary
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 from megatron.training.config.validation import resolve, resolve_legal, validate
@@ -211,10 +211,10 @@ def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
 def in_fp64(config: RunConfig) -> RunConfig:
     """The configuration in fp64 on CPU ranks of this machine, without evaluation, files and reports."""
     parallel = ModelParallelConfig()
-    for_gpus = ("compile", "cuda_graph_impl", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
+    for_gpus = ("compile", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
     plain = {name: getattr(parallel, name) for name in for_gpus}
     return replace(
-        config,
+        config.without("cuda_graph_impl"),
         parallel=replace(config.parallel, **plain | {"fp64": True, "cpu": True}),
         ddp=replace(config.ddp, grad_reduce_in_bf16=False),
         data=replace(config.data, num_workers=0),
@@ -230,7 +230,7 @@ def on_one_process(config: RunConfig) -> RunConfig:
     model = config.model
     recompute: dict[str, Any] = {f.name: f.default for f in fields(model) if f.name.startswith("recompute_")}
     return replace(
-        config,
+        with_named(config, {"cpu_offloading": False, "cpu_offloading_num_layers": 0}),
         parallel=ModelParallelConfig(fp64=True, cpu=True),
         ddp=DDPConfig(),
         model=replace(model, **recompute),

@@ -50,6 +50,7 @@ from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     all_flags,
     config_of_sections,
+    named_value,
     value_of,
     values_by_section,
 )
@@ -62,9 +63,6 @@ FORMAT_VERSION = 1
 
 FORMER_LOADS = ".mlp.router.load"
 """Suffix of states of older checkpoints: the loads of experts in earlier steps."""
-
-OPTIMIZER_OF_PARAMETERS = ("optimizer", "muon_scalar_optimizer", "moe_router_skip_muon")
-"""Fields that say which optimizer a parameter has; all but the first one matter where there are two."""
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
 """Entries besides tensors that a checkpoint needs for a run to resume from it."""
@@ -350,11 +348,12 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
     if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
         problems.append("it has no optimizer state: give --no-load-optim to go on with fresh moments, or --finetune")
     elif load_optimizer:
+        matrices = config.optimizer.matrices
         problems += [
             f"--{field.replace('_', '-')} is {before} in the checkpoint and {now} in the run: give the checkpoint's, "
             "or --no-load-optim to start the new one afresh"
-            for field in (OPTIMIZER_OF_PARAMETERS if config.optimizer.whole_roles else OPTIMIZER_OF_PARAMETERS[:1])
-            for before, now in [(getattr(saved.optimizer, field), getattr(config.optimizer, field))]
+            for field in ("optimizer", *(matrices.fields if matrices is not None else ()))
+            for before, now in [(named_value(saved, field), named_value(config, field))]
             if before != now
         ]
     if problems:

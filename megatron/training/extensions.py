@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.training.config.flags import Rules, add_section
+from megatron.training.config.flags import Resolve, Rules, add_section
 from megatron.training.config.problem import Problem
 
 __all__ = ["ExtensionError", "Problem", "extension_flags", "load_extensions"]
@@ -30,19 +30,20 @@ class ExtensionError(ValueError):
 
 
 def extension_flags(
-    title: str, may_change: bool = False, rules: Rules | str | None = None
+    title: str, may_change: bool = False, rules: Rules | str | None = None, resolve: Resolve | str | None = None
 ) -> Callable[[type[T]], type[T]]:
     """Decorator of a frozen dataclass whose fields become flags, each with the string below it for help.
 
     Parts read the values by `config.options(Cls)`. A method `validate(config, world_size)` may yield a `Problem` for
     each value that is wrong; `config` is the whole `RunConfig`. So may `rules(config, world_size)`, a function or its
-    "module:function", which is imported and called only if one of the flags is given.
+    "module:function", which is imported and called only if one of the flags is given. `resolve(config)`, likewise,
+    returns the configuration with values of other flags that follow from these.
     A run must have the values of the checkpoint that it loads; `may_change=True` leaves it free to have others, as
     for a callback, a metric or a learning rate.
     """
 
     def add(cls: type[T]) -> type[T]:
-        add_section(title, cls, may_change, rules)
+        add_section(title, cls, may_change, rules, resolve)
         return cls
 
     return add

@@ -25,6 +25,7 @@ from megatron.core.cpu_half import has_products_of, multiply_in_fp32
 from megatron.core.dist_checkpointing.shared_folder import ranks_without
 from megatron.core.fp8.casts import BLOCK_CAPABILITY, BLOCK_CUDA, FIRST_CAPABILITY
 from megatron.core.parallel_state import Axis, ParallelState, build_groups
+from megatron.core.parts import MICROBATCH_RUNNERS
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
 from megatron.training.config.output_paths import unwritable
@@ -108,18 +109,6 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
             f"--compile needs a C++ compiler on CPU, and there is no {compiler}: install one, set CXX to one, or leave "
             "out --compile"
         )
-
-
-def prepare_graphs(config: ModelParallelConfig, device: torch.device) -> None:
-    """Leaves the default CUDA stream for --cuda-graph-impl: that stream cannot be captured, and autograd computes
-    a parameter's gradient on the stream of its first use. Raises ValueError on CPU."""
-    if config.cuda_graph_impl == "none":
-        return
-    if device.type != "cuda":
-        raise ValueError(
-            f"--cuda-graph-impl {config.cuda_graph_impl} records the work of a GPU, and this is a CPU; leave it out"
-        )
-    torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def check_overlap(config: ModelParallelConfig, state: ParallelState, device: torch.device) -> None:
@@ -258,7 +247,8 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     check_fp8(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    prepare_graphs(parallel, device)
+    if (runner := parallel.microbatch_runner) is not None:
+        MICROBATCH_RUNNERS[runner].prepare(parallel, device)
     # No part of the model draws from these: values follow from the seed and a position. Users' hooks may.
     random.seed(config.training.seed)
     np.random.seed(config.training.seed % 2**32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from megatron.core.batch import Batch
 from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parts import MICROBATCH_RUNNERS
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
@@ -18,7 +20,6 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.training.config.run_config import RunConfig
-from megatron.training.cuda_graphs import CudaRecorder, GraphedMicrobatches
 from megatron.training.initialize import Runtime
 
 
@@ -45,10 +46,10 @@ class Pipeline:
         shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
         p2p = PipelineP2P(self.pp, shape, dtype, runtime.device, lanes=runtime.state.lanes)
         self.executor = PipelineExecutor(stages, self.layout, p2p, queue, casts, overlap)
-        self.graph: GraphedMicrobatches | None = None
-        if config.parallel.cuda_graph_impl == "local" and runtime.device.type == "cuda":
-            warm_up, main_dtype = config.parallel.cuda_graph_warmup_steps, getattr(torch, config.parallel.main_dtype)
-            self.graph = GraphedMicrobatches(self._one, CudaRecorder(), warm_up, runtime.device, main_dtype, casts)
+        self.graph: Any = None
+        """The entry of MICROBATCH_RUNNERS that trains in place of the executor."""
+        if (runner := config.parallel.microbatch_runner) is not None:
+            self.graph = MICROBATCH_RUNNERS[runner].build(config.parallel, self._one, runtime.device, casts)
 
     @property
     def loss_rank(self) -> int:
@@ -58,9 +59,10 @@ class Pipeline:
     def train(self, batches: list[Batch], seed: float, replay: bool = True) -> list[torch.Tensor]:
         """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else [].
 
-        Without `replay` no CUDA graph is used, so that hooks of modules run, and each action runs by itself."""
+        Without `replay` the executor alone is used, so that hooks of modules run, and each action runs by itself."""
         if self.graph is not None and replay:
-            return self.graph.train(batches, seed)
+            losses: list[torch.Tensor] = self.graph.train(batches, seed)
+            return losses
         return self.executor.run(
             self._actions(len(batches), False, self.in_turns and replay), batches, loss_scale_seed=seed
         )

@@ -20,13 +20,13 @@ from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.fp8.weight_grad_choice import choose_kernels as choose_weight_grad_kernels
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.offload.saved_activations import build_offload
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.muon import matrix_dtype
 from megatron.core.optimizer.param_groups import freeze_parameters
+from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms, place_of
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.activation_store import build_store
 from megatron.extensions.phases.change import enter_stage
 from megatron.extensions.phases.history import continued, read_history
 from megatron.extensions.phases.plan import stage_plan
@@ -65,7 +65,7 @@ def build_stages(
     layout = pipeline_layout(model, config.parallel)
     holds = pipeline_stages(model, config.parallel)
     stages: dict[int, GPTModel] = {}
-    offload = build_offload(config.parallel, runtime.device)
+    offload = build_store(config.parallel, runtime.device)
     for stage in layout.stages_of(state.pp.rank):
         stages[stage] = GPTModel(
             model,
@@ -145,12 +145,12 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
 
 
 def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
-    """The dtypes of matrix products: that of the layers, and the one in which an optimizer multiplies."""
-    dtypes = [getattr(torch, config.parallel.params_dtype)]
-    if config.optimizer.whole_roles:
-        main_dtype = getattr(torch, config.parallel.main_dtype)
-        dtypes.append(matrix_dtype(main_dtype, config.optimizer.muon_fp32_matmul_prec))
-    return list(dict.fromkeys(dtypes))
+    """The dtypes of matrix products: that of the layers, and those in which the optimizer multiplies."""
+    params_dtype, main_dtype = (
+        getattr(torch, name) for name in (config.parallel.params_dtype, config.parallel.main_dtype)
+    )
+    of_updates = getattr(OPTIMIZERS[config.optimizer.optimizer], "update_dtypes", lambda config, main_dtype: ())
+    return list(dict.fromkeys([params_dtype, *of_updates(config.optimizer, main_dtype)]))
 
 
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
@@ -206,7 +206,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             config.optimizer.whole_roles,
             queue,
             casts,
-            torch.bfloat16 if config.optimizer.main_grads_dtype == "bf16" else None,
+            getattr(torch, config.optimizer.gradients_dtype or "", None),
             partial(
                 initialize_parameters_,
                 seed=config.training.seed,

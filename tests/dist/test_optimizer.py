@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from megatron.core.distributed.param_layout import buffer_bytes
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from tests.dist.toy import DECAY, LR, Oracle, ToyStage, add_gradients, build, run_step
+from tests.dist.toy import DECAY, KINDS, LR, Oracle, ToyStage, add_gradients, build, run_step
 from tests.harness import run_world
 
 LAYOUTS = [
@@ -130,7 +130,7 @@ def overflow_run(rank, world, dims, distributed, bad_rank, name, kind):
     return seen, optimizer.loss_scale, optimizer.step_count
 
 
-@pytest.mark.parametrize(("distributed", "kind"), [(True, "adam"), (False, "adam"), (True, "muon"), (False, "muon")])
+@pytest.mark.parametrize(("distributed", "kind"), list(product((True, False), KINDS[::2])))
 @pytest.mark.parametrize(
     ("bad_rank", "name"),
     [(3, "decoder.layers.0.mlp.linear_fc2.weight"), (1, "decoder.layers.1.mlp.linear_fc2.bias")],
@@ -179,7 +179,7 @@ def one_factor_and_scaled_gradients_agree(rank, world, kind, dtype):
         torch.testing.assert_close(one.double(), other.double(), rtol=rtol, atol=rtol * other.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 def test_the_optimizer_scales_gradients_as_it_reads_them(kind, dtype):
     run_world(2, one_factor_and_scaled_gradients_agree, kind, dtype)
@@ -203,7 +203,7 @@ def not_a_number_is_skipped(rank, world, kind):
     assert optimizer.step_count == 1
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nan_leaves_weights_and_moments_alone(kind):
     run_world(2, not_a_number_is_skipped, kind)
 
@@ -263,7 +263,7 @@ def _whole(saved, piece, state):
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-@pytest.mark.parametrize("kind", ["adam", "muon"])
+@pytest.mark.parametrize("kind", KINDS[::2])
 @pytest.mark.parametrize("dims", [ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2)], ids=str)
 def test_state_round_trip_is_bitwise(dims, kind, distributed, dtype):
     run_world(dims.world_size, save_and_continue, dims, distributed, dtype, kind)
@@ -285,7 +285,7 @@ def measure(rank, world, distributed, dtype, kind):
     assert sum(storages.values()) == plan.total
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 def test_memory_is_what_the_plan_says(distributed, dtype, kind):

@@ -19,6 +19,8 @@ from megatron.core.distributed.finalize_model_grads import global_token_count, r
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Fused, ParamMeta
+from megatron.core.parts import OPTIMIZERS
+from megatron.training.config.flags import config_of_sections, load_built_in
 
 LR, DECAY = 0.01, 0.1
 
@@ -120,10 +122,20 @@ class Oracle:
         return local_part(self.params[name].detach(), self.metas[name], self.state)
 
 
+def optimizer_config(**flags) -> OptimizerConfig:
+    """The optimizer's configuration of fields, those of extensions too."""
+    return config_of_sections({"optimizer": flags}).optimizer
+
+
+load_built_in()
+KINDS = [name for name in ("adam", "sgd", "muon") if name in OPTIMIZERS]
+"""Optimizers; muon where its extension is installed."""
+
+
 def build(state, distributed=True, dtype="fp64", bucket_size=100, **flags):
     parallel = ModelParallelConfig(**{dtype: True})
     stage = ToyStage(state, getattr(torch, parallel.params_dtype))
-    config = OptimizerConfig(use_distributed_optimizer=distributed, **flags)
+    config = optimizer_config(use_distributed_optimizer=distributed, **flags)
     whole = config.whole_roles
     ddp = DistributedDataParallel(DDPConfig(bucket_size), parallel, state, [stage], distributed, whole_roles=whole)
     return ddp, DistributedOptimizer(config, ddp, state)

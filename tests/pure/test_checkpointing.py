@@ -217,18 +217,6 @@ def test_states_of_experts_come_with_the_weights(tmp_path: Path, options: dict[s
     assert two.optimizer.step_count == (0 if options else 1)
 
 
-def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None:
-    muon = OptimizerConfig("muon", lr=1e-2)
-    Run(config(tmp_path, optimizer=muon)).save(Progress(1, 8))
-    assert Run(config(tmp_path, optimizer=muon)).load() == Progress(1, 8)
-    other = config(tmp_path, optimizer=replace(muon, muon_scalar_optimizer="sgd", moe_router_skip_muon=True))
-    with pytest.raises(
-        ValueError, match="--muon-scalar-optimizer is adam in the checkpoint and sgd in the run"
-    ) as error:
-        Run(other).load()
-    assert "--moe-router-skip-muon is False in the checkpoint and True in the run" in str(error.value)
-
-
 def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> None:
     Run(config(tmp_path)).save(Progress(1, 8))
     model = replace(LLAMA, hidden_size=64, rotary_base=5e5, recompute_granularity="full")

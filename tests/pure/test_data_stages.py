@@ -187,11 +187,6 @@ def test_rules_of_a_run_judge_each_stage(tmp_path: Path) -> None:
         ),
         (
             "- {}\n- {from-samples: 8, seq-length: 32}",
-            "--mock-data --train-iters 9 --cuda-graph-impl local",
-            "--cuda-graph-impl local: its graphs have one shape",
-        ),
-        (
-            "- {}\n- {from-samples: 8, seq-length: 32}",
             "--mock-data --train-samples 90 --lr-decay-tokens 900",
             "--lr-decay-tokens: counts tokens of --seq-length 16, and FILE: stage 1 has another length",
         ),

@@ -243,7 +243,6 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
             "--linear-num-key-heads 2: must be a multiple of --tensor-model-parallel-size 2 * --context-parallel-size "
             "2 = 4, as these ranks share its heads; nearest: 4, or lower --context-parallel-size",
         ),
-        (f"{DELTA} --bf16 --cuda-graph-impl local", "--cuda-graph-impl local: cannot be combined with --experimental"),
         (
             f"{DELTA} --bf16 --fp8-format e4m3 --linear-num-key-heads 1 --linear-num-value-heads 1",
             "--linear-num-key-heads 1: under --fp8-format, a rank's 514 rows of the projection must be a multiple of",
@@ -280,14 +279,3 @@ def test_pattern() -> None:
     assert config.linear_pattern == (True, True, True, False) * 2
     assert [kind.linear for kind in config.layers] == ["gated_delta_net" if x else None for x in config.linear_pattern]
     assert [kind.rotation is None and kind.span.window is None for kind in config.layers] == [*config.linear_pattern]
-
-
-def test_matrices_of_muon() -> None:
-    """Each channel of a convolution is a filter over tokens: it maps no vector to another. The input projection is one
-    matrix, as in Megatron-LM."""
-    config = resolve(parse_args(f"{BASE} {DELTA} --optimizer muon".split()), 1)
-    layer = GPTModel(DELTA_NET, device="meta", initialize=False).decoder.layers[0].self_attention
-    metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters()}
-    whole = config.optimizer.whole_roles
-    assert {name for name, meta in metas.items() if meta.role not in whole} == {"conv1d.weight"}
-    assert len(list(metas["in_proj.weight"].linear_maps())) == 1

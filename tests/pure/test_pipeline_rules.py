@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.steady_state import post_validated
-from megatron.training.config.arguments import parse_args, with_flags
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.rules.optimizer import WAIT_FOR_RANK_0
 from megatron.training.config.validation import notices, resolve, validate
 
@@ -43,7 +43,6 @@ def problems(flags: str, world_size: int) -> list[str]:
         ("--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100 --grad-reduce-in-bf16 --bf16", 2),
         ("--overlap-grad-reduce --no-use-distributed-optimizer", 2),
         ("--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act", 1),
-        ("--cpu-offloading --cpu-offloading-num-layers 4 --pp 4 --recompute-granularity full", 4),
         (f"{EXPERTS} --moe-layer-freq 2 --recompute-granularity selective --recompute-modules moe_act mlp", 1),
     ],
 )
@@ -51,36 +50,9 @@ def test_legal(flags: str, world_size: int) -> None:
     assert problems(flags, world_size) == []
 
 
-def test_layers_of_uneven_stages_are_judged_when_the_vocabulary_is_known() -> None:
-    flags = BASE.replace("--mock-data", "--data-path corpus --tokenizer-type ByteTokenizer")
-    flags += " --num-layers 5 --pp 2 --cpu-offloading --cpu-offloading-num-layers 3"
-    config = parse_args(flags.split())
-    assert config.model.vocab_size is None
-    for vocab_size in (None, 256):
-        assert not [each for each in validate(resolve(config, 2, vocab_size), 2) if "offloading" in each.flag]
-    many = resolve(with_flags(config, ["--cpu-offloading-num-layers", "5"]), 2, 256)
-    assert [each.flag for each in validate(many, 2) if "offloading" in each.flag] == ["--cpu-offloading-num-layers"]
-
-
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
-        (
-            "--cpu-offloading --cpu-offloading-num-layers 15",
-            1,
-            "--cpu-offloading-num-layers 15: must be in [1, 14], the layers of the longest pipeline stage; nearest: 14",
-        ),
-        (
-            "--cpu-offloading",
-            1,
-            "--cpu-offloading-num-layers 0: must be in [1, 14], the layers of the longest pipeline stage; nearest: 1",
-        ),
-        (
-            "--cpu-offloading-num-layers 2",
-            1,
-            "--cpu-offloading-num-layers 2: has no effect without --cpu-offloading; add --cpu-offloading, or remove "
-            "--cpu-offloading-num-layers",
-        ),
         (
             "--pp 2 --pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2",
             2,
@@ -255,11 +227,6 @@ def test_layers_of_uneven_stages_are_judged_when_the_vocabulary_is_known() -> No
             "--num-distributed-optimizer-instances 2 --data-parallel-sharding-strategy no_shard",
             4,
             "--num-distributed-optimizer-instances 2: cannot be combined with --data-parallel-sharding-strategy no_sha",
-        ),
-        (
-            "--use-precision-aware-optimizer --data-parallel-sharding-strategy no_shard",
-            2,
-            "--use-precision-aware-optimizer: cannot be combined with --data-parallel-sharding-strategy no_shard",
         ),
         ("--grad-reduce-in-bf16 --fp64", 1, "--grad-reduce-in-bf16: cannot be combined with --fp64; keep one of them"),
     ],

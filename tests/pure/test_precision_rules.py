@@ -192,14 +192,6 @@ OTHER_RECIPE = "has no effect without --fp8-recipe delayed; add --fp8-recipe del
             ],
         ),
         (
-            "--fp8-param-gather --bf16 --fp8-format e4m3 --cuda-graph-impl local",
-            1,
-            [
-                "--fp8-param-gather: cannot be combined with --cuda-graph-impl local: recorded steps cast the weights "
-                "that they find in bf16; keep one of them"
-            ],
-        ),
-        (
             "--fp8-format e4m3 --bf16 --fp8-recipe blockwise --tp 2 --kv-channels 16",
             2,
             [

@@ -29,7 +29,6 @@ WITHOUT_TORCH = [
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.pipeline_parallel.simulator",
     "megatron.core.distributed.param_layout",
-    "megatron.core.optimizer.matrix_plan",
     "megatron.core.tokenizers",
     "megatron.extensions.planner.commands",
     "megatron.extensions.planner.flags",

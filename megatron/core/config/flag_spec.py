@@ -80,6 +80,11 @@ class Section:
         """The values of an extension's own flags, `cls` being their dataclass; without any its defaults."""
         return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()
 
+    def without(self, field: str) -> Self:
+        """The same with the defaults of the extension's flags that have this field."""
+        others = (options for options in self.extension_options if not hasattr(options, field))
+        return replace(self, extension_options=tuple(others))
+
     def with_options(self, *options: Any) -> Self:
         """The same with `options` in place of those of their classes."""
         classes = tuple(type(each) for each in options)

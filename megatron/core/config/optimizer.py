@@ -7,16 +7,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.config.newton_schulz import COEFFICIENTS
 from megatron.core.config.param_groups import SHOWN, ParamGroup, group_rule, unmatched
-from megatron.core.parts import LR_SCHEDULES, OPTIMIZERS
+from megatron.core.parts import (
+    HOST_UPDATES,
+    LR_SCHEDULES,
+    MATRIX_EXCHANGES,
+    OPTIMIZERS,
+    STATE_STORES,
+    MatrixFacts,
+    StatePlan,
+)
 
 DECAYING = ("matrices", "embeddings", "norms", "biases")
 """Kinds of parameters (`ParamMeta.kind`) that weight decay can act on."""
 
-
-STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
-"""Formats of Adam's moments."""
 
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters that --decoupled-lr is for."""
@@ -27,8 +31,7 @@ class OptimizerConfig(Section):
     """The optimizer, its learning rate and its loss scale."""
 
     optimizer: str = flag("adam", choices=OPTIMIZERS)
-    """Adam with decoupled weight decay (AdamW), SGD with momentum, or Muon: orthogonalized momentum for the matrices of
-    hidden layers, and --muon-scalar-optimizer for embeddings, output layer, norms and biases."""
+    """Adam with decoupled weight decay (AdamW), SGD with momentum, or an optimizer of an extension."""
 
     lr: float | None = flag(None, "--learning-rate")
     """Peak learning rate."""
@@ -114,54 +117,6 @@ class OptimizerConfig(Section):
     sgd_momentum: float = flag(0.9, at_least=0, below=1)
     """Momentum of SGD."""
 
-    muon_momentum: float = flag(0.9, at_least=0, below=1)
-    """Muon: decay of the momentum, an average of the gradients."""
-
-    muon_nesterov: bool = flag(False, "--muon-use-nesterov")
-    """Muon: orthogonalize Nesterov's look-ahead, the average of momentum and gradient, instead of the momentum."""
-
-    muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
-    """Muon: factor of the update of a matrix [out, in]: sqrt(max(out, in)), sqrt(out / in), or the larger of this
-    and 1."""
-
-    muon_extra_scale_factor: float = 1.0
-    """Muon: further factor of the update; 0.2 with spectral scale makes it as large as Adam's (arXiv 2502.16982)."""
-
-    muon_num_ns_steps: int = 5
-    """Muon: steps of the Newton-Schulz iteration."""
-
-    muon_coefficient_type: str = flag("quintic", choices=tuple(COEFFICIENTS))
-    """Muon: coefficients of the Newton-Schulz iteration."""
-
-    muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"))
-    """Muon: precision of the Newton-Schulz iteration of fp32 momentum: bfloat16, TF32 where there is any, or fp32."""
-
-    muon_tp_mode: str = flag("duplicated", choices=("duplicated", "blockwise"))
-    """Muon: orthogonalize whole matrices, or each tensor-parallel shard by itself. The result of blockwise depends on
-    the tensor-parallel size."""
-
-    muon_split_qkv: bool = flag(True, name="--muon-no-split-qkv")
-    """Muon: orthogonalize queries, keys and values as one matrix."""
-
-    muon_split_gate_up: bool = flag(True, name="--muon-no-split-gate-up")
-    """Muon: orthogonalize gate and up of a gated MLP as one matrix, as Megatron-LM does."""
-
-    muon_scalar_optimizer: str = flag("adam", choices=OPTIMIZERS)
-    """Muon: optimizer of all other parameters than the matrices of hidden layers."""
-
-    moe_router_skip_muon: bool = False
-    """Muon: leave the router's weight to --muon-scalar-optimizer."""
-
-    qk_clip: bool = False
-    """QK-clip (MuonClip, Kimi K2): after an update, scale the projections of queries and keys of heads whose largest
-    attention logit in the step was above --qk-clip-threshold. Plain torch computes attention then."""
-
-    qk_clip_threshold: float = 100.0
-    """--qk-clip: the largest logit that a head may have."""
-
-    qk_clip_alpha: float = flag(0.5, at_least=0, at_most=1)
-    """--qk-clip: exponent of the factor in the queries; the keys have the rest."""
-
     clip_grad: float = flag(1.0, at_least=0)
     """Largest global gradient norm; 0 turns clipping off."""
 
@@ -191,84 +146,45 @@ class OptimizerConfig(Section):
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
-    optimizer_cpu_offload: bool = False
-    """Keep optimizer states in host memory, --optimizer-offload-fraction of them, and update them there: gradients are
-    copied to the host, updated parameters back, while the next ones are updated (ZeRO-Offload)."""
-
-    optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1)
-    """--optimizer-cpu-offload: share of the elements whose states lie in host memory, in [0, 1]."""
-
-    pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads")
-    """--optimizer-cpu-offload: pass gradients through pageable instead of pinned host memory."""
-
-    pin_cpu_params: bool = flag(True, name="--no-pin-cpu-params")
-    """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
-
-    use_precision_aware_optimizer: bool = False
-    """Adam: store gradients, main parameters and moments in the formats of --main-grads-dtype, --main-params-dtype,
-    --exp-avg-dtype and --exp-avg-sq-dtype."""
-
-    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))
-    """--use-precision-aware-optimizer: format in which gradients are summed over micro-batches, rounded at random so
-    that no part of a sum is lost on average."""
-
-    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"))
-    """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64."""
-
-    exp_avg_dtype: str = flag("fp32", choices=STATE_DTYPES)
-    """--use-precision-aware-optimizer: format of Adam's first moment; fp16 and fp8 (e4m3) have a scale for each block
-    of 64."""
-
-    exp_avg_sq_dtype: str = flag("fp32", choices=STATE_DTYPES)
-    """--use-precision-aware-optimizer: format of Adam's second moment; fp16 and fp8 hold its square root, with a scale
-    for each block of 64."""
-
-    store_param_remainders: bool = flag(True, name="--no-store-param-remainders")
-    """--use-precision-aware-optimizer: store main parameters in fp32 whole, not as the 16 bits that parameters in bf16
-    lack."""
+    @property
+    def matrices(self) -> MatrixFacts | None:
+        """What is known of the matrices that the optimizer updates as wholes; None for most optimizers."""
+        facts = OPTIMIZERS.facts(self.optimizer)
+        return MATRIX_EXCHANGES.facts(facts.matrices) if facts.whole_matrices else None
 
     @property
     def whole_roles(self) -> frozenset[str]:
-        """Roles (`ParamMeta.role`) of the matrices that the optimizer updates as wholes; none for most optimizers."""
-        if not OPTIMIZERS.facts(self.optimizer).whole_matrices:
-            return frozenset()
-        return frozenset({"hidden"} if self.moe_router_skip_muon else {"hidden", "router"})
+        """Roles (`ParamMeta.role`) of these matrices."""
+        return self.matrices.roles(self) if self.matrices is not None else frozenset()
 
     @property
     def elementwise(self) -> str:
         """The optimizer of all parameters that are not updated as whole matrices."""
-        return self.muon_scalar_optimizer if self.whole_roles else self.optimizer
+        return self.matrices.others(self) if self.matrices is not None else self.optimizer
 
     def states(self, whole: bool) -> tuple[str, ...]:
         """Names of the tensors kept for each element of parameters that are updated as `whole` matrices, or not."""
         return OPTIMIZERS.facts(self.optimizer if whole else self.elementwise).states
 
     @property
+    def state_store(self) -> str:
+        """Entry of STATE_STORES: the last one that holds for this configuration."""
+        return [name for name in STATE_STORES if STATE_STORES.facts(name).holds(self)][-1]
+
+    @property
+    def state_plan(self) -> StatePlan:
+        """How states are stored."""
+        return STATE_STORES.facts(self.state_store)
+
+    @property
+    def gradients_dtype(self) -> str | None:
+        """Dtype in which gradients are summed over micro-batches; None: the main dtype."""
+        return self.state_plan.gradients_dtype(self)
+
+    @property
     def host_fraction(self) -> float:
         """Share of the optimizer's states in host memory."""
-        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
-
-    def main_kind(self, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """How main parameters are stored, given the names of both dtypes: "aliased" (the parameters themselves),
-        "remainders" (what parameters in bf16 lack), "fp16" (with scales) or "stored" (a copy in the main dtype).
-        `on_host`, away from the parameters, there is no other than the last two."""
-        if params_dtype == main_dtype and not on_host:
-            return "aliased"
-        if self.main_params_dtype == "fp16":
-            return "fp16"
-        if on_host:
-            return "stored"
-        remainders = self.use_precision_aware_optimizer and self.store_param_remainders
-        return "remainders" if remainders and params_dtype == "bfloat16" else "stored"
-
-    def state_formats(self, whole: bool) -> tuple[str, ...]:
-        """Format of each of `states`."""
-        dtypes = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
-        return tuple(dtypes.get(name, "fp32") for name in self.states(whole))
-
-    def splits(self, fused: str) -> bool:
-        """Whether weights that are `fused` under a name (`ParamMeta.fused`) are updated as matrices of their own."""
-        return {"qkv": self.muon_split_qkv, "gate_up": self.muon_split_gate_up}.get(fused, True)
+        return max((HOST_UPDATES.facts(name).fraction(self) for name in HOST_UPDATES), default=0.0)
 
     def check_names(self, names: Collection[str]) -> None:
         """Raises ValueError for an expression of --freeze or --param-group that matches none of the parameters of the

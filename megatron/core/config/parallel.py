@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from megatron.core.config.flag_spec import flag
+from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.pipeline_layout import layers_of_stages
 from megatron.core.config.precision import PrecisionConfig
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.parts import ACTIVATION_STORES, MICROBATCH_RUNNERS, PIPELINE_SCHEDULES
 
 
 @dataclass(frozen=True)
-class ModelParallelConfig(PrecisionConfig):
+class ModelParallelConfig(PrecisionConfig, Section):
     """Parallel sizes, pipeline schedule, devices and number formats."""
 
     tensor_model_parallel_size: int = flag(1, "--tp")
@@ -85,16 +85,6 @@ class ModelParallelConfig(PrecisionConfig):
     account_for_loss_in_pipeline_split: bool = False
     """Count the head and the loss as one layer in the split of layers, instead of their FLOPs."""
 
-    cpu_offloading: bool = False
-    """Keep what the first layers of each pipeline stage save for the backward in host memory, pinned for GPUs: copied
-    while the forward pass computes, and fetched a layer ahead of the backward."""
-
-    cpu_offloading_num_layers: int = 0
-    """--cpu-offloading: layers of each stage, from its first one. All but the last one leave it time to fetch."""
-
-    min_offloaded_tensor_size: int = 1024 * 1024
-    """--cpu-offloading: elements of the smallest tensor that leaves the device."""
-
     cpu: bool = False
     """Train on the CPU even if a GPU is present."""
 
@@ -105,12 +95,6 @@ class ModelParallelConfig(PrecisionConfig):
     """GPUs: the attention kernel. auto: the fastest, by timing them when the run starts. flash: torch's
     FlashAttention-2. flash3: the package of FlashAttention-3. cudnn: cuDNN. triton: the only fused kernel with
     attention dropout, and only for that. unfused: plain torch, also on CPU."""
-
-    cuda_graph_impl: str = flag("none", choices=("none", "local"))
-    """GPUs: record the forward and backward pass of a micro-batch as a CUDA graph and replay it (local)."""
-
-    cuda_graph_warmup_steps: int = 3
-    """--cuda-graph-impl: warm-up steps before recording, in which kernels are compiled and selected."""
 
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
@@ -125,9 +109,25 @@ class ModelParallelConfig(PrecisionConfig):
     """Seconds without a heartbeat (UDP) of another host after which the run ends and names it. 0: no heartbeats."""
 
     @property
+    def activation_store(self) -> str | None:
+        """Entry of ACTIVATION_STORES that keeps activations of some layers; None for none."""
+        return next((name for name in ACTIVATION_STORES if ACTIVATION_STORES.facts(name).layers(self)), None)
+
+    @property
     def offloaded_layers(self) -> int:
-        """Layers of each stage whose saved activations wait in host memory."""
-        return self.cpu_offloading_num_layers if self.cpu_offloading else 0
+        """Layers of each stage, from its first one, whose saved activations it keeps."""
+        name = self.activation_store
+        return 0 if name is None else ACTIVATION_STORES.facts(name).layers(self)
+
+    def with_offloaded_layers(self, layers: int) -> ModelParallelConfig:
+        """The same with the activations of at most so many layers kept elsewhere."""
+        name = self.activation_store
+        return self if name is None else ACTIVATION_STORES.facts(name).with_layers(self, layers)
+
+    @property
+    def microbatch_runner(self) -> str | None:
+        """Entry of MICROBATCH_RUNNERS that runs micro-batches in place of the executor; None for none."""
+        return next((name for name in MICROBATCH_RUNNERS if MICROBATCH_RUNNERS.facts(name).when(self)), None)
 
     def compiles(self, device_type: str) -> bool:
         """Whether regions are compiled for devices of this type ("cuda", "cpu")."""

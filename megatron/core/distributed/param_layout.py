@@ -29,8 +29,7 @@ from megatron.core.config.param_groups import ParamGroup
 from megatron.core.param_meta import ParamMeta
 
 ALIGNMENT = 64
-SCALE_BLOCK = ALIGNMENT
-"""Elements of an optimizer state that share a scale; parameters and shards start at multiples of it."""
+"""Elements; also those of a state that may share a scale, where an extension stores states so."""
 
 HOST_CHUNK = 2**23
 """Elements of offloaded states that are updated at a time, while gradients of the next ones are copied to the host."""
@@ -326,19 +325,19 @@ def buffer_bytes(
     Of buffers `by_unit` what stays counts: whole units come on top.
     """
     main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
-    gradient = 2 if optimizer.main_grads_dtype == "bf16" else main
+    plan = optimizer.state_plan
+    gradient = DTYPE_BYTES[optimizer.gradients_dtype or main_dtype]
     ranges = place_states(buffers, optimizer)
     mains, moments = {False: 0, True: 0}, {False: 0, True: 0}
     for place in ranges:
-        kind = optimizer.main_kind(params_dtype, main_dtype, place.on_host)
-        stored = {"aliased": "none", "remainders": "bf16", "fp16": "fp16", "stored": "fp32"}[kind]
-        mains[place.on_host] += state_bytes(place.numel, stored, main)
-        for name in optimizer.state_formats(buffers[place.buffer].whole):
-            moments[place.on_host] += state_bytes(place.numel, name, main)
+        kind = plan.main_kind(optimizer, params_dtype, main_dtype, place.on_host)
+        mains[place.on_host] += plan.main_bytes(place.numel, kind, main)
+        for name in optimizer.states(buffers[place.buffer].whole):
+            moments[place.on_host] += plan.state_bytes(optimizer, place.numel, name, main)
     slots, size = host_slots(ranges)
     rollback = 0
     if optimizer.optimizer_post_validation:
-        aliased = optimizer.main_kind(params_dtype, main_dtype) == "aliased"
+        aliased = plan.main_kind(optimizer, params_dtype, main_dtype) == "aliased"
         owned = sum(place.numel for place in ranges) * (gradient + (params if aliased else 0))
         rollback = owned + mains[False] + moments[False]
     return BufferBytes(
@@ -350,9 +349,3 @@ def buffer_bytes(
         host_slots=slots * size * (gradient + params),
         rollback=rollback,
     )
-
-
-def state_bytes(numel: int, name: str, main_bytes: int) -> int:
-    """Bytes of a state in a format; fp32 becomes the main dtype. Formats with scales have a byte for each block."""
-    scales = numel // SCALE_BLOCK if name in ("fp16", "fp8") else 0
-    return numel * {"none": 0, "bf16": 2, "fp16": 2, "fp8": 1, "fp32": main_bytes}[name] + scales

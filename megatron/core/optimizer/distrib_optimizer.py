@@ -4,7 +4,7 @@ Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., a
 sharding (--no-use-distributed-optimizer) a rank's shard is the whole bucket, and everything else is the same.
 
 A step never waits for the device, except to move a dynamic loss scale, and for the gradients of states that are
-updated on the host (`host_update`). A loss or a gradient that is not finite leaves parameters and moments untouched, in
+updated on the host. A loss or a gradient that is not finite leaves parameters and moments untouched, in
 every precision: the update kernels read the overflow flag on the device.
 """
 
@@ -24,17 +24,11 @@ from megatron.core.distributed.param_layout import host_slots, place_states
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
-from megatron.core.optimizer.host_update import HostUpdate
-from megatron.core.optimizer.matrix_exchange import MatrixExchange
-from megatron.core.optimizer.matrix_plan import MatrixPlan
-from megatron.core.optimizer.muon import matrix_dtype
-from megatron.core.optimizer.optimizer import AdamW, OptimizerShard, Shard, UpdateRule
+from megatron.core.optimizer.optimizer import HostUpdateRule, OptimizerShard, Shard, UpdateRule
 from megatron.core.optimizer.post_validation import RollbackCopies, UnvalidatedUpdate, Update
-from megatron.core.optimizer.precision_aware import PackedShard, PrecisionAwareAdam
-from megatron.core.optimizer.qk_clip import QKClip
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
-from megatron.core.parts import OPTIMIZERS
+from megatron.core.parts import HOST_UPDATES, MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES, UPDATE_HOOKS
 
 
 class StepResult:
@@ -96,28 +90,11 @@ class StepResult:
 
 def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list[Shard]:
     """What this rank owns, by bucket and place."""
-    shards: list[Shard] = []
+    store, shards = STATE_STORES[config.state_store], []
     for place in place_states(ddp.layouts, config):
         buffer = ddp.buffers[place.buffer]
-        bucket, layout = buffer.buckets[place.bucket], buffer.layout
-        if config.use_precision_aware_optimizer:
-            shards.append(PackedShard(bucket, layout, place, config, ddp.main_dtype))
-        else:
-            shards.append(OptimizerShard(bucket, config.states(layout.whole), layout, place))
+        shards.append(store.shard(buffer.buckets[place.bucket], buffer.layout, place, config, ddp.main_dtype))
     return shards
-
-
-def _elementwise_rule(
-    config: OptimizerConfig, shards: Sequence[Shard], device: torch.device, compiled: bool
-) -> UpdateRule:
-    """The optimizer of shards that are updated element by element."""
-    if config.use_precision_aware_optimizer:
-        packed = [shard for shard in shards if isinstance(shard, PackedShard)]
-        return PrecisionAwareAdam(config, packed, device, compiled)
-    rule = OPTIMIZERS[config.elementwise](config, shards)
-    if isinstance(rule, AdamW) and compiled:
-        rule.compile()
-    return rule
 
 
 def _build_rules(
@@ -126,27 +103,26 @@ def _build_rules(
     """The optimizer of whole matrices, where --optimizer names one, and that of all other parameters."""
     elementwise = [shard for shard in shards if not shard.whole]
     compiled = ddp.parallel_config.compiles(ddp.device.type)
-    rules = [_elementwise_rule(config, elementwise, ddp.device, compiled)]
-    if not config.whole_roles:
+    rules = [STATE_STORES[config.state_store].rule(config, elementwise, ddp.device, compiled)]
+    if config.matrices is None:
         return rules
-    stage = state.axis("stage")
-    blockwise, distributed = config.muon_tp_mode == "blockwise", config.use_distributed_optimizer
-    plan = MatrixPlan(ddp.layouts, state.dims, stage.ranks, distributed, config.splits, blockwise)
-    dtype = matrix_dtype(ddp.main_dtype, config.muon_fp32_matmul_prec)
-    exchange = MatrixExchange(plan, stage, dtype, ddp.device)
+    exchange = MATRIX_EXCHANGES[OPTIMIZERS.facts(config.optimizer).matrices](config, ddp, state)
     return [OPTIMIZERS[config.optimizer](config, [shard for shard in shards if shard.whole], exchange), *rules]
 
 
 def _build_host_update(
     config: OptimizerConfig, ddp: DistributedDataParallel, shards: Sequence[Shard], threads: int | None
-) -> HostUpdate | None:
+) -> HostUpdateRule | None:
     """The update of the shards in host memory; None if there are none."""
     if not shards:
         return None
     assert not any(shard.whole for shard in shards), "matrices that are updated as wholes stay on the device"
-    rules = [_elementwise_rule(config, [shard], shard.device, compiled=False) for shard in shards]
+    store = STATE_STORES[config.state_store]
+    rules = [store.rule(config, [shard], shard.device, False) for shard in shards]
+    name = max(HOST_UPDATES, key=lambda name: HOST_UPDATES.facts(name).fraction(config))
     slots = host_slots(place_states(ddp.layouts, config))
-    return HostUpdate(shards, rules, slots, config.pin_cpu_grads, config.pin_cpu_params, threads)
+    update: HostUpdateRule = HOST_UPDATES[name](config, shards, rules, slots, threads)
+    return update
 
 
 def _rollback_copies(shards: Sequence[OptimizerShard]) -> RollbackCopies:
@@ -193,7 +169,8 @@ class DistributedOptimizer:
         on_host = [shard for shard in self.shards if shard.on_host]
         self.host_update = _build_host_update(config, ddp, on_host, host_threads)
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
-        self._qk_clip = QKClip(config, ddp.modules, owned_shards, state.dp_cp) if config.qk_clip else None
+        hooks = [name for name in UPDATE_HOOKS if UPDATE_HOOKS.facts(name).when(config)]
+        self._hooks = [UPDATE_HOOKS[name](config, ddp.modules, owned_shards, state) for name in hooks]
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         self._copies = _rollback_copies(owned_shards) if config.optimizer_post_validation else None
         self._unvalidated: tuple[UnvalidatedUpdate, StepResult] | None = None
@@ -291,8 +268,8 @@ class DistributedOptimizer:
             if factor is not None:
                 rule.scale_gradients(factor)
             rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
-        if self._qk_clip is not None:
-            self._qk_clip.clip(skip)
+        for hook in self._hooks:
+            hook.after_update(skip)
         for shard in self._on_device:
             shard.write_params()
         if update.on_update is not None:
@@ -357,7 +334,7 @@ class DistributedOptimizer:
         yield [piece for shard, tensors in exported for piece in shard.pieces(tensors)]
         for shard, tensors in exported:
             shard.take_up(tensors)
-        if self.config.use_precision_aware_optimizer:  # main parameters may have rounded parameters in another way
+        if any(shard.changes_params_when_loaded for shard in self.shards):
             self.ddp.start_param_sync()
             self.finish_param_sync()
 

@@ -1,14 +1,13 @@
 """How an optimizer changes the parameters: over flat shards, element by element, in place.
 
-`Optimizer` is the base of a user's own; AdamW and SGD are torch's fused kernels. Muon, which needs whole matrices, is
-in `muon.py`. What a step does beside, from the norm of the gradients to the gather of updated parameters, is
-`DistributedOptimizer`'s.
+`Optimizer` is the base of a user's own; AdamW and SGD are torch's fused kernels. What a step does beside, from the norm
+of the gradients to the gather of updated parameters, is `DistributedOptimizer`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +17,11 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.param_groups import ParamGroup
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import ALIGNMENT, BufferLayout, Piece, StateRange
+from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.compiled_adam import adam_scalars, adamw_
 from megatron.core.optimizer_piece import OptimizerPiece
+from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import OPTIMIZERS
 
 MAIN_PARAM = "main_param"
 """Kind of state of main parameters."""
@@ -51,6 +53,9 @@ class Shard:
         """Where states lie, and are updated."""
         self.params_are_main = self.params.dtype == main_dtype
         """Whether the parameters have the values of the main parameters, which are not saved then."""
+
+    changes_params_when_loaded = False
+    """Whether main parameters that were loaded may round parameters in another way."""
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
         """Makes the next update read `grads` and write `params`, copies on the host."""
@@ -137,6 +142,11 @@ class UpdateRule(Protocol):
     ) -> None:
         """One update of all shards, see `Optimizer.step`."""
 
+    @staticmethod
+    def update_dtypes(config: OptimizerConfig, main_dtype: torch.dtype) -> Sequence[torch.dtype]:
+        """The dtypes in which updates multiply matrices."""
+        return ()
+
     def scale_gradients(self, factor: Tensor) -> None:
         """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
 
@@ -182,6 +192,16 @@ class Optimizer:
                 self.update(new[0], grad, states, own_lr, decay, number)
                 for before, after in zip(old, new, strict=True):
                     torch.where(skipped, before, after, out=before)
+
+    @staticmethod
+    def update_flops(config: OptimizerConfig, metas: Sequence[ParamMeta]) -> int:
+        """FLOPs of products of matrices in one update of the parameters of a whole model, for plans."""
+        return 0
+
+    @staticmethod
+    def update_dtypes(config: OptimizerConfig, main_dtype: torch.dtype) -> Sequence[torch.dtype]:
+        """The dtypes in which updates multiply matrices."""
+        return ()
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
@@ -290,3 +310,43 @@ class SGD(_Fused):
         self._torch = torch.optim.SGD(self._groups(), lr=0.0, momentum=config.sgd_momentum, fused=True)
         for shard in shards:
             self._torch.state[shard.main].update(shard.states)
+
+
+class MainStates:
+    """States in the main dtype, updated by the optimizer that --optimizer names: the plain entry of STATE_STORES."""
+
+    @staticmethod
+    def shard(
+        bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
+    ) -> Shard:
+        """The shard of a range of states."""
+        return OptimizerShard(bucket, config.states(layout.whole), layout, place)
+
+    @staticmethod
+    def rule(config: OptimizerConfig, shards: Sequence[Any], device: torch.device, compiled: bool) -> UpdateRule:
+        """What updates `shards` element by element."""
+        rule: UpdateRule = OPTIMIZERS[config.elementwise](config, shards)
+        if isinstance(rule, AdamW) and compiled:
+            rule.compile()
+        return rule
+
+
+class HostUpdateRule(Protocol):
+    """What `DistributedOptimizer` asks of an update of shards in host memory."""
+
+    rules: Sequence[UpdateRule]
+    nbytes: int
+    """Host memory beside that of states."""
+
+    def start(self) -> None:
+        """Starts to copy the first gradients. They must be final but for a factor, and no later kernel may read the
+        parameters before `update` has been called."""
+
+    def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
+        """Starts to copy what `update` needs to know, so that it does not wait for kernels launched later."""
+
+    def update(
+        self, lr: float, weight_decay: float, scalars: HostCopy, decoupled_lr: float | None, scaled: bool
+    ) -> None:
+        """One update after `start`, with the `scalars` of this step; gradients are `scaled` by their factor, or taken
+        as they are. Kernels launched from now on see the new parameters. Waits for the gradients."""

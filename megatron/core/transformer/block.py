@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.offload.saved_activations import ActivationOffload
 from megatron.core.parts import LAYERS
 from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.transformer.activation_store import ActivationStore
 from megatron.core.transformer.layer import Stream, TransformerLayer
 from megatron.core.transformer.norm import add_and_norm, build_norm
 from megatron.core.transformer.recompute import Segment, recompute_segments, recomputed
@@ -35,7 +35,7 @@ class TransformerBlock(nn.Module):
         final_norm: bool,
         layer: str = "decoder.layers.{}",
         norm: str = "decoder.final_layernorm",
-        offload: ActivationOffload | None = None,
+        offload: ActivationStore | None = None,
     ) -> None:
         super().__init__()
         build = LAYERS[config.layer_module]
@@ -77,7 +77,7 @@ class TransformerBlock(nn.Module):
             return self.final_layernorm(stream.x)
         return add_and_norm(self.final_layernorm, *stream)[1]
 
-    def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationOffload) -> Stream:
+    def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationStore) -> Stream:
         """All layers, with offload of what segments save."""
         stream, through = Stream(x), offload.begin(x, context)
         for segment in self.segments:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.offload.saved_activations import nothing_saved, packed, unpacked
+from megatron.core.transformer.activation_store import nothing_saved, packed, unpacked
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:

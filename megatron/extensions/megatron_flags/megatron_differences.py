@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatron.training.config.flags import named_value
 from megatron.training.config.foreign_flags import Given
 from megatron.training.config.run_config import RunConfig
 
@@ -191,7 +192,7 @@ DIFFERENCES = (
         "Muon, gated MLPs",
         "orthogonalizes gate and up apart, unless `--muon-no-split-gate-up` is given",
         "orthogonalizes them as one matrix",
-        lambda c, given: c.optimizer.optimizer == "muon" and c.model.gated and c.optimizer.muon_split_gate_up,
+        lambda c, given: c.optimizer.optimizer == "muon" and c.model.gated and named_value(c, "muon_split_gate_up"),
         page="optimizers",
     ),
     Difference(

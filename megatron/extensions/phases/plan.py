@@ -23,7 +23,7 @@ from megatron.extensions.phases.stage_file import (
     read_stages,
 )
 from megatron.training.config.batch_size import BatchSizes, samples_of_run
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -340,7 +340,7 @@ def stage_rules(config: RunConfig, plan: StagePlan | None) -> Iterator[Problem]:
         rule = "cannot be combined with --data-stages, whose schedules follow the samples of the run"
         yield Problem("--no-load-lr-state", None, rule, "remove it")
     shapes = {(s.config.model.seq_length, s.config.training.micro_batch_size) for s in plan.stages} if plan else set()
-    if config.parallel.cuda_graph_impl == "local" and len(shapes) > 1:
+    if named_value(config, "cuda_graph_impl") == "local" and len(shapes) > 1:
         rule = "its graphs have one shape, and stages differ in seq-length or micro-batch-size"
         yield Problem("--cuda-graph-impl", "local", rule, "use --cuda-graph-impl none")
     where = those_with("rotary_scaling_factor", "rope_type", "mscale")

@@ -23,10 +23,10 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
+from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.recompute import Segment
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
 from megatron.extensions.planner.fake_ranks import fake_state
@@ -66,7 +66,6 @@ OF_PIPELINE: dict[str, Any] = {
     "decoder_last_pipeline_num_layers": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
-    "cuda_graph_impl": "none",
     "distributed_backend": None,
 }
 """Settings that change nothing about a micro-batch in a layer."""
@@ -75,15 +74,14 @@ OF_PIPELINE: dict[str, Any] = {
 def in_a_layer(batch: MicroBatch) -> MicroBatch:
     """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
     split = splits_backward(batch.parallel.schedule)
-    offloaded = min(1, batch.parallel.cpu_offloading_num_layers)
     schedule = "zb-h1" if split else "1f1b"
-    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule=schedule, cpu_offloading_num_layers=offloaded)
-    return replace(batch, parallel=parallel)
+    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule=schedule).without("cuda_graph_impl")
+    return replace(batch, parallel=parallel.with_offloaded_layers(1))
 
 
 def nothing_offloaded(batch: MicroBatch) -> MicroBatch:
     """Equal for micro-batches that do the same in layers that keep their activations on the device."""
-    return replace(batch, parallel=replace(batch.parallel, cpu_offloading=False, cpu_offloading_num_layers=0))
+    return replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -195,7 +193,7 @@ class FakeStages:
         self.batch, self.state, self.device = batch, state, device
         self.parallel = parallel = replace(parallel, compile=parallel.compiles(batch.device))
         self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
-        self.offload = build_offload(parallel, self.device)
+        self.offload = build_store(parallel, self.device)
         model = batch.model
         rows = model.seq_length // parallel.context_parallel_size
         rows //= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1

@@ -20,10 +20,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapp
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.matrix_plan import MatrixPlan
-from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
@@ -78,14 +76,10 @@ def flops_per_token(config: TransformerConfig, seq_length: int | None = None) ->
 
 
 def orthogonalization_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
-    """FLOPs of the Newton-Schulz iterations of one update of the whole model (`newton_schulz`), once for each matrix,
-    whatever the layout and the batch; 0 for optimizers without matrices. Ranks of a stage share them."""
-    if not optimizer.whole_roles:
-        return 0
-    params = [(meta, meta.global_shape) for meta in stage_metas(config)]
-    layouts = plan_buffers(params, 1, 1, whole_roles=optimizer.whole_roles)
-    plan = MatrixPlan(layouts, ParallelDims(), [0], True, optimizer.splits)
-    return 2 * optimizer.muon_num_ns_steps * sum(matrix.cost for matrix in plan.matrices)
+    """FLOPs of one update of the whole model by an optimizer that multiplies matrices, whatever the layout and the
+    batch; 0 for others. Ranks of a stage share them."""
+    flops: Callable[..., int] | None = getattr(OPTIMIZERS[optimizer.optimizer], "update_flops", None)
+    return 0 if flops is None else flops(optimizer, stage_metas(config))
 
 
 class _FlopCounts(TorchDispatchMode):

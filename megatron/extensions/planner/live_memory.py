@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.offload.host_pool import HostPool
+from megatron.core.host_to_device import HostPool
 
 
 class LiveMemory(TorchDispatchMode):

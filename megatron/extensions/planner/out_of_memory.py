@@ -18,7 +18,7 @@ from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import come_and_go
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.description import byte_text, microbatches_of
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import field_table, with_named
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
@@ -68,7 +68,7 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
         lines.append(f"{name:<24}{byte_text(planned_here):>12}{now:>12}")
     if host := planned_host_bytes(config, world_size, pp_rank):
         lines.append(f"{'states in host memory':<24}{byte_text(host):>12}{_held_on_host(run):>12}")
-    if config.parallel.cpu_offloading:
+    if config.parallel.offloaded_layers:
         (found,) = activations.values()
         on_host = byte_text(found[pp_rank].host)
         lines.append(f"{'activations on host':<24}{on_host:>12}{_activations_on_host(run):>12}")
@@ -99,10 +99,7 @@ def _cheapest(
 
 def with_change(config: RunConfig, change: Change, world_size: int) -> RunConfig | None:
     """The configuration with a change; None if nothing changes, or it could not run."""
-    table, changed = field_table(), config
-    for name, value in change.items():
-        section = table[name].section
-        changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
+    changed = with_named(config, change)
     if changed == config:
         return None
     changed = resolve(replace(changed, parallel=replace(changed.parallel, data_parallel_size=None)), world_size)

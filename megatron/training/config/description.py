@@ -29,11 +29,8 @@ def _width(m: TransformerConfig) -> str:
 def formats_of_states(config: RunConfig) -> str:
     """Number formats of parameters, gradients and optimizer states."""
     params, main, optimizer = config.parallel.params_dtype, config.parallel.main_dtype, config.optimizer
-    state = f"{optimizer.optimizer} state {main}"
-    if optimizer.use_precision_aware_optimizer:
-        kind = optimizer.main_kind(params, main)
-        state = f"main parameters {kind}, exp_avg {optimizer.exp_avg_dtype}, exp_avg_sq {optimizer.exp_avg_sq_dtype}"
-    return f"parameters {params}, gradients {'bfloat16' if optimizer.main_grads_dtype == 'bf16' else main}, {state}"
+    state = optimizer.state_plan.described(optimizer, params, main)
+    return f"parameters {params}, gradients {optimizer.gradients_dtype or main}, {state}"
 
 
 def microbatches_of(config: RunConfig, dims: ParallelDims) -> int:

@@ -142,6 +142,9 @@ def dashed(field: str) -> str:
 Rules = Callable[[RunConfig, int], Iterable[Problem]]
 """(resolved configuration, world size) -> problems. Must not raise, whatever the values are."""
 
+Resolve = Callable[[RunConfig], RunConfig]
+"""A configuration -> the same with values that follow from others. Must not raise either."""
+
 
 @dataclass(frozen=True)
 class ExtensionSection:
@@ -156,22 +159,40 @@ class ExtensionSection:
     rules: Rules | str | None = None
     """Rules about them, or where they are, "module:function": imported when one of the flags is given."""
 
+    resolve: Resolve | str | None = None
+    """What fills in values of other flags, in the same form."""
+
     def problems(self, config: RunConfig, world_size: int) -> Iterable[Problem]:
         """What the rules say of a configuration that has one of the flags; nothing if none is given."""
         if self.rules is None or config.options(self.cls) == self.cls():
             return ()
-        rules = self.rules
-        if isinstance(rules, str):
-            module, _, name = rules.partition(":")
-            rules = getattr(import_module(module), name)
-        return rules(config, world_size)
+        problems: Iterable[Problem] = _function(self.rules)(config, world_size)
+        return problems
+
+    def resolved(self, config: RunConfig) -> RunConfig:
+        """The configuration with what follows from these flags, where one of them is given."""
+        if self.resolve is None or config.options(self.cls) == self.cls():
+            return config
+        filled: RunConfig = _function(self.resolve)(config)
+        return filled
+
+
+def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
+    """A function, or that of a "module:function"."""
+    if not isinstance(given, str):
+        return given
+    module, _, name = given.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
 
 
 EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
 """Title -> flags of an extension."""
 
 
-def add_section(title: str, cls: type, may_change: bool, rules: Rules | str | None = None) -> None:
+def add_section(
+    title: str, cls: type, may_change: bool, rules: Rules | str | None = None, resolve: Resolve | str | None = None
+) -> None:
     """Makes flags of the fields of an extension's frozen dataclass, in a section of `--help` of their own.
 
     Raises ValueError if the class or a flag will not do.
@@ -189,7 +210,7 @@ def add_section(title: str, cls: type, may_change: bool, rules: Rules | str | No
             )
         if clash := [spelling for spelling, _ in flag.spellings() if spelling in taken]:
             raise ValueError(f"the flags {title!r}: {clash[0]} is a flag already; rename {cls.__name__}.{flag.field}")
-    EXTENSION_SECTIONS[title] = ExtensionSection(cls, may_change, rules)
+    EXTENSION_SECTIONS[title] = ExtensionSection(cls, may_change, rules, resolve)
     for table in (all_flags, sections, spelling_table, field_table):
         table.cache_clear()
 
@@ -214,6 +235,27 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
     """What a configuration has in the field of a flag."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return getattr(config.options(extension.cls) if extension else getattr(config, flag.section), flag.field)
+
+
+def named_value(config: RunConfig, field: str) -> Any:
+    """What a configuration has in a field, by its name alone; None where the extension of the flag is not installed."""
+    flag = field_table().get(field)
+    return None if flag is None else value_of(config, flag)
+
+
+def with_named(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration with `values` by fields, in whatever section; those of extensions that are not installed are
+    left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for flag in (field_table()[field] for field in values if field in field_table()):
+        found.setdefault(flag.section, {})[flag.field] = values[flag.field]
+    options = {title: found.pop(title) for title in EXTENSION_SECTIONS if title in found}
+    config = replace(config, **{name: replace(getattr(config, name), **own) for name, own in found.items()})
+    for title, own in options.items():
+        before: Any = config.options(EXTENSION_SECTIONS[title].cls)
+        if (after := replace(before, **own)) != before:
+            config = config.with_options(after)
+    return config
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:

@@ -110,6 +110,8 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
         config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
     if config.training.skip_train:
         config = _without_training(config)
+    for extension in EXTENSION_SECTIONS.values():
+        config = extension.resolved(config)
     training = _resolve_training(config, world_size)
     config = replace(
         config,
@@ -147,10 +149,7 @@ def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
 
 
 def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
-    parallel = config.parallel
-    if config.optimizer.qk_clip and parallel.attention_backend == "auto":
-        parallel = replace(parallel, attention_backend="unfused")  # which alone knows the largest logits
-    return _filled(parallel, data_parallel_size=_data_parallel_size(config, world_size))
+    return _filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size))
 
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:

@@ -20,12 +20,13 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.activation_store import build_store
 from megatron.extensions.planner.activations import ActivationPlan
 from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.training.config.flags import config_of_sections
 from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
 from tests.harness import run_world
 
@@ -57,11 +58,16 @@ Found = tuple[str, tuple[int, int], tuple[int, int]]
 OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1}
 
 
+def parallel_config(**fields: Any) -> ModelParallelConfig:
+    """Of fields, those of extensions too."""
+    return config_of_sections({"parallel": fields}).parallel
+
+
 def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int, int]:
     """Bytes that are still there after a forward pass of a built stage, its weights and its output excluded, and bytes
     of buffers on the host."""
     model, of_device = batch.model, {"device": batch.device}
-    offload = build_offload(batch.parallel, batch.device)
+    offload = build_store(batch.parallel, batch.device)
     ends = {"first": stage.first, "last": stage.last, "offload": offload}
     built = GPTModel(model, batch.parallel, state, layers=stage.layers, **ends, **of_device, initialize=False).train()
     dtype, rows = getattr(torch, batch.parallel.params_dtype), model.seq_length // state.cp.size
@@ -170,7 +176,7 @@ def test_offload_in_one_process(stride: int) -> None:
         (
             f"{name} {kind} {stage}",
             replace(model, **more),
-            ModelParallelConfig(bf16=True, **OFFLOAD, **(fp8 if number % 2 else {})),
+            parallel_config(bf16=True, **OFFLOAD, **(fp8 if number % 2 else {})),
             stage,
         )
         for number, ((name, model), (kind, more)) in enumerate(product(models.items(), RECOMPUTE.items()))
@@ -183,7 +189,7 @@ def test_offload_in_one_process(stride: int) -> None:
 def test_offload_leaves_the_input_of_a_stage_alone(kind: str) -> None:
     model = replace(LLAMA, **RECOMPUTE[kind])
     kept = [
-        ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, **more), SAMPLES, "cpu")).stage(MIDDLE)
+        ActivationPlan(MicroBatch(model, parallel_config(bf16=True, **more), SAMPLES, "cpu")).stage(MIDDLE)
         for more in ({}, OFFLOAD | {"cpu_offloading_num_layers": 2})
     ]
     rotary = 2 * model.seq_length * model.head_dim // 2 * 2  # bf16 cosines and sines

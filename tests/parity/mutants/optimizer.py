@@ -11,13 +11,14 @@ from torch import Tensor
 from megatron.core import collectives
 from megatron.core.config.param_groups import ParamGroup
 from megatron.core.kernels import stochastic_rounding
-from megatron.core.optimizer import matrix_exchange, muon, precision_aware, qk_clip
-from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.transformer import (
     latent_attention,
 )
+from megatron.extensions.optimizers import matrix_exchange, muon, precision_aware, qk_clip
+from megatron.extensions.optimizers.flags import MuonFlags
+from megatron.extensions.optimizers.matrix_plan import MatrixPlan
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 
@@ -38,7 +39,8 @@ def _next_matrix(self: Any, current: Any, received: Tensor) -> list[Tensor]:
 
 
 def _without_nesterov(self: Any, config: Any, *args: Any) -> None:
-    _true_muon(self, replace(config, muon_nesterov=False), *args)
+    options = replace(config.options(MuonFlags), muon_nesterov=False)
+    _true_muon(self, config.with_options(options), *args)
 
 
 _true_matrices, _true_stacked = MatrixPlan._matrices_of, matrix_exchange.MatrixExchange._stacked

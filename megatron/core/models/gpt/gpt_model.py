@@ -20,13 +20,13 @@ from megatron.core.models.gpt.head import Head
 from megatron.core.models.gpt.loss import masked_sum, tally_sources_
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
-from megatron.core.offload.saved_activations import ActivationOffload
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.activation_store import ActivationStore
 from megatron.core.transformer.block import TransformerBlock
 
 
@@ -57,7 +57,7 @@ class GPTModel(nn.Module):
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
         overlap: BatchOverlap | None = None,
-        offload: ActivationOffload | None = None,
+        offload: ActivationStore | None = None,
         device: torch.device | str = "cpu",
         seed: int = 1234,
         initialize: bool = True,

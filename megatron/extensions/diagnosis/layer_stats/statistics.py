@@ -35,6 +35,7 @@ from megatron.extensions.diagnosis.layer_stats.activation_taps import (
 from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms
 from megatron.extensions.diagnosis.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
 from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Parameter
+from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Meter, StepView
 from megatron.training.metrics.interval import Interval
@@ -101,7 +102,7 @@ class LayerStatistics(Meter):
 
         self._alarms = LayerAlarms(config.logging.layer_growth_threshold)
         compiled = config.parallel.compiles(device.type)
-        self.taps = ActivationTaps(stages, device, compiled, config.optimizer.qk_clip)
+        self.taps = ActivationTaps(stages, device, compiled, bool(named_value(config, "qk_clip")))
         self.rows = _Rows.of(self.taps, stages, state)
         places = {name: row for row, name in enumerate(self.rows.parameters)}
         self.squares = ParameterSquares(optimizer, state, places)

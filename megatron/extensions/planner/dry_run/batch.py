@@ -30,7 +30,7 @@ def micro_batch_of(config: RunConfig) -> MicroBatch:
         config.training.micro_batch_size,
         device,
         config.restarts_positions,
-        config.optimizer.main_grads_dtype == "bf16",
+        config.optimizer.gradients_dtype == "bfloat16",
     )
 
 

@@ -93,10 +93,10 @@ def rehearsal_of(
     if data.dataset_type == "gpt":
         data = replace(data, dataset_type=None)
     config = replace(
-        config,
+        config.without("cuda_graph_impl"),
         training=small,
         data=data,
-        parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config)), cuda_graph_impl="none"),
+        parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config))),
         checkpoint=replace(config.checkpoint, save=None, load=None),
         logging=replace(config.logging, sample_log=None, profile=False, record_memory_history=False),
         eval_tasks=replace(config.eval_tasks, eval_tasks=None),

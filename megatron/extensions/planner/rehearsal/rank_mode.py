@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.core.offload.host_pool import HostPool
+from megatron.core.host_to_device import HostPool
 from megatron.extensions.planner.fake_stage import ANSWERS
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, done

@@ -20,7 +20,7 @@ from megatron.extensions.planner.suggest.layouts import (
     ScheduleKind,
     Space,
 )
-from megatron.training.config.flags import Flag, field_table, value_of
+from megatron.training.config.flags import Flag, field_table, named_value, value_of, with_named
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
@@ -77,8 +77,8 @@ class SearchedRun:
         split = PIPELINE_SCHEDULES.facts(parallel.schedule).splits_backward
         family = Family(*sizes, parallel.expert_tp, samples, again, split)
         pipeline = Pipeline(parallel.schedule, place.pp, place.chunks, place.v_shaped)
-        offload = "activations" if parallel.cpu_offloading else OFFLOADING[0]
-        offload = "states" if self.own.optimizer.optimizer_cpu_offload else offload
+        offload = "activations" if parallel.offloaded_layers else OFFLOADING[0]
+        offload = "states" if named_value(self.own, "optimizer_cpu_offload") else offload
         sharded = ddp.data_parallel_sharding_strategy if self.own.optimizer.use_distributed_optimizer else "no_shard"
         dp = ParallelDims.from_config(parallel, self.world_size).size("dp")
         return Layout(family, pipeline, dp, Saving(sharded or SHARDING[0], offload))
@@ -106,7 +106,6 @@ class SearchedRun:
             microbatch_group_size_per_virtual_pipeline_stage=None,
             decoder_first_pipeline_num_layers=None,
             decoder_last_pipeline_num_layers=None,
-            **self._activation_offload(layout),
         )
         saving, replicas = layout.saving, layout.dp * family.cp
         ddp = replace(
@@ -115,16 +114,12 @@ class SearchedRun:
             overlap_grad_reduce=saving.sharding == "optim" and replicas > 1,
             overlap_param_gather=saving.sharding != "optim_grads_params" and replicas > 1,
         )
-        optimizer = replace(
-            given.optimizer,
-            use_distributed_optimizer=True,
-            optimizer_cpu_offload=saving.offload == "states",
-            optimizer_offload_fraction=1.0,
-        )
+        optimizer = replace(given.optimizer, use_distributed_optimizer=True)
         training = replace(given.training, micro_batch_size=family.micro_batch, num_microbatches=None)
         model = replace(given.model, **self._recomputation(family.recompute))
         config = replace(given, parallel=parallel, ddp=ddp, optimizer=optimizer, training=training, model=model)
-        return resolve(config, self.world_size)
+        states = {"optimizer_cpu_offload": saving.offload == "states", "optimizer_offload_fraction": 1.0}
+        return resolve(with_named(config, states | self._activation_offload(layout)), self.world_size)
 
     def _names_stages(self, pipeline: Pipeline) -> bool:
         """Whether a layout says the number of stages per rank: also to win over what the run's own flags say of it."""
@@ -179,42 +174,44 @@ class SearchedRun:
 
 RECOMPUTE_FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
-SEARCHED = {
-    "parallel": (
-        "tensor_model_parallel_size",
-        "sequence_parallel",
-        "tp_comm_overlap",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "overlap_moe_expert_parallel_comm",
-        "data_parallel_size",
-        "num_distributed_optimizer_instances",
-        "pipeline_model_parallel_size",
-        "pipeline_schedule",
-        "num_virtual_stages_per_pipeline_rank",
-        "num_layers_per_virtual_pipeline_stage",
-        "pipeline_model_parallel_layout",
-        "microbatch_group_size_per_virtual_pipeline_stage",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "cpu_offloading",
-        "cpu_offloading_num_layers",
-    ),
-    "training": ("micro_batch_size", "num_microbatches", "global_batch_size"),
-    "model": RECOMPUTE_FIELDS,
-    "ddp": ("data_parallel_sharding_strategy", "overlap_grad_reduce", "overlap_param_gather"),
-    "optimizer": ("use_distributed_optimizer", "optimizer_cpu_offload"),
-}
-"""Fields that a layout sets, by section."""
+SEARCHED = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "tp_comm_overlap",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "overlap_moe_expert_parallel_comm",
+    "data_parallel_size",
+    "num_distributed_optimizer_instances",
+    "pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
+    "micro_batch_size",
+    "num_microbatches",
+    "global_batch_size",
+    *RECOMPUTE_FIELDS,
+    "data_parallel_sharding_strategy",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_distributed_optimizer",
+    "optimizer_cpu_offload",
+)
+"""Fields that a layout sets, as far as their extensions are installed."""
 
 ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
 """Fields that are shown at their defaults too."""
 
 
 def _searched() -> Iterator[Flag]:
-    for fields in SEARCHED.values():
-        yield from (field_table()[field] for field in fields)
+    yield from (field_table()[field] for field in SEARCHED if field in field_table())
 
 
 def _words(flag: Flag, value: Any) -> list[str]:
@@ -227,11 +224,8 @@ def _words(flag: Flag, value: Any) -> list[str]:
 def _as_given(config: RunConfig) -> RunConfig:
     """A configuration with what its layout says as it was before `resolve`, but for the global batch size, which
     another layout must not change."""
-    for field, value in config.given:
-        section = field_table()[field].section
-        if field in SEARCHED.get(section, ()) and field != "global_batch_size":
-            config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
-    return replace(config, given=())
+    before = {field: value for field, value in config.given if field in SEARCHED and field != "global_batch_size"}
+    return replace(with_named(config, before), given=())
 
 
 def _kind(name: str) -> ScheduleKind:

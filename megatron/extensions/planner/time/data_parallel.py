@@ -90,7 +90,7 @@ class DataParallel:
 
     def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
         """Times of the buckets of gradients; of the layers where every micro-batch's gradients are reduced."""
-        main = 2 if self.ddp.grad_reduce_in_bf16 or self.optimizer.main_grads_dtype == "bf16" else None
+        main = 2 if self.ddp.grad_reduce_in_bf16 or self.optimizer.gradients_dtype == "bfloat16" else None
         size = main or DTYPE_BYTES[self.parallel.main_dtype]
         kind = "reduce_scatter" if self.optimizer.use_distributed_optimizer else "all_reduce"
         return self._buckets(numel, size, expert, kind, units if self.ddp.shards_gradients else 1)

@@ -15,6 +15,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import MICROBATCH_RUNNERS
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages, whole_model
@@ -176,7 +177,9 @@ class _Step:
         groups = {axis: placement(self.dims, (axis,), self.network.ranks_per_node) for axis in AXES}
         groups["tp_cp"] = placement(self.dims, ("cp", "tp"), self.network.ranks_per_node)
         groups["expt_tp_ep"] = placement(self.dims, ("ep", "expt_tp"), self.network.ranks_per_node)
-        host_us = 0.0 if config.parallel.cuda_graph_impl == "local" else device.host_launch_us
+        runner = config.parallel.microbatch_runner
+        at_once = runner is not None and MICROBATCH_RUNNERS.facts(runner).launches_once
+        host_us = 0.0 if at_once else device.host_launch_us
         self.replay = Replay(device, self.network, groups, host_us)
         self.batch = MicroBatch(
             config.model,
@@ -184,7 +187,7 @@ class _Step:
             config.training.micro_batch_size,
             device.device_type,
             config.restarts_positions,
-            config.optimizer.main_grads_dtype == "bf16",
+            config.optimizer.gradients_dtype == "bfloat16",
         )
         samples = config.training.global_batch_size or config.training.micro_batch_size * self.dims.dp
         self.tokens = samples * config.model.seq_length

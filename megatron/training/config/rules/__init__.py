@@ -17,7 +17,6 @@ from megatron.training.config.rules.checkpoints import (
     traces,
 )
 from megatron.training.config.rules.context import heads_over_context, sequence
-from megatron.training.config.rules.cuda_graphs import graphs
 from megatron.training.config.rules.data import data, eval_tasks, fill_in_middle, tokenizer, validation_sets
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
@@ -25,8 +24,8 @@ from megatron.training.config.rules.linear_attention import linear_attention, li
 from megatron.training.config.rules.model import attention, attention_kernel, layers, positions, tensor_parallel, yarn
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
-from megatron.training.config.rules.optimizer import cpu_offload, optimizer, post_validation, precision_aware, qk_clip
-from megatron.training.config.rules.pipeline import activation_offload, overlap, pipeline, recomputation, sharding
+from megatron.training.config.rules.optimizer import post_validation
+from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.precision import fp8, fp8_param_gather, fp8_scaling, fp8_shapes, precision
 from megatron.training.config.rules.world import heartbeats, world
 from megatron.training.config.run_config import RunConfig
@@ -51,7 +50,6 @@ RULES: tuple[Rule, ...] = (
     multi_token,
     pipeline,
     recomputation,
-    activation_offload,
     overlap,
     sharding,
     precision,
@@ -64,10 +62,6 @@ RULES: tuple[Rule, ...] = (
     batch,
     length,
     schedule,
-    optimizer,
-    precision_aware,
-    qk_clip,
-    cpu_offload,
     post_validation,
     data,
     fill_in_middle,
@@ -80,5 +74,4 @@ RULES: tuple[Rule, ...] = (
     layer_statistics,
     profiles,
     traces,
-    graphs,
 )

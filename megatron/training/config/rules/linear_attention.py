@@ -38,9 +38,6 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
             rule = f"{rule} * --context-parallel-size {cp} = {tp * cp}, as these ranks share its heads"
             near = f"{near}, or lower --context-parallel-size"
         yield Problem("--linear-num-key-heads", keys, rule, near)
-    if p.cuda_graph_impl != "none":
-        why = "its triangular solves have not been recorded"
-        yield Problem.exclusive("--cuda-graph-impl", p.cuda_graph_impl, given, why)
 
 
 def _without_variant(c: RunConfig) -> Iterator[Problem]:

@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel.stages import (
     LAYOUT,
     fixed_layers,
     pipeline_layout,
-    pipeline_stages,
 )
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules.optimizer import unsharded_by
@@ -173,28 +172,6 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from _recomputed_parts(m)
 
 
-def activation_offload(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    p, flag, layers = c.parallel, "--cpu-offloading-num-layers", c.parallel.cpu_offloading_num_layers
-    smallest = p.min_offloaded_tensor_size
-    if not p.cpu_offloading:
-        if layers:
-            yield Problem.no_effect(flag, layers, "--cpu-offloading")
-        if smallest != type(p).min_offloaded_tensor_size:
-            yield Problem.no_effect("--min-offloaded-tensor-size", smallest, "--cpu-offloading")
-        return
-    try:
-        longest = c.model.num_layers // pipeline_layout(c.model, p).num_stages
-        if layers > longest:  # than the average; how long stages are depends on the vocabulary
-            if c.model.vocab_size is None:
-                return  # judged again when the tokenizer is known
-            longest = max(len(stage.layers) for stage in pipeline_stages(c.model, p))
-    except (ArithmeticError, AssertionError, ValueError):
-        return  # another rule reports the stages
-    if not 1 <= layers <= longest:
-        near = f"nearest: {min(max(layers, 1), longest)}"
-        yield Problem(flag, layers, f"must be in [1, {longest}], the layers of the longest pipeline stage", near)
-
-
 def _recomputed_parts(m: TransformerConfig) -> Iterator[Problem]:
     """Parts that the model does not have, or that a larger one includes, are not recomputed by themselves."""
     flag, named = "--recompute-modules", m.recompute_modules or ()
@@ -245,9 +222,6 @@ def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--overlap-param-gather", None, rule, "remove it", harmless=True)
     if c.ddp.fp8_param_gather:
         yield Problem.exclusive("--fp8-param-gather", None, given, "units are gathered in the parameters' format")
-    if c.parallel.cuda_graph_impl == "local":
-        why = "memory of whole gradients comes and goes during the passes"
-        yield Problem.exclusive("--cuda-graph-impl", "local", given, why)
 
 
 def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:

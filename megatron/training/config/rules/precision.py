@@ -74,9 +74,6 @@ def fp8_param_gather(c: RunConfig, world_size: int) -> Iterator[Problem]:
             "needs a recipe with one cast of each weight, and --fp8-recipe rowwise makes one by rows and one by columns"
         )
         yield Problem(flag, None, rule, f"remove {flag}, or use --fp8-recipe tensorwise, delayed or blockwise")
-    elif p.cuda_graph_impl == "local":
-        why = "recorded steps cast the weights that they find in bf16"
-        yield Problem.exclusive(flag, None, "--cuda-graph-impl local", why)
 
 
 def fp8_scaling(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -18,22 +18,24 @@ from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.collectives import all_reduce_
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import OptimizerShard
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.optimizers.flags import QKClipFlags
 
 
 class QKClip:
     """The layers with attention of one rank, and what they own of the parameters to scale."""
 
     def __init__(
-        self, config: OptimizerConfig, modules: Iterable[nn.Module], shards: Sequence[OptimizerShard], data: Axis
+        self,
+        config: OptimizerConfig,
+        modules: Iterable[nn.Module],
+        shards: Sequence[OptimizerShard],
+        state: ParallelState,
     ) -> None:
-        """`data`: the ranks that see other tokens of the same heads."""
-        self.threshold, self.alpha, self.shards, self.data = (
-            config.qk_clip_threshold,
-            config.qk_clip_alpha,
-            shards,
-            data,
-        )
+        options = config.options(QKClipFlags)
+        self.threshold, self.alpha, self.shards = options.qk_clip_threshold, options.qk_clip_alpha, shards
+        self.data = state.dp_cp
+        """The ranks that see other tokens of the same heads."""
         every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}
         self.layers = [layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)]
         for layer in self.layers:
@@ -51,7 +53,7 @@ class QKClip:
             logits.fill_(float("-inf"))
         return list(joined.split([len(logits) for logits in noted]))
 
-    def clip(self, skip: Tensor) -> None:
+    def after_update(self, skip: Tensor) -> None:
         """Scales the main parameters that this rank owns; does nothing where `skip` is 1."""
         factors: dict[str, Tensor] = {}
         for layer, largest in zip(self.layers, self.largest(), strict=True):

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.optimizer import Shard, UpdateRule
+from megatron.extensions.offload.flags import HostStateFlags
 
 
 class CopyQueue:
@@ -157,3 +159,15 @@ class HostUpdate:
     def _start_params(self, chunk: int) -> None:
         shard = self.shards[chunk]
         self._params.start_copy(chunk, lambda slot: self._to_device.copy(slot[: shard.numel], shard.device_params))
+
+
+def build_host_update(
+    config: OptimizerConfig,
+    shards: Sequence[Shard],
+    rules: Sequence[UpdateRule],
+    slots: tuple[int, int],
+    threads: int | None,
+) -> HostUpdate:
+    """The entry of HOST_UPDATES."""
+    options = config.options(HostStateFlags)
+    return HostUpdate(shards, rules, slots, options.pin_cpu_grads, options.pin_cpu_params, threads)

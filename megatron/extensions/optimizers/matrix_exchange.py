@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Pending, start_all_to_all
-from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
-from megatron.core.parallel_state import Axis
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.extensions.optimizers.flags import MuonFlags
+from megatron.extensions.optimizers.matrix_plan import Matrix, MatrixPlan, Part, splits_of
 
 Read = Callable[[Part, Tensor], None]
 """Writes this rank's values of a part into a tensor of its shape."""
@@ -139,3 +142,16 @@ def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tenso
         found.append((part, packed[start : start + part.numel].view(part.shape)))
         start += part.numel
     return found
+
+
+def build_exchange(config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> MatrixExchange:
+    """The exchange over a rank's stage."""
+    options, stage = config.options(MuonFlags), state.axis("stage")
+    blockwise, distributed = options.muon_tp_mode == "blockwise", config.use_distributed_optimizer
+    plan = MatrixPlan(ddp.layouts, state.dims, stage.ranks, distributed, splits_of(options), blockwise)
+    return MatrixExchange(plan, stage, matrix_dtype(ddp.main_dtype, options.muon_fp32_matmul_prec), ddp.device)
+
+
+def matrix_dtype(main_dtype: torch.dtype, precision: str) -> torch.dtype:
+    """The dtype in which matrices travel and are orthogonalized."""
+    return torch.bfloat16 if main_dtype == torch.float32 and precision == "medium" else main_dtype

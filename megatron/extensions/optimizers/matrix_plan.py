@@ -20,6 +20,7 @@ from megatron.core.boxes import boxes_of_flat_range, overlap
 from megatron.core.distributed.param_layout import BufferLayout, ParamRange
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
+from megatron.extensions.optimizers.flags import MuonFlags
 
 ROUND = 2**26
 """Elements that a rank gathers at a time, or one matrix if that is larger: bounds the memory of the exchange."""
@@ -195,3 +196,8 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
         total, owners[i] = heap[0]
         heapreplace(heap, (total + costs[i], owners[i]))
     return owners
+
+
+def splits_of(options: MuonFlags) -> Callable[[str], bool]:
+    """Whether weights that are fused under a name (`ParamMeta.fused`) are updated as matrices of their own."""
+    return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)

@@ -18,10 +18,11 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import SCALE_BLOCK, BufferLayout, StateRange
+from megatron.core.distributed.param_layout import BufferLayout, StateRange
 from megatron.core.kernels.stochastic_rounding import mixed, uniform_of
 from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard
-from megatron.core.optimizer.state_formats import (
+from megatron.extensions.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
+from megatron.extensions.optimizers.state_formats import (
     StoredState,
     chunks,
     join_master,
@@ -39,21 +40,24 @@ EXP_AVG, EXP_AVG_SQ, MAIN = 0x3C6EF372, 0x1B873593, 0x52DCE729
 class PackedShard(Shard):
     """A shard in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
 
+    changes_params_when_loaded = True
+
     def __init__(
         self, bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
     ) -> None:
         super().__init__(bucket, layout, place, main_dtype)
         params, numel, device = self.params, self.numel, self.device
         names = str(params.dtype).removeprefix("torch."), str(main_dtype).removeprefix("torch.")
-        self.kind = config.main_kind(*names, on_host=self.on_host)
-        self.as_remainders = config.main_kind(*names) == "remainders"
+        plan, options = config.state_plan, config.options(PrecisionAwareFlags)
+        self.kind = plan.main_kind(config, *names, on_host=self.on_host)
+        self.as_remainders = plan.main_kind(config, *names) == "remainders"
         """Whether parameters are rounded as beside remainders, ties away from zero, wherever states lie."""
         self.remainders = torch.zeros(numel if self.kind == "remainders" else 0, dtype=torch.int16, device=device)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"
         self.main = StoredState(stored, name, main_dtype, device)
-        self.exp_avg = StoredState(numel, config.exp_avg_dtype, main_dtype, device)
-        self.exp_avg_sq = StoredState(numel, config.exp_avg_sq_dtype, main_dtype, device, squared=True)
+        self.exp_avg = StoredState(numel, options.exp_avg_dtype, main_dtype, device)
+        self.exp_avg_sq = StoredState(numel, options.exp_avg_sq_dtype, main_dtype, device, squared=True)
         self.take_up({MAIN_PARAM: params.to(device, main_dtype)})
 
     def write_params(self) -> None:
@@ -180,6 +184,18 @@ class PrecisionAwareAdam:
             scalars = Scalars(on_device[0], on_device[1], factor, number, skip, *corrections)
             for start, stop in chunks(shard.numel, self._chunk or shard.numel):
                 self._update(shard, shard.part(start, stop), scalars, self.config)
+
+
+class PackedStates:
+    """The entry of STATE_STORES."""
+
+    @staticmethod
+    def shard(
+        bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
+    ) -> PackedShard:
+        return PackedShard(bucket, layout, place, config, main_dtype)
+
+    rule = PrecisionAwareAdam
 
 
 def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: OptimizerConfig) -> None:

@@ -3,7 +3,7 @@
 Launching a small model's kernels one by one takes longer than running them; a graph is launched at once. It repeats the
 same kernels on the same memory, so what goes in is copied to where the recorded batch lay, and what comes out, the
 loss, is copied away; parameters and gradient sums lie in flat buffers that never move, and dropout is a function of the
-samples' numbers, which go in. `graph_rules` says what cannot be recorded.
+samples' numbers, which go in. `rules.py` says what cannot be recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.recipes import MadeCasts, WeightCasts
+from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
 
 Replay = Callable[[], None]
 
@@ -118,3 +120,27 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
     for name, tensor in new.items():
         assert tensor.shape == old[name].shape, f"{name} is {tuple(tensor.shape)}, recorded {tuple(old[name].shape)}"
         old[name].copy_(tensor)
+
+
+class CudaGraphs:
+    """The entry of MICROBATCH_RUNNERS."""
+
+    @staticmethod
+    def prepare(config: ModelParallelConfig, device: torch.device) -> None:
+        """Leaves the default CUDA stream: that stream cannot be captured, and autograd computes a parameter's gradient
+        on the stream of its first use. Raises ValueError on CPU."""
+        if device.type != "cuda":
+            impl = config.options(CudaGraphFlags).cuda_graph_impl
+            raise ValueError(f"--cuda-graph-impl {impl} records the work of a GPU, and this is a CPU; leave it out")
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+    @staticmethod
+    def build(
+        config: ModelParallelConfig,
+        run: Callable[[Batch, Tensor], Tensor],
+        device: torch.device,
+        casts: WeightCasts,
+    ) -> GraphedMicrobatches:
+        """What records and replays `run`."""
+        warm_up, main_dtype = config.options(CudaGraphFlags).cuda_graph_warmup_steps, getattr(torch, config.main_dtype)
+        return GraphedMicrobatches(run, CudaRecorder(), warm_up, device, main_dtype, casts)

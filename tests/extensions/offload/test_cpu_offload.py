@@ -12,14 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed import param_layout
 from megatron.core.distributed.param_layout import ALIGNMENT, HOST_SLOTS, host_slots, place_states, plan_buffers
-from megatron.core.optimizer import host_update
 from megatron.core.optimizer.optimizer import MAIN_PARAM
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
+from megatron.extensions.offload import host_update
 from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import Snapshot, train_in_world
@@ -29,7 +28,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
-from tests.dist.toy import build, run_step
+from tests.dist.toy import build, optimizer_config, run_step
 from tests.harness import run_world
 from tests.limits import HANG
 from tools.bench.fake_cuda import unavailable
@@ -175,7 +174,7 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
     for ranks in (1, 3):
         buffers = plan_buffers(metas, ranks, bucket_size=2400)
         for fraction in (0.0, 0.01, 0.5, 0.77, 1.0):
-            config = OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+            config = optimizer_config(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
             found = place_states(buffers, config)
             covered: dict[tuple[int, int], int] = {}
             for place in found:

@@ -12,11 +12,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron.core.config.newton_schulz import Coefficients, coefficients
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.matrix_exchange import MatrixExchange
-from megatron.core.optimizer.matrix_plan import Matrix, Part
+from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.param_meta import ParamMeta
+from megatron.extensions.optimizers.flags import MuonFlags
+from megatron.extensions.optimizers.matrix_exchange import MatrixExchange, matrix_dtype
+from megatron.extensions.optimizers.matrix_plan import Matrix, MatrixPlan, Part, splits_of
+from megatron.extensions.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-7
 """Least norm that a matrix is divided by."""
@@ -31,12 +35,13 @@ class Muon(Optimizer):
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard], exchange: MatrixExchange) -> None:
         super().__init__(config, shards)
         self.exchange = exchange
-        self._coefficients = coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
+        self.options = config.options(MuonFlags)
+        self._coefficients = coefficients(self.options.muon_coefficient_type, self.options.muon_num_ns_steps)
 
     def step(
         self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
     ) -> None:
-        config, skipped = self.config, skip > 0
+        config, skipped = self.options, skip > 0
         for shard in self.shards:
             assert shard.main.grad is not None
             tensors = (shard.main.grad, shard.states["momentum_buffer"])
@@ -62,21 +67,29 @@ class Muon(Optimizer):
 
         self.exchange.transform(read, self._orthogonalized, write)
 
+    @staticmethod
+    def update_flops(config: OptimizerConfig, metas: Sequence[ParamMeta]) -> int:
+        """Those of the Newton-Schulz iterations, once for each matrix, whatever the layout and the batch."""
+        options = config.options(MuonFlags)
+        layouts = plan_buffers([(meta, meta.global_shape) for meta in metas], 1, 1, whole_roles=config.whole_roles)
+        plan = MatrixPlan(layouts, ParallelDims(), [0], True, splits_of(options))
+        return 2 * options.muon_num_ns_steps * sum(matrix.cost for matrix in plan.matrices)
+
+    @staticmethod
+    def update_dtypes(config: OptimizerConfig, main_dtype: torch.dtype) -> Sequence[torch.dtype]:
+        """That in which matrices travel and are orthogonalized."""
+        return (matrix_dtype(main_dtype, config.options(MuonFlags).muon_fp32_matmul_prec),)
+
     def _orthogonalized(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return newton_schulz(x, self._coefficients)
-        with _float32_matmul_precision(self.config.muon_fp32_matmul_prec):
+        with _float32_matmul_precision(self.options.muon_fp32_matmul_prec):
             return newton_schulz(x, self._coefficients)
 
 
 def _held(flat: Tensor, part: Part) -> Tensor:
     """The part's values in a shard."""
     return flat[part.start : part.stop].view(part.held)[part.within]
-
-
-def matrix_dtype(main_dtype: torch.dtype, precision: str) -> torch.dtype:
-    """The dtype in which matrices travel and are orthogonalized."""
-    return torch.bfloat16 if main_dtype == torch.float32 and precision == "medium" else main_dtype
 
 
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.param_layout import SCALE_BLOCK
 from megatron.core.kernels.stochastic_rounding import round_to_bf16
+from megatron.extensions.optimizers.flags import SCALE_BLOCK
 
 SMALLEST = -126
 """Exponent of the smallest scale; blocks of smaller numbers are zero to fp32 too."""

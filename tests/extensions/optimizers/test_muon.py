@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # torch.optim needs it: once here, not in every forked rank
 from torch import Tensor
 
-from megatron.core.config.newton_schulz import COEFFICIENTS, coefficients
-from megatron.core.optimizer import matrix_plan
-from megatron.core.optimizer.muon import newton_schulz, scale
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
+from megatron.extensions.optimizers import matrix_plan
+from megatron.extensions.optimizers.flags import MuonFlags
+from megatron.extensions.optimizers.muon import newton_schulz, scale
+from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS, coefficients
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from megatron.training.progress import Progress
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
 from tests.harness import run_world
+from tests.pure import test_gated_delta_net as delta
+from tests.pure.test_checkpointing import Run
+from tests.pure.test_checkpointing import config as run_of
 
 MOONLIGHT = {"muon_extra_scale_factor": 0.2, "muon_momentum": 0.95}
 JORDAN = {"muon_scale_mode": "shape_scaling", "muon_nesterov": True, "muon_momentum": 0.8, "muon_num_ns_steps": 3}
@@ -199,3 +209,26 @@ def test_both_configurations_must_agree():
     ddp, optimizer = build(state)
     with pytest.raises(ValueError, match=r"whole_roles is \['hidden', 'router'\] in OptimizerConfig and \[\] in"):
         type(optimizer)(replace(optimizer.config, optimizer="muon"), ddp, state)
+
+
+def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None:
+    muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
+    Run(muon).save(Progress(1, 8))
+    assert Run(muon).load() == Progress(1, 8)
+    other = muon.with_options(MuonFlags(muon_scalar_optimizer="sgd", moe_router_skip_muon=True))
+    with pytest.raises(
+        ValueError, match="--muon-scalar-optimizer is adam in the checkpoint and sgd in the run"
+    ) as error:
+        Run(other).load()
+    assert "--moe-router-skip-muon is False in the checkpoint and True in the run" in str(error.value)
+
+
+def test_matrices_of_delta_nets() -> None:
+    """Each channel of a convolution is a filter over tokens: it maps no vector to another. The input projection is one
+    matrix, as in Megatron-LM."""
+    config = resolve(parse_args(f"{delta.BASE} {delta.DELTA} --optimizer muon".split()), 1)
+    layer = GPTModel(delta.DELTA_NET, device="meta", initialize=False).decoder.layers[0].self_attention
+    metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters()}
+    whole = config.optimizer.whole_roles
+    assert {name for name, meta in metas.items() if meta.role not in whole} == {"conv1d.weight"}
+    assert len(list(metas["in_proj.weight"].linear_maps())) == 1

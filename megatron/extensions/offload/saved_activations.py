@@ -19,7 +19,6 @@ of a layer that is recomputed as a whole, or what is left beside recomputed modu
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +29,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.offload.host_pool import HostBuffer, HostPool
+from megatron.core.host_to_device import HostBuffer, HostPool
+from megatron.core.transformer.activation_store import saving_by, unpacked
+from megatron.extensions.offload.flags import ActivationFlags
 
 
 class ActivationOffload:
@@ -58,11 +59,10 @@ class ActivationOffload:
         return OffloadedPass(self, stays)
 
 
-def build_offload(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload | None:
-    """As --cpu-offloading says, for the stages of a rank; None without it."""
-    if not config.offloaded_layers:
-        return None
-    return ActivationOffload(config.offloaded_layers, config.min_offloaded_tensor_size, device)
+def build_offload(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload:
+    """As --cpu-offloading says, for the stages of a rank."""
+    options = config.options(ActivationFlags)
+    return ActivationOffload(options.cpu_offloading_num_layers, options.min_offloaded_tensor_size, device)
 
 
 class OffloadedPass:
@@ -121,12 +121,8 @@ class Part:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Tensors that autograd saves are offloaded."""
-        before, _now.part = _now.part, self
-        try:
-            with saved_tensors_hooks(self.pack, unpacked):
-                yield
-        finally:
-            _now.part = before
+        with saving_by(self), saved_tensors_hooks(self.pack, unpacked):
+            yield
         self._sent = self.offload.copies.sent()
 
     def pack(self, x: Tensor) -> Tensor | _View:
@@ -156,35 +152,6 @@ class Part:
         self._moved.clear()
 
 
-class _Now(threading.local):
-    """The part that this thread computes: passes that run in turns have a thread each."""
-
-    part: Part | None = None
-
-
-_now = _Now()
-
-
-@contextmanager
-def nothing_saved() -> Iterator[None]:
-    """Around a function that will be recomputed, of which nothing is kept."""
-    before, _now.part = _now.part, None
-    try:
-        yield
-    finally:
-        _now.part = before
-
-
-def packed(x: Tensor) -> Any:
-    """For hooks of saved tensors within those of a part, which alone are called: what stands in the graph for x."""
-    return x if _now.part is None else _now.part.pack(x)
-
-
-def unpacked(x: Any) -> Tensor:
-    """The tensor that `packed` was given."""
-    return x.tensor() if isinstance(x, _View) else x
-
-
 class _View(NamedTuple):
     """A tensor in offloaded memory."""
 
@@ -194,7 +161,7 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
-    def tensor(self) -> Tensor:
+    def stored_tensor(self) -> Tensor:
         memory = self.moved.fetched()
         elements = len(memory) // self.dtype.itemsize
         return memory[: elements * self.dtype.itemsize].view(self.dtype).as_strided(*self[2:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +14,17 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.fp8.casts import Scaled
 from megatron.core.fp8.recipes import WeightCasts
+from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
+from megatron.extensions.cuda_graphs.graphed_microbatches import CudaGraphs, GraphedMicrobatches
 from megatron.extensions.diagnosis.nonfinite_search import search
 from megatron.training.checks.bad_steps import settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve, validate
-from megatron.training.cuda_graphs import GraphedMicrobatches
-from megatron.training.initialize import prepare_graphs
+from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.metrics.interval import Interval
 from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
+from tests.pure import test_data_stages as stages
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data --lr 1e-2 "
@@ -128,7 +130,8 @@ def config_of(flags: str, world_size: int = 1) -> RunConfig:
 
 def test_what_can_be_recorded() -> None:
     graphs = "--enable-cuda-graph"
-    assert config_of(graphs).parallel.cuda_graph_impl == "local"
+    assert config_of(graphs).options(CudaGraphFlags).cuda_graph_impl == "local"
+    assert parse_args("--cuda-graph-impl transformer_engine".split()).options(CudaGraphFlags).cuda_graph_impl == "none"
     assert not validate(config_of(graphs), 1)
     assert not validate(config_of(f"{graphs} --dp 2 --bf16 --recompute-activations", 2), 2)
 
@@ -146,6 +149,9 @@ def test_what_can_be_recorded() -> None:
         ("--overlap-param-gather", "--overlap-param-gather"),
         ("--log-straggler", "--log-straggler"),
         ("--deterministic-mode", "--deterministic-mode"),
+        ("--experimental-attention-variant gated_delta_net --bf16", "--cuda-graph-impl local"),
+        ("--bf16 --fp8-format e4m3 --fp8-param-gather --dp 2", "--fp8-param-gather"),
+        ("--data-parallel-sharding-strategy optim_grads --dp 2", "--cuda-graph-impl local"),
     ],
 )
 def test_what_cannot(flags: str, flag: str) -> None:
@@ -155,5 +161,16 @@ def test_what_cannot(flags: str, flag: str) -> None:
 
 def test_without_a_gpu_it_is_refused() -> None:
     with pytest.raises(ValueError, match="--cuda-graph-impl local records the work of a GPU, and this is a CPU"):
-        prepare_graphs(config_of("--cuda-graph-impl local").parallel, CPU)
-    prepare_graphs(config_of("").parallel, CPU)
+        CudaGraphs.prepare(config_of("--cuda-graph-impl local").parallel, CPU)
+    assert config_of("").parallel.microbatch_runner is None
+
+
+def test_warm_up_alone_has_no_effect() -> None:
+    (notice,) = notices(config_of("--cuda-graph-warmup-steps 7"), 1)
+    assert str(notice).startswith("--cuda-graph-warmup-steps 7: has no effect without --cuda-graph-impl local")
+
+
+def test_phases_of_two_shapes_are_refused(tmp_path: Path) -> None:
+    flags = "--mock-data --train-iters 9 --cuda-graph-impl local"
+    found = stages.problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 8, seq-length: 32}", flags)
+    assert any("--cuda-graph-impl local: its graphs have one shape" in problem for problem in found)

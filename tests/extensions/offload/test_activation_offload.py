@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.host_to_device import HostBuffer, HostPool
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.offload.host_pool import HostBuffer, HostPool
-from megatron.core.offload.saved_activations import ActivationOffload, Copies
+from megatron.extensions.offload.saved_activations import ActivationOffload, Copies
 from megatron.testing.snapshot import differences
 from tests.gpt_cases import LLAMA, with_dropout
 from tests.harness import train_in_world

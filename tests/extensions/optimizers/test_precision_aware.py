@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron.core.kernels.stochastic_rounding import uniform_of
-from megatron.core.optimizer.precision_aware import PackedShard
-from megatron.core.optimizer.state_formats import FORMATS, StoredState, join_master, split_master
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, rounding_sum
+from megatron.extensions.optimizers.precision_aware import PackedShard
+from megatron.extensions.optimizers.state_formats import FORMATS, StoredState, join_master, split_master
 from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import first_difference, train_in_world
@@ -18,6 +18,8 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.train_step import train_step
 from tests.harness import run_world
+from tests.parity import test_sharding_strategies as strategies
+from tests.parity.test_sharding_strategies import SHARDED, STRATEGY
 
 MODEL = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 8 --vocab-size 64 "
@@ -175,3 +177,47 @@ def test_what_does_not_combine_is_refused(flags: str, rule: str) -> None:
     ranks = 2 if "--tp 2" in flags else 1
     (problem,) = validate(resolve(parse_args((MODEL + flags).split()), ranks), ranks)
     assert rule in str(problem)
+
+
+@pytest.mark.grid("update", ["--optimizer muon"], ["--optimizer muon", MOMENTS["fp8"]])
+def test_strategies_compute_the_same_bits_in_fp8(update: str) -> None:
+    """ZeRO-2 and ZeRO-3 beside fp8 layers."""
+    strategies.test_fp8_layers_compute_the_same_bits(("delayed", 2, f"--micro-batch-size 4 {update}"))
+
+
+OF_STATES = [
+    *((2, f"--exp-avg-dtype {name} --exp-avg-sq-dtype {name}") for name in FORMATS),
+    (2, "--no-store-param-remainders --exp-avg-dtype bf16"),
+    (2, "--main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"),
+    (4, "--pp 2 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"),
+]
+
+
+@pytest.mark.grid("case", OF_STATES[-2:-1], OF_STATES)
+def test_states_in_few_bits_have_the_same_bits(case: tuple[int, str]) -> None:
+    """Main parameters as remainders, whole and in fp16, under bf16 parameters that are gathered layer by layer."""
+    ranks, formats = case
+    flags = f"{MODEL} --bf16 {AWARE} {formats} --micro-batch-size 2 --clip-grad 0"
+    plain, *sharded = (
+        train_in_world(ranks, f"{flags} {STRATEGY} {strategy}".split(), 1, unseen=1) for strategy in ("optim", *SHARDED)
+    )
+    for found in sharded:
+        assert not found.replica_errors
+        keys = [key for key in plain.tensors if not key.endswith("grad_norm")]  # which is summed in another order
+        assert [key for key in keys if not plain[key].equal(found[key])] == []
+
+
+@pytest.mark.grid("name", ["fp8"], ["bf16", "fp16", "fp8"])
+def test_states_in_few_bits_are_those_of_one_process(name: str) -> None:
+    flags = f"{MODEL} --fp64 {MOMENTS[name]}"
+    alone = train_in_world(1, flags.split())
+    for strategy in SHARDED:
+        found = train_in_world(2, f"{flags} {STRATEGY} {strategy}".split())
+        assert first_difference(alone, found, 1e-9) is None, strategy
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_sums_in_bf16_are_refused(strategy: str) -> None:
+    flags = f"{MODEL} --bf16 {AWARE} --main-grads-dtype bf16 {STRATEGY} {strategy}"
+    (problem,) = validate(resolve(parse_args(flags.split()), 2), 2)
+    assert f"cannot be combined with {STRATEGY} {strategy}" in str(problem)

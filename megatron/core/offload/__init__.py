@@ -1,1 +1,0 @@
-"""Tensors in host memory while the device does not need them."""

@@ -1,0 +1,95 @@
+"""What an extension provides that keeps activations saved for the backward elsewhere than on the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.parts import ACTIVATION_STORES
+
+
+class StoredPass(Protocol):
+    """One micro-batch's way through the layers of a stage."""
+
+    def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Around the forward pass of a part: a layer, or layers that are recomputed together. `stored` says whether
+        what it saves is kept elsewhere; its `parameters` never are."""
+
+    def watch(self, output: Any) -> None:
+        """Told the output of the last part, whose backward begins when its gradient is known."""
+
+    def end(self) -> None:
+        """Behind the last part."""
+
+
+class ActivationStore(Protocol):
+    """The store of one rank's stages, an entry of ACTIVATION_STORES. `pool` has the bytes that it holds, `nbytes`."""
+
+    num_layers: int
+    """Layers of each stage, from its first one, whose activations it keeps."""
+
+    pool: Any
+
+    def begin(self, x: Tensor, shared: Any) -> StoredPass:
+        """A forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, stay."""
+
+
+def build_store(config: ModelParallelConfig, device: torch.device | str) -> Any:
+    """The store that the configuration asks for; None without one."""
+    name = config.activation_store
+    return None if name is None else ACTIVATION_STORES[name](config, device)
+
+
+class Stored(Protocol):
+    """What stands in the graph for a saved tensor."""
+
+    def stored_tensor(self) -> Tensor:
+        """The tensor, on the device again."""
+
+
+class Saver(Protocol):
+    """What sees each tensor that autograd saves."""
+
+    def pack(self, x: Tensor) -> Tensor | Stored:
+        """What stands in the graph for x: x itself if it stays."""
+
+
+class _Now(threading.local):
+    """What this thread's tensors are saved by: passes that run in turns have a thread each."""
+
+    saver: Saver | None = None
+
+
+_now = _Now()
+
+
+@contextmanager
+def saving_by(saver: Saver | None) -> Iterator[None]:
+    """`packed` asks `saver`."""
+    before, _now.saver = _now.saver, saver
+    try:
+        yield
+    finally:
+        _now.saver = before
+
+
+def nothing_saved() -> AbstractContextManager[None]:
+    """Around a function that will be recomputed, of which nothing is kept."""
+    return saving_by(None)
+
+
+def packed(x: Tensor) -> Any:
+    """For hooks of saved tensors within those of a saver, which alone are called: what stands in the graph for x."""
+    return x if _now.saver is None else _now.saver.pack(x)
+
+
+def unpacked(x: Any) -> Tensor:
+    """The tensor that `packed` was given."""
+    tensor: Tensor = x if isinstance(x, Tensor) else x.stored_tensor()
+    return tensor

@@ -1,0 +1,64 @@
+"""Flags of states and activations in host memory, and where their parts are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.parts import ACTIVATION_STORES, HOST_UPDATES
+from megatron.training.extensions import extension_flags
+
+HERE = "megatron.extensions.offload"
+
+
+@extension_flags("optimizer states in host memory", may_change=True, rules=f"{HERE}.rules:states")
+@dataclass(frozen=True)
+class HostStateFlags:
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer states in host memory, --optimizer-offload-fraction of them, and update them there: gradients are
+    copied to the host, updated parameters back, while the next ones are updated (ZeRO-Offload)."""
+
+    optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1)
+    """--optimizer-cpu-offload: share of the elements whose states lie in host memory, in [0, 1]."""
+
+    pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads")
+    """--optimizer-cpu-offload: pass gradients through pageable instead of pinned host memory."""
+
+    pin_cpu_params: bool = flag(True, name="--no-pin-cpu-params")
+    """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
+
+
+@extension_flags("activations in host memory", may_change=True, rules=f"{HERE}.rules:activations")
+@dataclass(frozen=True)
+class ActivationFlags:
+    cpu_offloading: bool = False
+    """Keep what the first layers of each pipeline stage save for the backward in host memory, pinned for GPUs: copied
+    while the forward pass computes, and fetched a layer ahead of the backward."""
+
+    cpu_offloading_num_layers: int = flag(0, at_least=0)
+    """--cpu-offloading: layers of each stage, from its first one. All but the last one leave it time to fetch."""
+
+    min_offloaded_tensor_size: int = flag(1024 * 1024, above=0)
+    """--cpu-offloading: elements of the smallest tensor that leaves the device."""
+
+
+def _layers(config: ModelParallelConfig) -> int:
+    options = config.options(ActivationFlags)
+    return options.cpu_offloading_num_layers if options.cpu_offloading else 0
+
+
+def _with_layers(config: ModelParallelConfig, layers: int) -> ModelParallelConfig:
+    options = config.options(ActivationFlags)
+    fewer = min(layers, options.cpu_offloading_num_layers)
+    return config.with_options(replace(options, cpu_offloading=layers > 0, cpu_offloading_num_layers=fewer))
+
+
+def _fraction(optimizer: OptimizerConfig) -> float:
+    options = optimizer.options(HostStateFlags)
+    return options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
+
+
+HOST_UPDATES.register("host", f"{HERE}.host_update:build_host_update", fraction=_fraction)
+ACTIVATION_STORES.register("host", f"{HERE}.saved_activations:build_offload", layers=_layers, with_layers=_with_layers)

@@ -1,0 +1,5 @@
+"""Further optimizers: Muon, which orthogonalizes whole matrices; QK-clip; Adam with states in fewer bits than fp32.
+
+Flags: `--optimizer muon`, `--muon-*`, `--moe-router-skip-muon`; `--qk-clip*`; `--use-precision-aware-optimizer` and the
+formats of its states. Read `muon.py` first, then `matrix_plan.py`, which decides who orthogonalizes which matrix.
+"""

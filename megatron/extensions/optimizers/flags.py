@@ -1,0 +1,167 @@
+"""Flags of Muon, QK-clip and the precision-aware optimizer, and where their parts are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.parts import MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES, UPDATE_HOOKS, StatePlan
+from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS
+from megatron.training.extensions import extension_flags
+
+HERE = "megatron.extensions.optimizers"
+
+SCALE_BLOCK = 64
+"""Elements of an optimizer state that share a scale; buffers start parameters and shards at multiples of it."""
+
+STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+"""Formats of Adam's moments."""
+
+
+@extension_flags("Muon", may_change=True, rules=f"{HERE}.rules:muon")
+@dataclass(frozen=True)
+class MuonFlags:
+    """--optimizer muon: orthogonalized momentum for the matrices of hidden layers, and --muon-scalar-optimizer for
+    embeddings, output layer, norms and biases."""
+
+    muon_momentum: float = flag(0.9, at_least=0, below=1)
+    """Muon: decay of the momentum, an average of the gradients."""
+
+    muon_nesterov: bool = flag(False, "--muon-use-nesterov")
+    """Muon: orthogonalize Nesterov's look-ahead, the average of momentum and gradient, instead of the momentum."""
+
+    muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
+    """Muon: factor of the update of a matrix [out, in]: sqrt(max(out, in)), sqrt(out / in), or the larger of this
+    and 1."""
+
+    muon_extra_scale_factor: float = flag(1.0, above=0)
+    """Muon: further factor of the update; 0.2 with spectral scale makes it as large as Adam's (arXiv 2502.16982)."""
+
+    muon_num_ns_steps: int = flag(5, above=0)
+    """Muon: steps of the Newton-Schulz iteration."""
+
+    muon_coefficient_type: str = flag("quintic", choices=tuple(COEFFICIENTS))
+    """Muon: coefficients of the Newton-Schulz iteration."""
+
+    muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"))
+    """Muon: precision of the Newton-Schulz iteration of fp32 momentum: bfloat16, TF32 where there is any, or fp32."""
+
+    muon_tp_mode: str = flag("duplicated", choices=("duplicated", "blockwise"))
+    """Muon: orthogonalize whole matrices, or each tensor-parallel shard by itself. The result of blockwise depends on
+    the tensor-parallel size."""
+
+    muon_split_qkv: bool = flag(True, name="--muon-no-split-qkv")
+    """Muon: orthogonalize queries, keys and values as one matrix."""
+
+    muon_split_gate_up: bool = flag(True, name="--muon-no-split-gate-up")
+    """Muon: orthogonalize gate and up of a gated MLP as one matrix, as Megatron-LM does."""
+
+    muon_scalar_optimizer: str = flag("adam", choices=OPTIMIZERS)
+    """Muon: optimizer of all other parameters than the matrices of hidden layers."""
+
+    moe_router_skip_muon: bool = False
+    """Muon: leave the router's weight to --muon-scalar-optimizer."""
+
+
+@extension_flags("QK-clip", may_change=True, rules=f"{HERE}.rules:qk_clip", resolve=f"{HERE}.rules:with_max_logits")
+@dataclass(frozen=True)
+class QKClipFlags:
+    qk_clip: bool = False
+    """QK-clip (MuonClip, Kimi K2): after an update, scale the projections of queries and keys of heads whose largest
+    attention logit in the step was above --qk-clip-threshold. Plain torch computes attention then."""
+
+    qk_clip_threshold: float = flag(100.0, above=0)
+    """--qk-clip: the largest logit that a head may have."""
+
+    qk_clip_alpha: float = flag(0.5, at_least=0, at_most=1)
+    """--qk-clip: exponent of the factor in the queries; the keys have the rest."""
+
+
+@extension_flags("precision-aware optimizer", may_change=True, rules=f"{HERE}.rules:precision_aware")
+@dataclass(frozen=True)
+class PrecisionAwareFlags:
+    use_precision_aware_optimizer: bool = False
+    """Adam: store gradients, main parameters and moments in the formats of --main-grads-dtype, --main-params-dtype,
+    --exp-avg-dtype and --exp-avg-sq-dtype."""
+
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    """--use-precision-aware-optimizer: format in which gradients are summed over micro-batches, rounded at random so
+    that no part of a sum is lost on average."""
+
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"))
+    """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64."""
+
+    exp_avg_dtype: str = flag("fp32", choices=STATE_DTYPES)
+    """--use-precision-aware-optimizer: format of Adam's first moment; fp16 and fp8 (e4m3) have a scale for each block
+    of 64."""
+
+    exp_avg_sq_dtype: str = flag("fp32", choices=STATE_DTYPES)
+    """--use-precision-aware-optimizer: format of Adam's second moment; fp16 and fp8 hold its square root, with a scale
+    for each block of 64."""
+
+    store_param_remainders: bool = flag(True, name="--no-store-param-remainders")
+    """--use-precision-aware-optimizer: store main parameters in fp32 whole, not as the 16 bits that parameters in bf16
+    lack."""
+
+
+def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
+    """Roles of the matrices that Muon and optimizers like it update."""
+    return frozenset({"hidden"} if optimizer.options(MuonFlags).moe_router_skip_muon else {"hidden", "router"})
+
+
+class PackedPlan(StatePlan):
+    """States in the formats of the flags above."""
+
+    def holds(self, optimizer: OptimizerConfig) -> bool:
+        return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer
+
+    def main_kind(self, optimizer: OptimizerConfig, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
+        """Besides "aliased" and "stored", "remainders" (what parameters in bf16 lack) and "fp16" (with scales). Away
+        from the parameters, `on_host`, there are no other than the last two."""
+        options = optimizer.options(PrecisionAwareFlags)
+        plain = super().main_kind(optimizer, params_dtype, main_dtype, on_host)
+        if plain == "aliased" or options.main_params_dtype == "fp16":
+            return "aliased" if plain == "aliased" else "fp16"
+        remainders = options.store_param_remainders and params_dtype == "bfloat16" and not on_host
+        return "remainders" if remainders else plain
+
+    def main_bytes(self, numel: int, kind: str, main: int) -> int:
+        format_of = {"remainders": "bf16", "fp16": "fp16"}
+        return bytes_of(numel, format_of[kind], main) if kind in format_of else super().main_bytes(numel, kind, main)
+
+    def state_bytes(self, optimizer: OptimizerConfig, numel: int, state: str, main: int) -> int:
+        return bytes_of(numel, state_format(optimizer.options(PrecisionAwareFlags), state), main)
+
+    def gradients_dtype(self, optimizer: OptimizerConfig) -> str | None:
+        return "bfloat16" if optimizer.options(PrecisionAwareFlags).main_grads_dtype == "bf16" else None
+
+    def described(self, optimizer: OptimizerConfig, params_dtype: str, main_dtype: str) -> str:
+        kind, options = self.main_kind(optimizer, params_dtype, main_dtype), optimizer.options(PrecisionAwareFlags)
+        formats = (f"{name} {state_format(options, name)}" for name in optimizer.states(False))
+        return f"main parameters {kind}, {', '.join(formats)}"
+
+
+def state_format(options: PrecisionAwareFlags, state: str) -> str:
+    """The format of one of Adam's moments."""
+    return {"exp_avg": options.exp_avg_dtype, "exp_avg_sq": options.exp_avg_sq_dtype}[state]
+
+
+def bytes_of(numel: int, name: str, main: int) -> int:
+    """Bytes of a state in a format; fp32 becomes the main dtype, of `main` bytes. Scales have one byte."""
+    scales = numel // SCALE_BLOCK if name in ("fp16", "fp8") else 0
+    return numel * {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": main}[name] + scales
+
+
+MATRIX_EXCHANGES.register(
+    "owners",
+    f"{HERE}.matrix_exchange:build_exchange",
+    roles=whole_roles,
+    others=lambda optimizer: optimizer.options(MuonFlags).muon_scalar_optimizer,
+    fields=("muon_scalar_optimizer", "moe_router_skip_muon"),
+)
+OPTIMIZERS.register("muon", f"{HERE}.muon:Muon", states=("momentum_buffer",), whole_matrices=True)
+STATE_STORES.register("precision_aware", f"{HERE}.precision_aware:PackedStates", plan=PackedPlan())
+UPDATE_HOOKS.register(
+    "qk_clip", f"{HERE}.qk_clip:QKClip", when=lambda optimizer: optimizer.options(QKClipFlags).qk_clip
+)

@@ -1,0 +1,133 @@
+"""Rules of Muon, QK-clip and the precision-aware optimizer. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from megatron.core.models.gpt.parameters import is_declared, parameter_metas
+from megatron.core.parts import OPTIMIZERS
+from megatron.extensions.optimizers.flags import SCALE_BLOCK, MuonFlags, PrecisionAwareFlags, QKClipFlags
+from megatron.training.config.flags import field_table, named_value
+from megatron.training.config.problem import Problem
+from megatron.training.config.rules.optimizer import unsharded_by
+from megatron.training.config.run_config import RunConfig
+
+POST_VALIDATION = "--optimizer-post-validation"
+
+
+def muon(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o, table = c.options(MuonFlags), field_table()
+    elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_matrices]
+    if o.muon_scalar_optimizer not in elementwise:
+        rule = "updates whole matrices, which embeddings, norms and biases are not"
+        yield Problem("--muon-scalar-optimizer", o.muon_scalar_optimizer, rule, f"use {' or '.join(elementwise)}")
+    for name, value in vars(o).items():
+        flag = table[name]
+        if value != flag.default and c.optimizer.optimizer in elementwise:
+            yield Problem.no_effect(flag.name, None if isinstance(value, bool) else value, "--optimizer muon")
+    if o.moe_router_skip_muon and c.model.num_experts is None:
+        yield Problem.no_effect("--moe-router-skip-muon", None, "--num-experts")
+
+
+def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o, m, p, table, switch = c.options(QKClipFlags), c.model, c.parallel, field_table(), "--qk-clip"
+    if not o.qk_clip:
+        for flag in (table["qk_clip_threshold"], table["qk_clip_alpha"]):
+            if getattr(o, flag.field) != flag.default:
+                yield Problem.no_effect(flag.name, getattr(o, flag.field), switch)
+        return
+    if p.attention_backend not in ("auto", "unfused"):
+        rule = f"does not return the largest logit of each head, which {switch} needs"
+        yield Problem("--attention-backend", p.attention_backend, rule, "use unfused, or remove --attention-backend")
+    if m.qk_layernorm and not m.latent:
+        why = "norms of queries and keys undo any scale of their projections, and bound logits themselves"
+        yield Problem.exclusive(switch, None, "--qk-layernorm", why)
+    if m.alibi:
+        why = "its biases are no products of queries and keys"
+        yield Problem.exclusive(switch, None, "--position-embedding-type alibi", why)
+    if m.attn_logit_softcapping is not None:
+        yield Problem.exclusive(switch, None, "--attn-logit-softcapping", "logits are bounded already")
+    if c.options(PrecisionAwareFlags).use_precision_aware_optimizer:
+        why = "main parameters are scaled where they lie in fp32"
+        yield Problem.exclusive(switch, None, "--use-precision-aware-optimizer", why)
+    if named_value(c, "cuda_graph_impl") == "local":
+        yield Problem.exclusive(switch, None, "--cuda-graph-impl local")
+    if named_value(c, "optimizer_cpu_offload"):
+        why = "main parameters are scaled on the device, after the update"
+        yield Problem.exclusive("--optimizer-cpu-offload", None, switch, why)
+    if c.optimizer.optimizer_post_validation:
+        why = "the largest logits of the step are gone when it is made again"
+        yield Problem.exclusive(POST_VALIDATION, None, switch, why)
+
+
+def with_max_logits(c: RunConfig) -> RunConfig:
+    """The configuration with attention in plain torch, which alone knows the largest logits."""
+    if not c.options(QKClipFlags).qk_clip or c.parallel.attention_backend != "auto":
+        return c
+    return replace(c, parallel=replace(c.parallel, attention_backend="unfused"))
+
+
+FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Fields of --use-precision-aware-optimizer."""
+
+
+def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o, p, table, switch = c.options(PrecisionAwareFlags), c.parallel, field_table(), "--use-precision-aware-optimizer"
+    if not o.use_precision_aware_optimizer:
+        for flag in (table[name] for name in FORMATS if getattr(o, name) != "fp32"):
+            yield Problem(flag.name, getattr(o, flag.field), f"needs {switch}", f"add {switch}, or remove {flag.name}")
+        if not o.store_param_remainders:
+            yield Problem.no_effect("--no-store-param-remainders", None, switch)
+        return
+    if c.optimizer.optimizer != "adam":
+        rule = f"stores Adam's states, and --optimizer is {c.optimizer.optimizer}"
+        yield Problem(switch, None, rule, "use --optimizer adam")
+    if c.optimizer.optimizer_post_validation:
+        yield Problem.exclusive(POST_VALIDATION, None, switch, "states are copied in the main dtype")
+    if not c.optimizer.use_distributed_optimizer:
+        off, remedy = unsharded_by(c)
+        rule = f"cannot be combined with {off}: only the distributed optimizer stores states in these formats"
+        yield Problem(switch, None, rule, f"remove {switch}, or {remedy}")
+    wide = next((f"--{name}" for name in ("fp64", "fp32") if getattr(p, name)), "fp32, the default")
+    if o.main_params_dtype == "fp16" and not (p.bf16 or p.fp16):
+        rule = f"is the format of a copy of the parameters, and in {wide} they are the main parameters themselves"
+        yield Problem("--main-params-dtype", "fp16", rule, "add --bf16, or remove --main-params-dtype")
+    if o.main_grads_dtype == "bf16":
+        if p.fp64:
+            rule = "cannot be combined with --fp64: sums that are rounded depend on the micro-batches of each rank"
+            yield Problem("--main-grads-dtype", "bf16", rule, "keep one of them")
+        if c.ddp.shards_gradients:
+            why = "a shard of gradients sums up the micro-batches of all ranks, and does so in fp32"
+            strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
+            yield Problem.exclusive("--main-grads-dtype", "bf16", strategy, why)
+        if named_value(c, "cuda_graph_impl") == "local":
+            why = "recorded steps sum gradients in fp32"
+            yield Problem.exclusive("--main-grads-dtype", "bf16", "--cuda-graph-impl local", why)
+    yield from _blocks_cut(c, world_size)
+
+
+def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """fp8 has scales of blocks, and one result at all layouts only if no layout cuts a block: tensor parallelism must
+    leave runs of whole blocks of each parameter."""
+    o, m, p = c.options(PrecisionAwareFlags), c.model, c.parallel
+    flags = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(o, name) == "fp8"]
+    sizes = {"tp": p.tensor_model_parallel_size, "expt_tp": p.expert_tensor_parallel_size or 1, "ep": 1}
+    if not flags or not m.vocab_size or max(sizes.values()) == 1:
+        return
+    try:
+        metas = parameter_metas(m) if is_declared(m) else []
+    except (ArithmeticError, AssertionError, ValueError):
+        return  # sizes that do not fit: other rules say which
+    for meta in metas:
+        for axis, dim in meta.sharded.items():
+            run = meta.global_shape[dim] * prod(meta.global_shape[dim + 1 :])
+            if sizes.get(axis, 1) > 1 and run % (sizes[axis] * SCALE_BLOCK):
+                rule = (
+                    f"scales blocks of {SCALE_BLOCK} elements, of which tensor parallelism over {sizes[axis]} ranks "
+                    f"cuts those of {meta.name} {list(meta.global_shape)} along dimension {dim}"
+                )
+                flag = field_table()[flags[0]].name
+                yield Problem(flag, "fp8", rule, "use bf16, or a smaller --tensor-model-parallel-size")
+                return
