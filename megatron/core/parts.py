@@ -7,6 +7,7 @@ registry stands how its parts are built. `config` is the section of the run's co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,44 @@ wanted of each (None: one epoch); see `megatron.core.datasets.streaming.Generato
 
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")
+
+
+@dataclass(frozen=True)
+class DataReaderFacts:
+    suffixes: tuple[str, ...]
+    """Ends of the names of its files, in small letters."""
+    urls: bool = False
+    """Whether it reads URLs."""
+
+
+DATA_READERS: Registry[Any, DataReaderFacts] = Registry(
+    "--data-path", DataReaderFacts, "data, tokenizer, vocab_size, prepare", attributes=("prefix", "describe")
+)
+"""`Reader(data, tokenizer, vocab_size, prepare)` of files beside indexed datasets: `prefix(flag, path)` makes a dataset
+of them, unless it is there, and returns its prefix; `Reader.describe(flag, path)` is a line about them. Both raise
+ValueError. `prepare()` is due first in each process that it starts."""
+
+
+@dataclass(frozen=True)
+class DatasetWrapperFacts:
+    when: Callable[[Any], bool]
+    """DatasetConfig -> whether the data sets of a run are wrapped."""
+
+
+DATASET_WRAPPERS: Registry[Any, DatasetWrapperFacts] = Registry(
+    "data set wrapper", DatasetWrapperFacts, "dataset, config, tokenizer, seed"
+)
+"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one."""
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    field: str
+    """Field of the flag that asks for it."""
+
+
+PLANS: Registry[Any, PlanFacts] = Registry("plan", PlanFacts, attributes=("planned", "findings"))
+"""A subclass of `megatron.training.plan.RunPlan`, for runs of several phases."""
 
 
 @dataclass(frozen=True)

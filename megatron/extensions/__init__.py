@@ -30,7 +30,10 @@ class BuiltIn:
     """The extensions that it imports."""
 
 
-BUILT_IN: tuple[BuiltIn, ...] = ()
+BUILT_IN: tuple[BuiltIn, ...] = (
+    BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
+    BuiltIn("text_data", "training on text files, local or remote, without preprocessing; fill-in-the-middle samples"),
+)
 """The one list of built-in extensions."""
 
 INDEX = Path(__file__).with_name("flag_index.txt")

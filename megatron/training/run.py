@@ -12,7 +12,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
 from megatron.extensions.diagnosis.straggler import PhaseClock
-from megatron.extensions.phases.plan import StagePlan
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
@@ -24,6 +23,7 @@ from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
+from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
 from megatron.training.saving import RunSaver
 
@@ -36,9 +36,9 @@ class TrainingRun:
     """Owns the parts of a run on one rank. The loop holds it; other functions take the parts they use."""
 
     config: RunConfig
-    """That of the present stage; `plan.base` is the one that the flags say."""
+    """That of the present phase; `plan.base` is the one that the flags say."""
 
-    plan: StagePlan
+    plan: RunPlan
     runtime: Runtime
     stages: dict[int, GPTModel]
     ddp: DistributedDataParallel
@@ -65,9 +65,6 @@ class TrainingRun:
     user_metrics: UserMetrics
     view: RunView
     """What callbacks and metrics see of this run."""
-
-    stage: int = 0
-    """Number of the present stage."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics measured at the present iteration; saved with its checkpoint."""

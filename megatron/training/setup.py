@@ -33,10 +33,6 @@ from megatron.extensions.diagnosis.profiler import Profiler
 from megatron.extensions.diagnosis.straggler import PhaseClock
 from megatron.extensions.diagnosis.trace.tracer import Tracer
 from megatron.extensions.hugging_face.start import load_start
-from megatron.extensions.phases.change import enter_stage
-from megatron.extensions.phases.history import continued, read_history
-from megatron.extensions.phases.plan import stage_plan
-from megatron.extensions.phases.schedule import whole_schedule
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
@@ -51,6 +47,7 @@ from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.metrics.source_losses import SourceLosses
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
+from megatron.training.plan import plan_of, read_history
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
 
@@ -191,7 +188,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     phases, state = runtime.phases, runtime.state
     queue, casts, overlap = WeightGradQueue(), WeightCasts(), BatchOverlap()
     with phases("data"):
-        plan = continued(stage_plan(config), read_history(config.checkpoint))
+        plan = plan_of(config).continued(read_history(config.checkpoint))
         data, plan = build_data(plan, runtime)
     with phases("tasks"):
         check_same_data(data.fingerprints, state.world)  # once all ranks have come here
@@ -223,7 +220,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             ),
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state, host_threads(runtime.device))
-        scheduler = whole_schedule(plan)
+        scheduler = plan.schedule()
     with phases("checkpoint"):
         if config.checkpoint.save and not config.training.skip_train:
             check_shared(Path(config.checkpoint.save), "--save", state.world)
@@ -272,6 +269,5 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         user_metrics=UserMetrics(parts.metrics, runtime.device),
         view=RunView(config, stages, optimizer, progress, runtime.say),
     )
-    # What is only evaluated is evaluated on the data of the stage that it was trained in.
-    enter_stage(run, plan.number_at(progress.consumed_samples - config.training.skip_train))
+    plan.enter(run)
     return run

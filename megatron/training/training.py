@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.pipeline_parallel.executor import StaleForwards
 from megatron.extensions.diagnosis.straggler import GRAD_SYNC
-from megatron.extensions.phases.change import enter_stage_of, stage_is_over
 from megatron.training.checks.bad_steps import settle
 from megatron.training.checks.check_replicas import check_replicas
 from megatron.training.config.run_config import RunConfig
@@ -126,7 +125,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
                 saved_at = progress.iteration
             requests.done()
             continue
-        enter_stage_of(run)
+        run.plan.enter(run)
         train_step(run, interval)
         collection.after_step(progress.iteration)
         if startup:
@@ -139,7 +138,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
         iteration, last = progress.iteration, progress.iteration == run.train_iters
         if _due(iteration, GIVE_BACK_INTERVAL):
             give_back_memory(runtime.device)
-        if last or _due(iteration, config.logging.log_interval) or stage_is_over(run):
+        if last or _due(iteration, config.logging.log_interval) or run.plan.is_over(run):
             settle(run)
             record = summarize(run, interval)
             run.measured["lm_loss"] = record["lm_loss"]

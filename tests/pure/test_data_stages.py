@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.extensions.phases.history import History, continued
 
 from megatron.core.datasets.build import parse_blend
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.phases.history import History, continued
 from megatron.extensions.phases.plan import StagePlan, plan_stages, stage_plan
 from megatron.extensions.phases.schedule import schedule_of
 from megatron.extensions.planner.dry_run.batch import batch_lines

@@ -6,13 +6,13 @@ Every flag and tool that takes a path asks here, so that all of them take the sa
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from enum import Enum
-from itertools import chain
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, is_checkpoint, read_latest, saved_folders
+from megatron.core.parts import DATA_READERS
 from megatron.extensions.hugging_face.files import CONFIG
-from megatron.extensions.text_data.inputs import by_name
 
 METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME = "metrics.jsonl", "run_config.yaml", "run_events.jsonl", "outcome"
 COMMON = "common.pt"
@@ -46,7 +46,7 @@ RUNS = (Kind.CHECKPOINTS, Kind.RUN)
 """What a run leaves in its --save folder."""
 
 TEXTS = (Kind.TEXT, Kind.REMOTE)
-"""What --data-path takes beside the prefix of an indexed dataset."""
+"""What --data-path takes beside the prefix of an indexed dataset, where there is a reader of it."""
 
 
 def kind_of(path: str | Path) -> Kind:
@@ -59,7 +59,7 @@ def kind_of(path: str | Path) -> Kind:
         return Kind.DATASET
     if os.path.isdir(path):
         return _kind_of_folder(path)
-    if by_name(name)[0] is not None:
+    if _reader_of(path) is not None:
         return Kind.TEXT
     return Kind.FILE if os.path.exists(path) else Kind.MISSING
 
@@ -75,10 +75,32 @@ def _kind_of_folder(path: Path) -> Kind:
         return Kind.HUGGING_FACE
     if any(os.path.exists(path / name) for name in (METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME)):
         return Kind.RUN
-    files = chain.from_iterable(files for _, _, files in os.walk(path))
-    if any(by_name(file)[0] is not None for file in files if not file.startswith(".")):
+    if _reader_of(path) is not None:
         return Kind.TEXT
     return Kind.FOLDER if any(os.scandir(path)) else Kind.EMPTY
+
+
+def reader_of(path: str | Path) -> str | None:
+    """Name in `DATA_READERS` of what makes an indexed dataset of a path; None if it is one, or nothing does."""
+    kind = kind_of(path)
+    if kind is Kind.REMOTE:
+        return next((name for name in DATA_READERS if DATA_READERS.facts(name).urls), None)
+    return _reader_of(Path(path)) if kind is Kind.TEXT else None
+
+
+def _reader_of(path: Path) -> str | None:
+    """The reader of the first file in a folder, or of a file, that one knows by the end of its name."""
+    readers = [(name, DATA_READERS.facts(name).suffixes) for name in DATA_READERS]
+    found = (name for file in _files(path) for name, suffixes in readers if file.lower().endswith(suffixes))
+    return next(found, None)
+
+
+def _files(path: Path) -> Iterator[str]:
+    """Names of the files in a folder, hidden ones excepted; a path that is none, or a pattern."""
+    if not os.path.isdir(path):
+        yield path.name
+    for _, _, files in os.walk(path):
+        yield from (file for file in files if not file.startswith("."))
 
 
 def iteration_folder(path: Path) -> Path:

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.megatron_flags.megatron_differences import differences_met
-from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.dry_run.batch import batch_lines
 from megatron.extensions.planner.dry_run.data import data_lines
 from megatron.extensions.planner.dry_run.groups import group_lines
@@ -18,6 +17,7 @@ from megatron.training.config.flags import flat_values
 from megatron.training.config.output_files import write_json
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import plan_of
 
 __all__ = ["DeviceError", "print_plan"]
 
@@ -43,9 +43,9 @@ def print_plan(
     Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
-    stages = stage_plan(config)
-    largest = stages.longest.config
-    of = f" in stage {stages.longest.name}, the largest" if len(stages.stages) > 1 else ""
+    run = plan_of(config)
+    largest = run.longest.config
+    of = f" in phase {run.longest.name}, the largest" if len(run.phases) > 1 else ""
     step = predicted_step(largest, world_size, device, gpus_per_node) if device is not None else None
     memory = memory_of_ranks(largest, dims)
     size = device_memory or (step.device.memory_gib if step is not None else None)
@@ -59,8 +59,8 @@ def print_plan(
             f"Pipeline stages and memory of each rank{of}",
             [*memory_lines(largest, dims, memory), *fits],
         ),
-        ("Batch and length", batch_lines(stages, dims)),
-        ("Data", [line for stage in stages.stages for line in data_lines(stages, stage)]),
+        ("Batch and length", batch_lines(run, dims)),
+        ("Data", [line for phase in run.phases for line in data_lines(run, phase)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
         ("Different from Megatron-LM", differences_met(config, given)),
     ):

@@ -18,7 +18,7 @@ from megatron.training.config.rules.checkpoints import (
 )
 from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.cuda_graphs import graphs
-from megatron.training.config.rules.data import data, eval_tasks, fill_in_middle, tokenizer, validation_sets
+from megatron.training.config.rules.data import data, eval_tasks, tokenizer, validation_sets
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
 from megatron.training.config.rules.linear_attention import linear_attention, linear_attention_in_fp8
@@ -70,7 +70,6 @@ RULES: tuple[Rule, ...] = (
     cpu_offload,
     post_validation,
     data,
-    fill_in_middle,
     validation_sets,
     eval_tasks,
     tokenizer,

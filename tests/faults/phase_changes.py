@@ -109,7 +109,7 @@ def killed_and_resumed(
 
 def _flags(save: Path, stages: Path, layout: str) -> list[str]:
     files = ["--save", str(save), "--load", str(save), "--sample-log", str(save / "samples.jsonl")]
-    return [*MODEL, "--data-stages", str(stages), *files, *layout.split()]
+    return [*MODEL, "--data-phases", str(stages), *files, *layout.split()]
 
 
 def _start_and_kill(
