@@ -12,7 +12,6 @@ LATEST = "latest_checkpointed_iteration.txt"
 TREES = {
     "": Kind.EMPTY,
     "notes.md": Kind.FOLDER,
-    "a/b/text.jsonl.gz": Kind.TEXT,
     "metrics.jsonl": Kind.RUN,
     "outcome": Kind.RUN,
     "metadata.json": Kind.CHECKPOINT,
@@ -28,8 +27,6 @@ PATHS = {
     "a.bin a.idx": ("a.bin", Kind.DATASET),
     "pytorch_model.bin": ("pytorch_model.bin", Kind.FILE),
     "a.md": ("a.md", Kind.FILE),
-    "a.jsonl": ("a.jsonl", Kind.TEXT),
-    "": ("*.txt", Kind.TEXT),
     "b.md": ("absent", Kind.MISSING),
 }
 CASES = [*((files, "", kind) for files, kind in TREES.items()), *((files, *case) for files, case in PATHS.items())]
@@ -47,7 +44,7 @@ def test_kinds(tmp_path: Path, files: str, path: str, kind: Kind) -> None:
 
 def test_a_refusal_says_what_to_do() -> None:
     assert kind_of("s3://bucket/folder") is Kind.REMOTE
-    assert "--data-path and tools/preprocess_data.py take text" in refusal("corpus.jsonl", "give a checkpoint")
+    assert refusal("b.md", "give a checkpoint") == "b.md is missing: there is no such file or folder; give a checkpoint"
 
 
 def test_a_file_of_a_model_is_refused_with_its_folder(tmp_path: Path) -> None:

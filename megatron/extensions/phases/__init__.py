@@ -1,5 +1,6 @@
 """Phases of a run: data, lengths, batch sizes, positions and learning rates that change within it (--data-phases).
 
-Read `phase_file` for what the file of --data-phases says, then `plan` for where its phases begin. `rules` judges both,
-and what a resumed run may not change; `schedule` has the learning rates; `phase_change` takes a run to its next phase.
+Read `phase_file` for what the file of --data-phases says, then `file_phase` for where its phases begin, and `plan` for
+how the trunk asks for them. `rules` judges a file, and what a resumed run may not change; `schedule` has the learning
+rates; `phase_change` takes a run to its next phase.
 """

@@ -11,23 +11,21 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset import Dataset, Sample
 from megatron.core.datasets.views import sources_of
-from megatron.extensions.phases.plan import FilePhase, PhasePlan
-from megatron.extensions.phases.schedule import schedule_of
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.extensions.phases.file_phase import FilePhase
 from megatron.training.pipeline import hidden_shape
-from megatron.training.plan import Phase
 from megatron.training.run import TrainingRun
 
 
-def change_phase(run: TrainingRun, plan: PhasePlan, phase: Phase) -> None:
+def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamScheduler) -> None:
     """Makes the run's parts those of a phase."""
-    assert isinstance(phase, FilePhase)
-    started = run.config is not plan.base
+    started = run.config is not run.plan.base
     config = run.config = run.view.config = phase.config
     run.forward_backward = replace(run.forward_backward, config=config)
     run.pipeline.executor.p2p.shape = hidden_shape(config, run.runtime.state.tp.size)
     for model in run.stages.values():
         model.set_positions(config.model)
-    run.scheduler = schedule_of(plan, phase)
+    run.scheduler = schedule
     run.data.train.restrict(phase.first_sample + phase.samples, config.training.micro_batch_size)
     run.data.enter(phase)
     if started:

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.data import is_number
+from megatron.extensions.phases.file_phase import NO_LENGTHS, FilePhase, values_of
 from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.phase_file import read_phases
-from megatron.extensions.phases.plan import NO_LENGTHS, FilePhase, PhasePlan, values_of
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve
 from megatron.training.plan import History
 
 
-def findings(config: RunConfig, world_size: int, judge: Callable[[RunConfig], list[Problem]]) -> list[Problem]:
-    """What `judge` finds of a run as its flags say and of each phase, and what is wrong with the file."""
-    plan, problems = PhasePlan.planned(resolve(config, world_size))
-    problems += phase_rules(resolve(config, world_size), plan)
-    if plan is None:
+def findings(
+    config: RunConfig,
+    resolved: RunConfig,
+    judge: Callable[[RunConfig], list[Problem]],
+    phases: Sequence[FilePhase] | None,
+    problems: Sequence[Problem],
+) -> list[Problem]:
+    """What `judge` finds of a run as its flags say and of each phase, and what is wrong with the file: `problems` so
+    far, where there may be no phases."""
+    problems = [*problems, *phase_rules(resolved, phases or ())]
+    if phases is None:
         return problems + [p for p in judge(config) if (p.flag, p.value) != ("--data-path", None)]
-    own = judge(_without_phases(config, plan))
+    own = judge(_without_phases(config, phases[0]))
     told = {str(problem) for problem in own}
-    for phase in plan.phases:
+    for phase in phases:
         for problem in judge(_judged(phase)):
             if str(problem) not in told and not problem.harmless:
                 problems.append(replace(problem, flag=f"{phase.entry.where}: {problem.flag}"))
     return own + list(dict.fromkeys(problems))
 
 
-def _without_phases(config: RunConfig, plan: PhasePlan) -> RunConfig:
+def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
     """The configuration without phases, so that rules judge what the flags say; data are the first phase's if the flags
     name none."""
     data = config.data
     if data.dataset == "gpt" and not (data.data_path or data.per_split or data.listed):
-        data = replace(data, data_path=plan.phases[0].config.data.data_path)
+        data = replace(data, data_path=first.config.data.data_path)
     return replace(config, data=data).with_options(replace(config.options(PhasesConfig), data_phases=None))
 
 
@@ -48,7 +53,7 @@ def _judged(phase: FilePhase) -> RunConfig:
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)
 
 
-def phase_rules(config: RunConfig, plan: PhasePlan | None) -> Iterator[Problem]:
+def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Problem]:
     """Rules of flags beside --data-phases, on a resolved configuration."""
     path, training = config.options(PhasesConfig).data_phases, config.training
     assert path is not None
@@ -83,7 +88,7 @@ def phase_rules(config: RunConfig, plan: PhasePlan | None) -> Iterator[Problem]:
     if not config.checkpoint.load_lr_state:
         rule = "cannot be combined with --data-phases, whose schedules follow the samples of the run"
         yield Problem("--no-load-lr-state", None, rule, "remove it")
-    shapes = {(s.config.model.seq_length, s.config.training.micro_batch_size) for s in plan.phases} if plan else set()
+    shapes = {(s.config.model.seq_length, s.config.training.micro_batch_size) for s in phases}
     if config.parallel.cuda_graph_impl == "local" and len(shapes) > 1:
         rule = "its graphs have one shape, and phases differ in seq-length or micro-batch-size"
         yield Problem("--cuda-graph-impl", "local", rule, "use --cuda-graph-impl none")
@@ -101,14 +106,13 @@ def phase_rules(config: RunConfig, plan: PhasePlan | None) -> Iterator[Problem]:
             yield Problem(f"{entry.where}: data-path", words, rule, "put a weight before each")
 
 
-def changes(plan: PhasePlan, history: History) -> Iterator[str]:
-    """A line for each phase that has begun otherwise than it is planned, or is planned where the run has been."""
-    flag, consumed = plan.flag, history.consumed_samples
-    for saved, phase in zip(history.phases, plan.phases, strict=False):
+def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
+    """What is said of each phase that has begun otherwise than it is planned, or is planned where the run has been."""
+    for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:
             rule = f"began at sample {saved['first_sample']} in the checkpoint, and begins at {phase.first_sample} now"
-            yield f"{flag}: {where} {rule}; {history.remedy}"
+            yield f"{where} {rule}"
         now, before = phase.values, saved["values"]
         if before is None:  # of a run without phases
             before = values_of(history.config) if history.config is not None else {}
@@ -116,13 +120,13 @@ def changes(plan: PhasePlan, history: History) -> Iterator[str]:
             if value != now.get(field):
                 name = field_table()[field].name if field in field_table() else "--starts-anew"
                 rule = f"has begun with {name[2:]} {_shown(value)}, and has {_shown(now.get(field))} now"
-                yield f"{flag}: {where} {rule}; {history.remedy}"
+                yield f"{where} {rule}"
         for field in now.keys() - (before or now).keys():
-            yield f"{flag}: {where} has begun without {field.replace('_', '-')}, and has it now; {history.remedy}"
-    for phase in plan.phases[len(history.phases) :]:
-        if phase.first_sample < consumed:
-            rule = f"begins at sample {phase.first_sample}, and the run is at sample {consumed}"
-            yield f"{flag}: {phase.entry.where} {rule}; {history.remedy}"
+            yield f"{where} has begun without {field.replace('_', '-')}, and has it now"
+    for phase in phases[len(history.phases) :]:
+        if phase.first_sample < history.consumed_samples:
+            rule = f"begins at sample {phase.first_sample}, and the run is at sample {history.consumed_samples}"
+            yield f"{phase.entry.where} {rule}"
 
 
 def _shown(value: Any) -> str:

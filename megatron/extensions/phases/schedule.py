@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
-from megatron.extensions.phases.plan import FilePhase, PhasePlan
+from megatron.extensions.phases.file_phase import FilePhase
+from megatron.training.plan import RunPlan
 
 
 class PhaseScheduler(OptimizerParamScheduler):
@@ -24,7 +25,7 @@ class PhaseScheduler(OptimizerParamScheduler):
         return self.whole.weight_decay_at(samples)
 
 
-def whole_schedule(plan: PhasePlan) -> OptimizerParamScheduler:
+def whole_schedule(plan: RunPlan) -> OptimizerParamScheduler:
     """The schedule that the flags say, over the whole run. Raises ValueError where a length does not fit the run."""
     config, training = plan.base.optimizer, plan.base.training
     if training.train_samples is not None or training.train_tokens is not None:
@@ -40,7 +41,7 @@ def whole_schedule(plan: PhasePlan) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(config, length)
 
 
-def schedule_of(plan: PhasePlan, phase: FilePhase) -> OptimizerParamScheduler:
+def schedule_of(plan: RunPlan, phase: FilePhase) -> OptimizerParamScheduler:
     """The schedule of a phase: its own, or the run's."""
     whole = whole_schedule(plan)
     if phase.optimizer is None:
@@ -48,7 +49,7 @@ def schedule_of(plan: PhasePlan, phase: FilePhase) -> OptimizerParamScheduler:
     return PhaseScheduler(whole, phase.optimizer, phase.first_sample, phase.samples)
 
 
-def phase_lines(plan: PhasePlan, phase: FilePhase) -> Iterator[str]:
+def phase_lines(plan: RunPlan, phase: FilePhase) -> Iterator[str]:
     """Where a phase begins, how long it is, and what it changes."""
     training, length = phase.config.training, phase.config.model.seq_length
     ending = min(plan.sizes.iterations(phase.first_sample + phase.samples), plan.iterations)
