@@ -194,7 +194,7 @@ def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
 
 
 class SourceNames:
-    """Numbers and names of the data sets of a run: a path is one source, in whichever stage and split."""
+    """Numbers and names of the data sets of a run: a path is one source, in whichever phase and split."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []

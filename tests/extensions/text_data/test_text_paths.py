@@ -46,6 +46,12 @@ def test_rules(flags: str, expected: str) -> None:
     assert any(problem.startswith(expected) for problem in found), found
 
 
+def test_tools_tell_text_too(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("")
+    done = run_program("tools/inspect_checkpoint.py", str(tmp_path / "x.jsonl"))
+    assert done.returncode and "x.jsonl is text; give a checkpoint" in done.stdout + done.stderr
+
+
 def test_a_plan_says_which_text_is_missing(tmp_path: Path) -> None:
     text, more = tmp_path / "x.jsonl", "--dry-run --vocab-size 1000 --tokenizer-type ByteTokenizer"
     done = run_program("pretrain_gpt.py", *FLAGS.split(), *more.split(), "--data-path", str(text))
