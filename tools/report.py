@@ -97,15 +97,15 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         return None, "the configuration or the number of ranks is not known"
     try:
         from megatron.core.parallel_dims import ParallelDims
-        from megatron.extensions.phases.plan import stage_plan
         from megatron.extensions.planner.dry_run.memory import memory_of_ranks
         from megatron.training.config.arguments import parse_args
         from megatron.training.config.validation import resolve
+        from megatron.training.plan import plan_of
 
         given = parse_args(["--config", str(path)])
         # The size that the run's tokenizer had stands in the file as derived: the tokenizer may be gone.
         vocab_size = run.config.get("vocab-size") if given.model.vocab_size is None else None
-        config = stage_plan(resolve(given, world_size, vocab_size)).longest.config
+        config = plan_of(resolve(given, world_size, vocab_size)).longest.config
         dims = ParallelDims.from_config(config.parallel, world_size)
         return [rank.record for rank in memory_of_ranks(config, dims)], ""
     except SystemExit:

@@ -257,6 +257,42 @@ DATASETS.register("mock", "megatron.core.datasets.build:build_mock")
 
 
 @dataclass(frozen=True)
+class DataReaderFacts:
+    urls: bool = False
+    """Whether it reads URLs."""
+
+
+DATA_READERS: Registry[Any, DataReaderFacts] = Registry(
+    "--data-path", DataReaderFacts, "data, tokenizer, vocab_size, prepare", attributes=("prefix", "describe")
+)
+"""`Reader(data, tokenizer, vocab_size, prepare)` of the kind of path of its name (`PATH_KINDS`): `prefix(flag, path)`
+makes a dataset of the files, unless it is there, and returns its prefix; `Reader.describe(flag, path)` is a line about
+them. Both raise ValueError. `prepare()` is due first in each process that it starts."""
+
+
+@dataclass(frozen=True)
+class DatasetWrapperFacts:
+    when: Callable[[Any], bool]
+    """DatasetConfig -> whether the data sets of a run are wrapped."""
+
+
+DATASET_WRAPPERS: Registry[Any, DatasetWrapperFacts] = Registry(
+    "data set wrapper", DatasetWrapperFacts, "dataset, config, tokenizer, seed"
+)
+"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one."""
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    field: str
+    """Field of the flag that asks for it."""
+
+
+PLANS: Registry[Any, PlanFacts] = Registry("plan", PlanFacts, attributes=("planned", "findings"))
+"""A subclass of `megatron.training.plan.RunPlan`, for runs of several phases."""
+
+
+@dataclass(frozen=True)
 class TokenizerFacts:
     needs: tuple[str, ...] = ()
     """Fields of TokenizerConfig that must name a file."""

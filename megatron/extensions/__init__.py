@@ -36,16 +36,16 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn(
         "planner",
         "memory, FLOPs and time of a run before it starts; the fastest layouts; rehearsals",
-        needs=("megatron_flags", "phases", "text_data"),
     ),
     BuiltIn("conversion", "conversion of checkpoints between formats"),
     BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
     BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
     BuiltIn("megatron_flags", "what becomes of Megatron's flags that have no field here"),
-    BuiltIn("text_data", "raw text as training data"),
     BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
+    BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
+    BuiltIn("text_data", "training on text files, local or remote, without preprocessing; fill-in-the-middle samples"),
 )
 """The one list of built-in extensions."""
 

@@ -45,7 +45,6 @@ from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
-from megatron.extensions.phases.plan import StagePlan
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     all_flags,
@@ -57,6 +56,7 @@ from megatron.training.config.flags import (
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import changed_lengths, of_earlier_versions, resumed_fields
 from megatron.training.extensions import load_saved_extensions
+from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
 
 FORMAT_VERSION = 1
@@ -84,11 +84,11 @@ class Checkpointer:
     state: ParallelState
     stages: Mapping[int, nn.Module]
     optimizer: DistributedOptimizer
-    plan: StagePlan | None = None
-    """None for a run without stages."""
+    plan: RunPlan | None = None
+    """None where nothing is trained."""
 
     def config_at(self, consumed_samples: int) -> RunConfig:
-        """The configuration with the model's flags of the stage that was trained last."""
+        """The configuration with the model's flags of the phase that was trained last."""
         if self.plan is None:
             return self.config
         return replace(self.config, model=self.plan.trained(consumed_samples).config.model)

@@ -6,62 +6,69 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.datasets.build import Datasets, Demands, TrainingOrder, build_datasets, parse_blend, split_share
+from megatron.core.datasets.build import Datasets, Demands, build_datasets, parse_blend, split_share
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.datasets.sources import source_lines
-from megatron.core.datasets.staged import From, Renumbered, StagedDataset
-from megatron.core.datasets.whole_batches import WholeBatches
-from megatron.core.dist_checkpointing.path_kind import TEXTS, kind_of
+from megatron.core.datasets.views import Renumbered, WholeBatches
+from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.dist_checkpointing.shared_folder import ranks_without
 from megatron.core.dist_checkpointing.storage import on_first_rank
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import LOSSES
+from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS, LOSSES
 from megatron.core.tokenizers import build_tokenizer
-from megatron.extensions.phases.plan import StagePlan
-from megatron.extensions.phases.printed import stage_lines
-from megatron.extensions.text_data.fill_in_middle import FillInMiddle
-from megatron.extensions.text_data.tokenized import TextData
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.epochs import Epochs
 from megatron.training.metrics.sample_log import SampleLog
+from megatron.training.plan import Phase, RunPlan
 from megatron.training.progress import Step
+
+
+class Splits(NamedTuple):
+    """The data sets of a phase."""
+
+    train: Dataset
+    valid: dict[str, Dataset]
+    """Validation sets by name; "" is the one that has none."""
+
+    test: Dataset | None
 
 
 @dataclass
 class TrainingData:
-    """Iterators over the splits; None for a split that is not used. They are those of one stage: `enter` changes it."""
+    """Iterators over the splits, those for evaluation of one phase: `enter` changes it."""
 
-    model: TransformerConfig
+    plan: RunPlan
     runtime: Runtime
     train: DataIterator
-    valid: dict[str, DataIterator]
-    """Validation sets by name; "" is the one that has none."""
+    splits: list[Splits]
+    """Of each phase."""
 
-    test: DataIterator | None
     fingerprints: list[tuple[int, str]]
-    """(first sample, fingerprint) of the training data of each stage."""
+    """(first sample, fingerprint) of the training data of each phase."""
 
-    plan: StagePlan
     epochs: Epochs
-    sets: list[dict[str, Dataset]] = field(default_factory=list)
-    """Validation sets of each stage."""
-
-    tests: list[Dataset | None] = field(default_factory=list)
-    logged_sources: list[str] = field(default_factory=list)
+    logged_sources: list[str]
     """Names of all sources under --log-source-loss."""
+
+    valid: dict[str, DataIterator] = field(default_factory=dict)
+    test: DataIterator | None = None
+    """None if there is none, or nothing is evaluated."""
 
     sample_log: SampleLog | None = None
     """None without --sample-log."""
+
+    def __post_init__(self) -> None:
+        self.enter(self.plan.phases[0])
 
     def read_batches(self, step: Step, log: bool = False) -> list[Batch]:
         """This rank's micro-batches of a training step, on its device. Collective with `log`, for --sample-log."""
@@ -75,21 +82,18 @@ class TrainingData:
         begun = [each for each in self.fingerprints if each[0] < max(1, consumed_samples)]
         return begun[0][1] if len(begun) == 1 else content_hash({"stages": begun})
 
-    def enter(self, number: int) -> None:
-        """Goes on with the data of a stage."""
-        stage = self.plan.stages[number]
-        self.model, training = stage.config.model, stage.config.training
-        if len(self.plan.stages) > 1:
-            self.train.restrict(stage.end or 0, training.micro_batch_size)
+    def enter(self, phase: Phase) -> None:
+        """Evaluates on the data of a phase from now on, and makes batches for its model."""
+        self.model, number = phase.config.model, self.plan.phases.index(phase)
         for each in (*self.valid.values(), self.test):
             if each is not None:
                 each.close()
         self.valid, self.test = {}, None
-        if training.eval_iters:
-            for name, dataset in self.sets[number].items():
-                self.valid[name] = iterator(dataset, stage.config, self.runtime, f"validation {name}".strip())
-            if (test := self.tests[number]) is not None:
-                self.test = iterator(test, stage.config, self.runtime, "test")
+        if phase.config.training.eval_iters:
+            made = partial(iterator, config=phase.config, runtime=self.runtime)
+            sets, test = self.splits[number].valid, self.splits[number].test
+            self.valid = {name: made(each, name=f"validation {name}".strip()) for name, each in sets.items()}
+            self.test = None if test is None else made(test, name="test")
 
     def close(self) -> None:
         for each in (self.train, *self.valid.values(), self.test, self.sample_log):
@@ -110,7 +114,7 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
     )
 
 
-def build_data(plan: StagePlan, runtime: Runtime) -> tuple[TrainingData, StagePlan]:
+def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
     """The data, and the plan with the length of the run: known only now where it is one epoch long.
 
     Raises ValueError for whatever is wrong with the data the flags name.
@@ -122,69 +126,60 @@ def build_data(plan: StagePlan, runtime: Runtime) -> tuple[TrainingData, StagePl
             runtime.say(f"data: {line}")
         told.add(line)
 
-    plan = _with_length(plan)
-    sources = SourceNames()
-    order, longest = TrainingOrder(), max(stage.config.model.seq_length for stage in plan.stages)
-    parts: list[Dataset] = []
-    sets: list[dict[str, Dataset]] = []
-    tests: list[Dataset | None] = []
-    for stage in plan.stages:
-        config, training = stage.config, stage.config.training
-        # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
-        once = training.eval_iters * training.eval_batch_size
-        for_valid = None if training.full_validation else (plan.iterations // training.eval_interval + 1) * once
-        order.planned, order.anew, order.present = stage.planned, stage.starts_anew, []
-        whole = plan.numbered_by_run and len(plan.stages) > 1
-        size = plan.samples if whole else stage.samples
-        made = _build(config, (size, for_valid, once), Demands(order, longest=longest, say=say))
-        if made.train is None:
-            raise ValueError(
-                "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
-            )
-        if len(made.train) < stage.samples:  # the run would go on after the data: a blend without weights has one epoch
-            raise ValueError(
-                f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens and the run "
-                f"takes {stage.samples}: several --data-path prefixes without weights are read once; give each a "
-                "weight, which repeats the data, or train for less"
-            )
-        order.take(made.train, stage.samples)
-        train, valid, test = _filled_in(config, made)
-        assert train is not None
-        train = From(train, stage.first_sample) if whole and stage.first_sample else train
-        numbers = sources.numbers(config.data, "train")
-        for source, number in zip(order.present, numbers, strict=False):
-            sources.tokens[number] = source.tokens
-        parts.append(train if len(numbers) == 1 == len(plan.stages) else Renumbered(train, numbers))
-        valid = valid and Renumbered(valid, sources.numbers(config.data, "valid"))
-        test = test and Renumbered(test, sources.numbers(config.data, "test"))
-        of_stage = {"": valid} | {
-            name: _build_set(config, at, for_valid) for name, at in config.data.named_sets.items()
-        }
-        if training.full_validation:
-            of_stage = {n: each and WholeBatches(each, training.eval_batch_size) for n, each in of_stage.items()}
-        sets.append({name: each for name, each in of_stage.items() if each is not None})
-        tests.append(test)
-        for line in (
-            *stage_lines(plan, stage),
-            *source_lines(with_tokens(config), stage.samples, config.model.seq_length),
-        ):
+    plan, sources = _with_length(plan), SourceNames()
+    demands = Demands(longest=max(phase.config.model.seq_length for phase in plan.phases), say=say)
+    splits: list[Splits] = []
+    for phase in plan.phases:
+        splits.append(_splits(plan, phase, demands, sources))
+        data, length = with_tokens(phase.config), phase.config.model.seq_length
+        for line in (*plan.lines(phase), *source_lines(data, phase.samples, length)):
             runtime.say(f"data: {line}")
-    firsts = [stage.first_sample for stage in plan.stages]
-    dataset = parts[0] if len(parts) == 1 else StagedDataset(firsts, parts, plan.samples)
-    data = TrainingData(
-        plan.stages[0].config.model,
-        runtime,
-        iterator(dataset, plan.stages[0].config, runtime, "training"),
-        {},
-        None,
-        [(first, part.fingerprint) for first, part in zip(firsts, parts, strict=True)],
+    dataset = plan.training_set([each.train for each in splits])
+    made = TrainingData(
         plan,
+        runtime,
+        iterator(dataset, plan.phases[0].config, runtime, "training"),
+        splits,
+        [(phase.first_sample, each.train.fingerprint) for phase, each in zip(plan.phases, splits, strict=True)],
         Epochs(plan, dataset, *sources.sized()),
-        sets,
-        tests,
         sources.names if plan.base.logging.log_source_loss else [],
     )
-    return data, plan
+    return made, plan
+
+
+def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames) -> Splits:
+    """The data sets of a phase, which takes up the training sources where the phases before it have left them."""
+    config, training, order = phase.config, phase.config.training, demands.order
+    # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
+    once = training.eval_iters * training.eval_batch_size
+    for_valid = None if training.full_validation else (plan.iterations // training.eval_interval + 1) * once
+    order.planned, order.anew, order.present = phase.planned, phase.starts_anew, []
+    # What is no indexed dataset has every sample of the run under its number.
+    size = phase.samples if config.data.dataset == "gpt" else plan.samples
+    made = _build(config, (size, for_valid, once), demands)
+    if made.train is None:
+        raise ValueError(
+            "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
+        )
+    if len(made.train) < phase.samples:  # the run would go on after the data: a blend without weights has one epoch
+        raise ValueError(
+            f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens and the run "
+            f"takes {phase.samples}: several --data-path prefixes without weights are read once; give each a "
+            "weight, which repeats the data, or train for less"
+        )
+    order.take(made.train, phase.samples)
+    train, valid, test = _wrapped(config, made)
+    assert train is not None
+    numbers = sources.numbers(config.data, "train")
+    for source, number in zip(order.present, numbers, strict=False):
+        sources.tokens[number] = source.tokens
+    train = train if numbers == [0] else Renumbered(train, numbers)
+    valid = valid and Renumbered(valid, sources.numbers(config.data, "valid"))
+    test = test and Renumbered(test, sources.numbers(config.data, "test"))
+    sets = {"": valid} | {name: _build_set(config, at, for_valid) for name, at in config.data.named_sets.items()}
+    if training.full_validation:
+        sets = {name: each and WholeBatches(each, training.eval_batch_size) for name, each in sets.items()}
+    return Splits(train, {name: each for name, each in sets.items() if each is not None}, test)
 
 
 def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
@@ -199,7 +194,7 @@ def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
 
 
 class SourceNames:
-    """Numbers and names of the data sets of a run: a path is one source, in whichever stage and split."""
+    """Numbers and names of the data sets of a run: a path is one source, in whichever phase and split."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -229,9 +224,9 @@ class SourceNames:
         return self.paths.index(path)
 
 
-def _with_length(plan: StagePlan) -> StagePlan:
+def _with_length(plan: RunPlan) -> RunPlan:
     """The plan with the end of the run where this is one epoch of the data."""
-    last = plan.stages[-1]
+    last = plan.phases[-1]
     if last.end is not None:
         return plan
     config, training = last.config, last.config.training
@@ -245,27 +240,27 @@ def _with_length(plan: StagePlan) -> StagePlan:
             f"{len(train)} samples of {config.model.seq_length} tokens; "
             "make it smaller, or say how long to train with --train-iters"
         )
-    return replace(plan, stages=(*plan.stages[:-1], replace(last, end=len(train))))
+    return replace(plan, phases=(*plan.phases[:-1], replace(last, end=len(train))))
 
 
 def with_tokens(config: RunConfig) -> DatasetConfig:
-    """The data of the flags, text files replaced by the indexed datasets of their tokens. Tokenizes them if no run has.
+    """The data of the flags, other files replaced by indexed datasets, which are made if no run has made them.
 
     Raises ValueError with what is wrong with any of them.
     """
     prepare = partial(load_extensions, config.extensions.extension or ())
     if config.data.dataset != "gpt":
         return config.data
-    made = TextData(config.data, config.tokenizer, config.model.vocab_size, prepare)
+    told = config.data, config.tokenizer, config.model.vocab_size, prepare
     replaced: dict[str, Any] = {}
     problems = []
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = list(getattr(config.data, name) or ())
         for place, word in enumerate(words):
             path, share = split_share(word)
-            if kind_of(path) in TEXTS:
+            if (reader := reader_of(path)) is not None:
                 try:
-                    words[place] = made.prefix(dashed(name), path)
+                    words[place] = DATA_READERS[reader](*told).prefix(dashed(name), path)
                 except ValueError as error:
                     problems.append(str(error))
                 else:
@@ -279,7 +274,7 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
 def _build(
     config: RunConfig, sizes: tuple[int | None, int | None, int | None], demands: Demands | None = None
 ) -> Datasets:
-    """The data of the flags but for validation sets with names, nothing filled in."""
+    """The data of the flags but for validation sets with names, none wrapped."""
     named, data = config.tokenizer, config.data
     if data.multiple_validation_sets:
         config = replace(config, data=replace(data, valid_data_path=None))
@@ -295,13 +290,15 @@ def _build(
     )
 
 
-def _filled_in(config: RunConfig, datasets: Datasets) -> Datasets:
-    """Fill-in-the-middle samples of data sets, if the flags ask for them."""
-    named, fim, seed = config.tokenizer, config.fill_in_middle, config.training.seed
-    if not fim.fim_data:
-        return datasets
-    tokenizer = build_tokenizer(named, config.model.vocab_size)
-    return Datasets(*(each and FillInMiddle(each, fim, tokenizer, seed) for each in datasets))
+def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:
+    """The data sets, wrapped as the flags ask for."""
+    for name in DATASET_WRAPPERS:
+        if DATASET_WRAPPERS.facts(name).when(config.data):
+            named = config.tokenizer
+            tokenizer = build_tokenizer(named, config.model.vocab_size) if named.tokenizer_type else None
+            told, wrap = (config.data, tokenizer, config.training.seed), DATASET_WRAPPERS[name]
+            datasets = Datasets(*(each and wrap(each, *told) for each in datasets))
+    return datasets
 
 
 def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset | None:
@@ -309,7 +306,7 @@ def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset |
     alone = replace(config.data, data_path=None, train_data_path=None, test_data_path=None)
     data = replace(alone, valid_data_path=(prefix,), multiple_validation_sets=False)
     config = replace(config, data=data)
-    return _filled_in(config, _build(config, (0, samples, 0))).valid
+    return _wrapped(config, _build(config, (0, samples, 0))).valid
 
 
 def put_on_device(batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime) -> list[Batch]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
-from megatron.extensions.phases.plan import StagePlan
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.data import TrainingData
@@ -16,6 +15,7 @@ from megatron.training.hooks import Callback, Meter, RunView, Task
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.interval import Interval
 from megatron.training.pipeline import Pipeline
+from megatron.training.plan import RunPlan
 from megatron.training.progress import StepTimers
 from megatron.training.saving import RunSaver
 
@@ -24,10 +24,10 @@ from megatron.training.saving import RunSaver
 class TrainingRun(RunView):
     """Owns the parts of a run on one rank. The loop holds it; other functions take the parts they use.
 
-    `config` is that of the present stage; `plan.base` is the one that the flags say. `progress` and `interval` change
+    `config` is that of the present phase; `plan.base` is the one that the flags say. `progress` and `interval` change
     with every step, the other parts are built once."""
 
-    plan: StagePlan
+    plan: RunPlan
     runtime: Runtime
     ddp: DistributedDataParallel
     scheduler: OptimizerParamScheduler
@@ -51,9 +51,6 @@ class TrainingRun(RunView):
 
     interval: Interval = field(default_factory=Interval)
     """The steps since the last log line."""
-
-    stage: int = 0
-    """Number of the present stage."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics measured at the present iteration; saved with its checkpoint."""

@@ -27,10 +27,6 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_sta
 from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms, place_of
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
-from megatron.extensions.phases.change import enter_stage
-from megatron.extensions.phases.history import continued, read_history
-from megatron.extensions.phases.plan import stage_plan
-from megatron.extensions.phases.schedule import whole_schedule
 from megatron.training.checkpointing import Checkpointer, load_start
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
@@ -47,6 +43,7 @@ from megatron.training.metrics.source_losses import SourceLosses
 from megatron.training.metrics.summary import PeakMemory
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
+from megatron.training.plan import plan_of, read_history
 from megatron.training.progress import StepTimers
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
@@ -179,7 +176,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     phases, state = runtime.phases, runtime.state
     queue, casts, overlap = WeightGradQueue(), WeightCasts(), BatchOverlap()
     with phases("data"):
-        plan = continued(stage_plan(config), read_history(config.checkpoint))
+        plan = plan_of(config).continued(read_history(config.checkpoint))
         data, plan = build_data(plan, runtime)
     with phases("inputs of extensions"):
         check_same_data(data.fingerprints, state.world)  # once all ranks have come here
@@ -215,7 +212,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             ),
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state, host_threads(runtime.device))
-        scheduler = whole_schedule(plan)
+        scheduler = plan.schedule()
     with phases("checkpoint"):
         if config.checkpoint.save and not config.training.skip_train:
             check_shared(Path(config.checkpoint.save), "--save", state.world)
@@ -262,6 +259,5 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     )
     for callback in parts.callbacks:
         meters.extend(callback.meters(run))
-    # What is only evaluated is evaluated on the data of the stage that it was trained in.
-    enter_stage(run, plan.number_at(progress.consumed_samples - config.training.skip_train))
+    plan.enter(run)
     return run

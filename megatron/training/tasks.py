@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 from megatron.core.dist_checkpointing.storage import gather
-from megatron.extensions.phases.change import stage_is_over
 from megatron.training.checks.bad_steps import settle
 from megatron.training.checks.check_replicas import check_replicas
 from megatron.training.config.run_config import TrainingConfig
@@ -73,7 +72,7 @@ def _step_end(run: TrainingRun) -> None:
 
 
 def _logging(run: TrainingRun, log: RunLog) -> Iterator[Task]:
-    over = partial(stage_is_over, run)
+    over = partial(run.plan.is_over, run)
     interval = run.config.logging.log_interval
     yield Task("log", interval, partial(_report, run, log), at_end=True, also=over, counts=True, may_stop=True)
     yield Task("progress bar", 1, log.step, counts=True, reads_result=False)

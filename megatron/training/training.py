@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.storage import gather
-from megatron.extensions.phases.change import enter_stage_of
 from megatron.training.checks.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Parts, Task, explain_failure
@@ -75,7 +74,7 @@ def next_step(run: TrainingRun) -> bool:
     while run.progress.iteration < run.train_iters and not run.config.training.skip_train:
         run.runtime.watchdog.begin(f"step {run.progress.iteration + 1}")
         if requests.tick():
-            enter_stage_of(run)
+            run.plan.enter(run)
             return True
         if requests.stopping:
             return False

@@ -139,22 +139,6 @@ def test_a_program_adds_parts_of_its_own(returned: str, said: str, tmp_path: Pat
     assert ("exiting at iteration 4: told enough" in done.stdout) == (returned != "None")
 
 
-def test_an_own_tokenizer_makes_data_trains_and_generates(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "line {i} of a text"}}\n' for i in range(40)))
-    own = ("--extension", str(EXTENSION), "--tokenizer-type", "OwnTokenizer")
-    prefix = str(tmp_path / "out")
-    for command in (
-        ("tools/preprocess_data.py", "--input", str(tmp_path / "in.jsonl"), "--output-prefix", prefix, "--append-eod",
-         "--workers", "2"),
-        ("tools/inspect_dataset.py", f"{prefix}_text_document", "--show", "1"),
-        ("pretrain_gpt.py", *FLAGS[: FLAGS.index("--vocab-size")], "--data-path", f"{prefix}_text_document", "--lr",
-         "1e-3", "--cpu", "--train-iters", "2", "--global-batch-size", "4", "--split", "1,0,0", "--eval-iters", "0"),
-    ):  # fmt: skip
-        done = run_program(*command, *own)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "inspect" not in command[0] or "LINE 0 OF A TEXT" in done.stdout
-
-
 def test_states_of_frozen_parameters_are_left_out_and_begin_at_zero_when_trained_again(tmp_path: Path) -> None:
     base = ("pretrain_gpt.py", *FLAGS[: FLAGS.index("--dataset-type")], "--mock-data", "--bf16")
     save = ("--save", str(tmp_path), "--load", str(tmp_path))

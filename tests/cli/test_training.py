@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.folders import saved_folders
 from tests.forked import run_forked, run_program
-from tools.preprocess_data import main as preprocess
 
 MODEL = (
     "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 200 "
@@ -24,6 +25,13 @@ def records(path: Path) -> list[dict]:
 
 def losses(folder: Path) -> list[float]:
     return [record["lm_loss"] for record in records(folder / "metrics.jsonl") if "lm_loss" in record]
+
+
+def write_data(prefix: Path, texts: list[str]) -> None:
+    """An indexed dataset of the bytes of texts, each with an end-of-document token."""
+    with IndexedDatasetBuilder(str(prefix), np.dtype("<u2")) as builder:
+        for text in texts:
+            builder.add_document(np.array([*text.encode(), 256]))
 
 
 def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
@@ -130,29 +138,25 @@ def test_a_new_run_keeps_the_metrics_of_an_old_one(tmp_path: Path) -> None:
 
 
 def test_no_length_is_one_epoch(tmp_path: Path) -> None:
-    documents = tmp_path / "text.jsonl"
-    documents.write_text("".join(json.dumps({"text": f"{n} " * 40}) + "\n" for n in range(30)))
-    prefix = str(tmp_path / "data")
+    write_data(tmp_path / "data", [f"{n} " * 40 for n in range(30)])
     tokenizer = ["--tokenizer-type", "ByteTokenizer"]
-    assert preprocess(["--input", str(documents), "--output-prefix", prefix, *tokenizer, "--append-eod"]) == 0
     save = tmp_path / "save"
     without = [word for word in MODEL if word not in ("--mock-data", "--train-iters", "20", "--vocab-size", "200")]
-    data = ["--data-path", prefix + "_text_document", "--split", "1,0,0", *tokenizer]
+    data = ["--data-path", str(tmp_path / "data"), "--split", "1,0,0", *tokenizer]
     run_forked(1, [*without, *data, "--save", str(save)], tmp_path / "screen")
-    tokens = (tmp_path / "data_text_document.bin").stat().st_size // 2
+    tokens = (tmp_path / "data.bin").stat().st_size // 2
     samples = (tokens - 1) // 32
     assert len(losses(save)) == samples // 8
 
 
 def test_validation_sets_by_name_whole_and_at_any_layout(tmp_path: Path) -> None:
     for name, lines in (("train", 300), ("books", 21), ("code", 9)):
-        texts = (f"{name} {number} " + "word " * (number % 17) for number in range(lines))
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        write_data(tmp_path / name, [f"{name} {number} " + "word " * (number % 17) for number in range(lines)])
     model = [flag for flag in MODEL if flag not in ("--mock-data",)]
-    data = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--train-data-path", f"{tmp_path}/train.jsonl"]
+    data = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--train-data-path", f"{tmp_path}/train"]
     sets = [*model, *data, "--full-validation", "--train-iters", "2", "--eval-interval", "2", "--vocab-size", "257"]
-    named = ["--valid", f"books={tmp_path}/books.jsonl", "--valid", f"code={tmp_path}/code.jsonl"]
-    paths = ["--multiple-validation-sets", "--valid-data-path", f"{tmp_path}/books.jsonl", f"{tmp_path}/code.jsonl"]
+    named = ["--valid", f"books={tmp_path}/books", "--valid", f"code={tmp_path}/code"]
+    paths = ["--multiple-validation-sets", "--valid-data-path", f"{tmp_path}/books", f"{tmp_path}/code"]
     found = {}
     for name, world_size, flags in (("a", 1, named), ("b", 2, [*named, "--tp", "2"]), ("c", 2, paths)):
         said = run_forked(world_size, [*sets, *flags, "--save", str(tmp_path / name)], tmp_path / "screen")

@@ -74,7 +74,7 @@ def test_a_longer_plan_keeps_the_order_and_goes_on_behind_it(tmp_path: Path) -> 
     assert set(counts.values()) <= {len(inputs(longer, len(longer))) // 100 + n for n in (-1, 0, 1)}
 
 
-def test_a_source_goes_on_or_starts_anew_in_a_later_stage(tmp_path: Path) -> None:
+def test_a_source_goes_on_or_starts_anew_in_a_later_phase(tmp_path: Path) -> None:
     indexed, format = source(tmp_path, [7, 30, 11, 2, 50]), SampleFormat(4)
     whole = order_of(indexed, tmp_path).view(format, [24])
     order = order_of(indexed, tmp_path)
@@ -90,7 +90,7 @@ def test_a_source_goes_on_or_starts_anew_in_a_later_stage(tmp_path: Path) -> Non
     assert len(set(inputs(anew, 12))) == 96
 
 
-def test_stages_of_a_blend_take_what_is_next_of_each_source(tmp_path: Path) -> None:
+def test_phases_of_a_blend_take_what_is_next_of_each_source(tmp_path: Path) -> None:
     for name, start in (("a", 0), ("b", 1000)):
         with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<i4")) as builder:
             for document in range(20):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.training.config.flags import field_docs, field_table, sections
+from megatron.training.config.flags import field_docs, field_table, load_built_in, sections
 from megatron.training.config.output_files import drop_output, open_closed_streams, why_unwritten
 from megatron.training.config.output_paths import why_not_written, why_unwritable
 from megatron.training.extensions import ExtensionError, load_extensions
@@ -152,6 +152,7 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
     is interrupted or terminated (by an exception, so that temporary files are removed)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     open_closed_streams()
+    load_built_in()
     try:
         try:
             code = main()

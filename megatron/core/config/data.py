@@ -55,25 +55,6 @@ class DatasetConfig(Section):
     test_weighted_split_paths_path: str | None = flag(None, path="local")
     """File with the value of --test-weighted-split-paths."""
 
-    data_stages: str | None = flag(None, path="local")
-    """YAML file of stages of the run, each from a sample, token or iteration on with data, sequence length, batch size
-    and learning rate of its own."""
-
-    text_key: str = "text"
-    """Key of JSON objects, or column of tables, that holds a document, where data are text files."""
-
-    text_documents: str = flag("file", choices=("file", "line"))
-    """What is a document of a plain text file."""
-
-    append_eod: bool = True
-    """End each document of text files with the end-of-document token, if the tokenizer has one."""
-
-    max_bad_lines: int = 0
-    """Records of text files that may be left out because they cannot be read."""
-
-    tokenizer_workers: int | None = None
-    """Processes of a node that tokenize text files; default: one a core."""
-
     split: str = "969,30,1"
     """Shares of documents for training, validation and test."""
 
@@ -144,44 +125,6 @@ def is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class FillInMiddleConfig(Section):
-    """Fill-in-the-middle samples."""
-
-    fim_data: bool = False
-    """Move the middle of documents behind their end, for models that fill in (arXiv 2207.14255)."""
-
-    fim_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Share of documents in which this is done."""
-
-    fim_spm_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
-
-    fim_split_sample: str | None = None
-    """Token at which documents are cut into fragments, each with a middle of its own."""
-
-    fim_fragment_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Share of the fragments of such a document that are rearranged."""
-
-    fim_no_prefix: str | None = None
-    """Documents and fragments that begin with this text stay as they are."""
-
-    fim_prefix_token: str = "<fim_prefix>"
-    """Token before the prefix."""
-
-    fim_middle_token: str = "<fim_middle>"
-    """Token before the middle."""
-
-    fim_suffix_token: str = "<fim_suffix>"
-    """Token before the suffix."""
-
-    fim_pad_token: str = "<fim_pad>"
-    """Token that fills a sample up; its prediction does not count."""
-
-    fim_eod_token: str | None = None
-    """Token between documents; default: the tokenizer's."""
 
 
 @dataclass(frozen=True)

@@ -40,20 +40,20 @@ class Datasets(NamedTuple):
 
 @dataclass
 class TrainingOrder:
-    """What a run has taken of each training source in its stages so far."""
+    """What a run has taken of each training source in its phases so far."""
 
     planned: tuple[int | None, ...] = ()
-    """Samples that were planned for the present stage before its plan was made longer."""
+    """Samples that were planned for the present phase before its plan was made longer."""
 
     anew: Callable[[str], bool] = lambda prefix: False
-    """Whether a source starts anew in the present stage."""
+    """Whether a source starts anew in the present phase."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
-    """Those of the present stage, in the order of its blend."""
+    """Those of the present phase, in the order of its blend."""
 
     def take(self, dataset: Dataset, samples: int) -> None:
-        """Says that so many samples of the present stage's data set are taken."""
+        """Says that so many samples of the present phase's data set are taken."""
         if isinstance(dataset, BlendedDataset):
             counts = np.bincount(dataset.index.dataset[:samples], minlength=len(self.present)).tolist()
         else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.gpt_dataset import Dataset, Sample
-from megatron.core.datasets.staged import sources_of
+from megatron.core.datasets.views import sources_of
 
 MicroBatch = dict[str, Tensor | None]
 

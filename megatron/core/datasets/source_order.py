@@ -1,4 +1,4 @@
-"""The order in which a run takes the samples of each training source, over all stages and lengths of the run.
+"""The order in which a run takes the samples of each training source, over all phases and lengths of the run.
 
 Megatron-LM's order of a source depends on how many samples are asked for: that number sets how many epochs are
 shuffled together, and whether the last one is shuffled apart. A run that asks for more afterwards would begin another

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.folders import LATEST, is_checkpoint, saved_folders
+from megatron.core.parts import DATA_READERS
 from megatron.core.registry import Registry
 
 METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME = "metrics.jsonl", "run_config.yaml", "run_events.jsonl", "outcome"
@@ -90,6 +91,13 @@ for _order, (_name, _holds, _about, _loaded_as) in enumerate(
     )
 ):
     PATH_KINDS.register(_name, _holds, about=_about, order=10 * _order, loaded_as=_loaded_as)
+
+
+def reader_of(path: str | Path) -> str | None:
+    """Name in `DATA_READERS` of what makes an indexed dataset of a path; None if it is one, or nothing does."""
+    kind = kind_of(path)
+    readers = (name for name in DATA_READERS if name == kind or (kind == "url" and DATA_READERS.facts(name).urls))
+    return next(readers, None)
 
 
 def refusal(path: str | Path, remedy: str | None = None) -> str:

@@ -1,34 +1,33 @@
-"""Learning rate and weight decay of each stage, as functions of samples. No torch."""
+"""Learning rate and weight decay of each phase, as functions of samples. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
-from megatron.extensions.phases.plan import Stage, StagePlan
+from megatron.extensions.phases.file_phase import FilePhase
+from megatron.training.plan import RunPlan
 
 
-class StageScheduler(OptimizerParamScheduler):
-    """A stage's own learning rate, which begins with the stage; weight decay is the whole run's."""
+class PhaseScheduler(OptimizerParamScheduler):
+    """A phase's own learning rate, which begins with the phase; weight decay is the whole run's."""
 
     def __init__(self, whole: OptimizerParamScheduler, own: OptimizerConfig, first_sample: int, samples: int) -> None:
         super().__init__(own, ScheduleLength.of(own, 1, 0, samples))
         self.whole, self.first_sample = whole, first_sample
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
-        # Skipped steps make the schedule lag behind the samples: the stage then begins late in it, never before it.
+        # Skipped steps make the schedule lag behind the samples: the phase then begins late in it, never before it.
         return super()._lr_at(max(0, samples - self.first_sample), config)
 
     def weight_decay_at(self, samples: int) -> float:
         return self.whole.weight_decay_at(samples)
 
 
-def whole_schedule(plan: StagePlan) -> OptimizerParamScheduler:
+def whole_schedule(plan: RunPlan) -> OptimizerParamScheduler:
     """The schedule that the flags say, over the whole run. Raises ValueError where a length does not fit the run."""
     config, training = plan.base.optimizer, plan.base.training
-    assert training.global_batch_size is not None
-    if len(plan.stages) == 1 and plan.stages[0].entry is None:
-        length = ScheduleLength.of(config, training.global_batch_size, plan.iterations, training.train_samples)
-        return OptimizerParamScheduler(config, length)
     if training.train_samples is not None or training.train_tokens is not None:
         return OptimizerParamScheduler(config, ScheduleLength.of(config, 1, 0, plan.samples))
     # Lengths in iterations, whose numbers of samples may differ.
@@ -42,9 +41,27 @@ def whole_schedule(plan: StagePlan) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(config, length)
 
 
-def schedule_of(plan: StagePlan, stage: Stage) -> OptimizerParamScheduler:
-    """The schedule of a stage: its own, or the run's."""
+def schedule_of(plan: RunPlan, phase: FilePhase) -> OptimizerParamScheduler:
+    """The schedule of a phase: its own, or the run's."""
     whole = whole_schedule(plan)
-    if stage.optimizer is None:
+    if phase.optimizer is None:
         return whole
-    return StageScheduler(whole, stage.optimizer, stage.first_sample, stage.samples)
+    return PhaseScheduler(whole, phase.optimizer, phase.first_sample, phase.samples)
+
+
+def phase_lines(plan: RunPlan, phase: FilePhase) -> Iterator[str]:
+    """Where a phase begins, how long it is, and what it changes."""
+    training, length = phase.config.training, phase.config.model.seq_length
+    ending = min(plan.sizes.iterations(phase.first_sample + phase.samples), plan.iterations)
+    yield (
+        f"phase {phase.name}: from sample {phase.first_sample:,}, iteration {phase.first_iteration + 1:,}, token "
+        f"{phase.first_token:,}: {phase.samples:,} samples of {length:,}, {phase.samples * length:,} tokens, "
+        f"{ending - phase.first_iteration:,} iterations; global batch {training.global_batch_size}, micro-batch "
+        f"{training.micro_batch_size}"
+    )
+    schedule = schedule_of(plan, phase)
+    first, last = phase.first_sample, max(phase.first_sample, plan.sizes.samples(max(0, ending - 1)))
+    points = sorted({first, first + (last - first) // 2, last})
+    shown = ", ".join(f"{schedule.lr_at(point):.4g}" for point in points)
+    source = f"its own ({phase.optimizer.lr_decay_style})" if phase.optimizer is not None else "the run's"
+    yield f"    learning rate, {source}: {shown} at its beginning, middle and end"

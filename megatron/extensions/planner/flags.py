@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.training.config.commands import COMMANDS, Option
-from megatron.training.config.input_files import INPUT_CHECKS
 from megatron.training.hooks import FAILURE_HOOKS, MODEL_FLOPS
 
 PLANNER = "megatron.extensions.planner"
@@ -45,6 +44,5 @@ COMMANDS.register(
         ),
     },
 )
-INPUT_CHECKS.register("text and phases", f"{PLANNER}.dry_run.data:missing_in_phases")
 MODEL_FLOPS.register("one fake step", f"{PLANNER}.flops:flops_per_token")
 FAILURE_HOOKS.register("plan of the memory", f"{PLANNER}.out_of_memory:explain", errors=("OutOfMemoryError",))

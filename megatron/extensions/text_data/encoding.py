@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import best_dtype
 from megatron.core.tokenizers import build_tokenizer
-from megatron.core.tokenizers.fast import stand_in_for
+from megatron.extensions.text_data.fast_tokenizer import stand_in_for
 from megatron.extensions.text_data.formats import Chunk, Reading, is_blank, texts_of
 
 CHUNK_BYTES = 1 << 18

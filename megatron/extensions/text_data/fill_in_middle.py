@@ -16,10 +16,11 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.config.data import FillInMiddleConfig
+from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.gpt_dataset import Dataset, TextDataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.extensions.text_data.flags import FillInMiddleConfig, of_users
 
 REPLACEMENT = "\ufffd"
 """What decoders put where bytes are no text: a document that a sample cuts may begin or end within a character."""
@@ -66,13 +67,14 @@ class FillInMiddle(TextDataset):
     """The samples of another dataset, their documents rearranged with probability --fim-rate, of the same length: what
     no longer fits is cut off, what is left is padded. The loss leaves out predictions of padding."""
 
-    def __init__(self, inner: Dataset, config: FillInMiddleConfig, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, inner: Dataset, config: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
         assert isinstance(inner, TextDataset)
-        self.inner, self.config, self.tokenizer, self.seed = inner, config, tokenizer, seed
-        self.tokens = SpecialTokens.of(config, tokenizer)
+        self.inner, self.config, self.tokenizer, self.seed = inner, config.options(FillInMiddleConfig), tokenizer, seed
+        self.tokens = SpecialTokens.of(self.config, tokenizer)
         self.samples = len(inner)
         self.format = replace(inner.format, pad=self.tokens.pad)
-        self.fingerprint = content_hash({"inner": inner.fingerprint, "fim": asdict(config), "seed": seed})
+        fim = asdict(self.config) | of_users(config)
+        self.fingerprint = content_hash({"inner": inner.fingerprint, "fim": fim, "seed": seed})
         bare = tokenizer.tokenize("a")
         self.sources_of = inner.sources_of  # type: ignore[method-assign]
         self._begins = len(bare) > 1 and bare[0] == tokenizer.bos

@@ -1,7 +1,87 @@
-"""Raw text is recognized as such by the names of files. No torch."""
+"""Flags of text files as training data and of fill-in-the-middle samples. No torch."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron.core.config.flag_spec import Section, flag
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
+from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("text files", may_change=True)
+@dataclass(frozen=True)
+class TextDataConfig:
+    """How text files become documents."""
+
+    text_key: str = "text"
+    """Key of JSON objects, or column of tables, that holds a document, where data are text files."""
+
+    text_documents: str = flag("file", choices=("file", "line"))
+    """What is a document of a plain text file."""
+
+    append_eod: bool = True
+    """End each document of text files with the end-of-document token, if the tokenizer has one."""
+
+    max_bad_lines: int = flag(0, at_least=0)
+    """Records of text files that may be left out because they cannot be read."""
+
+    tokenizer_workers: int | None = flag(None, above=0)
+    """Processes of a node that tokenize text files; default: one a core."""
+
+
+@extension_flags("fill in the middle", may_change=True, rules="megatron.extensions.text_data.rules:fill_in_middle")
+@dataclass(frozen=True)
+class FillInMiddleConfig:
+    """Fill-in-the-middle samples."""
+
+    fim_data: bool = False
+    """Move the middle of documents behind their end, for models that fill in (arXiv 2207.14255)."""
+
+    fim_rate: float = flag(0.5, at_least=0, at_most=1)
+    """Share of documents in which this is done."""
+
+    fim_spm_rate: float = flag(0.5, at_least=0, at_most=1)
+    """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+
+    fim_split_sample: str | None = None
+    """Token at which documents are cut into fragments, each with a middle of its own."""
+
+    fim_fragment_rate: float = flag(0.5, at_least=0, at_most=1)
+    """Share of the fragments of such a document that are rearranged."""
+
+    fim_no_prefix: str | None = None
+    """Documents and fragments that begin with this text stay as they are."""
+
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills a sample up; its prediction does not count."""
+
+    fim_eod_token: str | None = None
+    """Token between documents; default: the tokenizer's."""
+
 
 PATH_KINDS.register("text", f"{__package__}.inputs:is_text", about="is text", order=45)
+DATA_READERS.register("text", "megatron.extensions.text_data.tokenized:TextData", urls=True)
+DATASET_WRAPPERS.register(
+    "fill_in_middle",
+    "megatron.extensions.text_data.fill_in_middle:FillInMiddle",
+    when=lambda data: data.options(FillInMiddleConfig).fim_data,
+)
+
+
+def of_users(section: Section) -> dict[str, Any]:
+    """The values of flags of a user's own extensions, as hashes of data contain them. The flags of built-in extensions
+    change no data by themselves."""
+    own = (each for each in section.extension_options if not type(each).__module__.startswith("megatron."))
+    return {"extension_options": [asdict(each) for each in own]}

@@ -22,6 +22,7 @@ from megatron.core.datasets.index_cache import content_hash, folder_lock
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.text_data.encoding import CHUNK_BYTES, Job, encode_all
+from megatron.extensions.text_data.flags import TextDataConfig, of_users
 from megatron.extensions.text_data.formats import Reading, read_chunks
 from megatron.extensions.text_data.inputs import TextFile, find_inputs
 
@@ -45,13 +46,24 @@ class TextData:
     prepare: Callable[[], object]
     """`Job.prepare`."""
 
+    @staticmethod
+    def describe(flag: str, value: str) -> str:
+        """How many files `value` names, and their size. Raises ValueError if there are none."""
+        files = find_inputs([value], flag)
+        size = sum(file.size for file in files)
+        return f"{value}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"
+
+    @property
+    def options(self) -> TextDataConfig:
+        return self.data.options(TextDataConfig)
+
     def prefix(self, flag: str, value: str) -> str:
         """Prefix of the dataset of the text files that `value` names, tokenized now if that has not been done.
 
         Raises ValueError where files are missing, damaged, or have more bad records than --max-bad-lines."""
         files = find_inputs([value], flag)
-        reading = Reading((self.data.text_key,), self.data.text_documents, "--text-key")
-        job = Job(self.tokenizer, self.vocab_size, reading, self.data.append_eod, prepare=self.prepare)
+        reading = Reading((self.options.text_key,), self.options.text_documents, "--text-key")
+        job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, prepare=self.prepare)
         folder = self._folder(flag, value)
         target = folder / f"{Path(value.rstrip('/')).name.partition('.')[0]}-{self._hash(files, job)}"
         prefix = str(target / "text_document")
@@ -76,7 +88,7 @@ class TextData:
     def _hash(self, files: Sequence[TextFile], job: Job) -> str:
         described = {
             "files": [[os.path.basename(file.path), file.size, file.modified] for file in files],
-            "tokenizer": asdict(self.tokenizer),
+            "tokenizer": asdict(self.tokenizer) | of_users(self.tokenizer),
             "tokenizer_files": [_digest(Path(path)) for path in self._tokenizer_files()],
             "vocab_size": self.vocab_size,
             "reading": asdict(job.reading),
@@ -121,10 +133,10 @@ class TextData:
         )
 
     def _check(self, bad: Sequence[str], builder: IndexedDatasetBuilder, files: Sequence[TextFile]) -> None:
-        if len(bad) > self.data.max_bad_lines:
+        if len(bad) > self.options.max_bad_lines:
             shown = "\n".join(bad[:SHOWN_BAD]) + ("\n..." if len(bad) > SHOWN_BAD else "")
             raise ValueError(
-                f"{len(bad)} records cannot be read, --max-bad-lines allows for {self.data.max_bad_lines}; mend the "
+                f"{len(bad)} records cannot be read, --max-bad-lines allows for {self.options.max_bad_lines}; mend the "
                 f"files, or raise --max-bad-lines to leave them out:\n{shown}"
             )
         if not builder.num_tokens:
@@ -132,8 +144,8 @@ class TextData:
 
     def _workers(self, size: int) -> int:
         """Processes that tokenize: those asked for, by default one a core, and none for what one does in no time."""
-        if self.data.tokenizer_workers is not None:
-            return self.data.tokenizer_workers
+        if self.options.tokenizer_workers is not None:
+            return self.options.tokenizer_workers
         return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))
 
 

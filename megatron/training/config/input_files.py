@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.dist_checkpointing.path_kind import TEXTS, kind_of
-from megatron.core.parts import MODEL_LOADERS
-from megatron.core.registry import NoFacts, Registry
+from megatron.core.dist_checkpointing.path_kind import kind_of, reader_of
+from megatron.core.parts import DATA_READERS, MODEL_LOADERS
 from megatron.training.config.flags import dashed
 from megatron.training.config.output_paths import unwritable
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import saved_metadata
-
-INPUT_CHECKS: Registry[Callable[[RunConfig], Iterable[Problem]], NoFacts] = Registry(
-    "check of files", NoFacts, "config"
-)
-"""`missing(config)`: a problem for each file of an extension that a run needs and that is not there."""
+from megatron.training.plan import plan_class
 
 
 def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]:
@@ -30,9 +25,9 @@ def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]
 
 def _missing(config: RunConfig) -> Iterator[Problem]:
     yield from unwritable(config)
-    found = [*missing_data(config.data), *(problem for name in INPUT_CHECKS for problem in INPUT_CHECKS[name](config))]
-    yield from dict.fromkeys(sorted(found, key=lambda problem: problem.flag))
-    options = config.checkpoint
+    options, (plan, _) = config.checkpoint, plan_class(config).planned(config)
+    sets = [phase.config.data for phase in plan.phases] if plan is not None else []
+    yield from dict.fromkeys(problem for data in sets for problem in missing_data(data))
     for field in ("finetune", "exit_on_missing_checkpoint"):
         load = Path(options.load) if options.load and getattr(options, field) else None
         if load is not None and saved_metadata(load) is None and kind_of(load) not in MODEL_LOADERS:
@@ -43,9 +38,10 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
             yield Problem("--load", options.load, rule, remedy)
 
 
-def data_paths(data: DatasetConfig) -> Iterator[tuple[str, str]]:
-    """(flag, path) of the data that flags name, for data sets of files."""
+def missing_data(data: DatasetConfig) -> Iterator[Problem]:
+    """A problem for each data set of files that cannot be opened."""
     from megatron.core.datasets.build import parse_blend, split_share
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"):
         flag, words = dashed(field), getattr(data, field) or ()
@@ -54,18 +50,11 @@ def data_paths(data: DatasetConfig) -> Iterator[tuple[str, str]]:
             paths = [split_share(prefix)[0] for prefix in parse_blend(flag, words).prefixes] if words else []
         except ValueError:  # a rule reports it
             continue
-        yield from ((flag, path) for path in paths if data.dataset == "gpt")
-
-
-def missing_data(data: DatasetConfig) -> Iterator[Problem]:
-    """A problem for each indexed dataset that cannot be opened."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    for flag, path in data_paths(data):
-        try:
-            if kind_of(path) not in TEXTS:
-                IndexedDataset(path)
-        except ValueError as error:
-            yield Problem.of_message(flag, path, str(error))
-        except OSError as error:
-            yield Problem(flag, path, str(error), "correct the path")
+        for path in paths if data.dataset == "gpt" else ():
+            try:
+                reader = reader_of(path)
+                IndexedDataset(path) if reader is None else DATA_READERS[reader].describe(flag, path)
+            except ValueError as error:
+                yield Problem.of_message(flag, path, str(error))
+            except OSError as error:
+                yield Problem(flag, path, str(error), "correct the path")

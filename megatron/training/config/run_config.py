@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from megatron.core.config.data import DatasetConfig, FillInMiddleConfig, TokenizerConfig
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
@@ -344,7 +344,6 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ddp: DDPConfig = field(default_factory=DDPConfig)
     data: DatasetConfig = field(default_factory=DatasetConfig)
-    fill_in_middle: FillInMiddleConfig = field(default_factory=FillInMiddleConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
-from megatron.core.parts import MODEL_LOADERS
+from megatron.core.parts import MODEL_LOADERS, PLANS
 from megatron.training.config.flags import all_flags, config_of_sections, value_of
 from megatron.training.config.run_config import RunConfig
 
@@ -80,7 +80,7 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none.
 
-    Flags that its stage had changed are as the run gave them. ValueError as in `saved_metadata`."""
+    Flags that its phase had changed are as the run gave them. ValueError as in `saved_metadata`."""
     metadata = saved_metadata(load)
     if metadata is None:
         return None
@@ -134,14 +134,14 @@ def _read(metadata: Path) -> dict[str, Any]:
     return values
 
 
-LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size", "data_stages")
+LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size")
 """Fields that say how long a run is, and in which steps."""
 
 
 def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
     """A line about each flag of the length and the learning-rate schedule that differs from the checkpoint's run; None
     if none does."""
-    changed, wanted = [], {*LENGTH, *SCHEDULE}
+    changed, wanted = [], {*LENGTH, *SCHEDULE, *(PLANS.facts(name).field for name in PLANS)}
     by_tokens = saved.training.train_tokens is not None and run.training.train_tokens is not None
     for flag in all_flags():
         scheduled = flag.section == "optimizer" and flag.field.startswith("lr_")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from megatron.extensions.phases.plan import StagePlan, checked_configs, plan_stages, stage_rules
 from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
 from megatron.training.config.flags import EXTENSION_SECTIONS, flat_values
 from megatron.training.config.problem import Problem
@@ -19,6 +19,7 @@ from megatron.training.config.rules.single_values import single_values
 from megatron.training.config.rules.switched_off import switched_off
 from megatron.training.config.run_config import RunConfig, TrainingConfig
 from megatron.training.extensions import problem_in_extension
+from megatron.training.plan import RunPlan, plan_class
 
 __all__ = ["MOCK_VOCAB_SIZE", "Problem", "notices", "resolve", "validate"]
 
@@ -37,37 +38,11 @@ def notices(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def _findings(config: RunConfig, world_size: int) -> list[Problem]:
-    if config.data.data_stages is None:
-        return _own_findings(config, world_size)
-    plan, problems = plan_stages(resolve(config, world_size))
-    problems += stage_rules(resolve(config, world_size), plan)
-    if plan is None:
-        return problems + [p for p in _own_findings(config, world_size) if not _of_missing_data(p)]
-    own = _own_findings(_with_some_data(config, plan), world_size)
-    told = {str(problem) for problem in own}
-    for stage, checked in checked_configs(plan):
-        assert stage.entry is not None
-        for problem in _own_findings(checked, world_size):
-            if str(problem) not in told and not problem.harmless:
-                problems.append(replace(problem, flag=f"{stage.entry.where}: {problem.flag}"))
-    return own + list(dict.fromkeys(problems))
-
-
-def _of_missing_data(problem: Problem) -> bool:
-    return problem.flag == "--data-path" and problem.value is None
-
-
-def _with_some_data(config: RunConfig, plan: StagePlan) -> RunConfig:
-    """The configuration without stages, so that rules judge what the flags say; data are the first stage's if the flags
-    name none."""
-    data = replace(config.data, data_stages=None)
-    if data.dataset == "gpt" and not (data.data_path or data.per_split or data.listed):
-        data = replace(data, data_path=plan.stages[0].config.data.data_path)
-    return replace(config, data=data)
+    return plan_class(config).findings(config, world_size, partial(_own_findings, world_size=world_size))
 
 
 def _own_findings(config: RunConfig, world_size: int) -> list[Problem]:
-    """Findings of a configuration without stages."""
+    """Findings of a configuration without phases."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     resolved = resolve(config, world_size)
@@ -135,7 +110,7 @@ def _without_training(config: RunConfig) -> RunConfig:
     """The configuration of an evaluation with values for what only training needs and flags leave out: a learning rate,
     a length and, where only tasks are evaluated, data."""
     training, data = config.training, config.data
-    named = data.data_path or data.per_split or data.listed or data.valid or data.data_stages
+    named = data.data_path or data.per_split or data.listed or data.valid or plan_class(config) is not RunPlan
     if not named and data.dataset == "gpt" and config.eval_tasks.eval_tasks and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)
     if data.dataset == "mock" and training.train_samples is None and training.train_tokens is None:
@@ -192,8 +167,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
     by_tokens = training.train_tokens is not None and training.train_tokens > 0 and config.model.seq_length > 0
     by_iters = training.train_iters is not None and training.global_batch_size
-    if config.data.data_stages is not None or not (by_tokens or (by_iters and training.batch_size_varies)):
-        return training  # where stages differ in length, their plan converts tokens
+    if plan_class(config) is not RunPlan or not (by_tokens or (by_iters and training.batch_size_varies)):
+        return training  # where phases differ in length, their plan converts tokens
     # The shorter of two lengths holds, in samples: tokens and iterations of a ramp do not compare otherwise.
     samples = samples_of_run(config)
     if training.train_iters is not None and by_iters:

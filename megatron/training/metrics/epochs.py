@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset import Dataset
-from megatron.core.datasets.staged import sources_of
-from megatron.extensions.phases.plan import StagePlan
+from megatron.core.datasets.views import sources_of
+from megatron.training.plan import RunPlan
 
 PART = 1 << 20
 """Samples that are counted at a time."""
@@ -18,7 +18,7 @@ PART = 1 << 20
 class Epochs:
     """Tokens taken of each source, as a function of consumed samples. `sizes` are the tokens of an epoch."""
 
-    def __init__(self, plan: StagePlan, dataset: Dataset, names: Sequence[str], sizes: Sequence[int]) -> None:
+    def __init__(self, plan: RunPlan, dataset: Dataset, names: Sequence[str], sizes: Sequence[int]) -> None:
         self.plan, self.dataset, self.names = plan, dataset, list(names)
         self.sizes = np.array(sizes, np.int64)
         self._at, self._tokens = 0, np.zeros(len(names), np.int64)
@@ -27,13 +27,13 @@ class Epochs:
         """[sources]: epochs that the first `consumed_samples` samples of the run are. Ask in rising order."""
         if consumed_samples < self._at:
             self._at, self._tokens = 0, np.zeros_like(self._tokens)
-        for stage in self.plan.stages if self.names else ():
-            assert stage.end is not None
-            begin, end = max(self._at, stage.first_sample), min(consumed_samples, stage.end)
+        for phase in self.plan.phases if self.names else ():
+            assert phase.end is not None
+            begin, end = max(self._at, phase.first_sample), min(consumed_samples, phase.end)
             for first in range(begin, end, PART):
                 part = range(first, min(first + PART, end))
                 counts = np.bincount(sources_of(self.dataset, part), minlength=len(self.names))
-                self._tokens += counts * stage.config.model.seq_length
+                self._tokens += counts * phase.config.model.seq_length
         self._at = consumed_samples
         return self._tokens / self.sizes
 

@@ -23,8 +23,8 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.metrics.interval import Interval
 from megatron.training.train_step import train_step
+from tests.extensions.phases import test_phases as phases
 from tests.harness import local_run, run_world
-from tests.pure import test_data_stages as stages
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data --lr 1e-2 "
@@ -172,5 +172,5 @@ def test_warm_up_alone_has_no_effect() -> None:
 
 def test_phases_of_two_shapes_are_refused(tmp_path: Path) -> None:
     flags = "--mock-data --train-iters 9 --cuda-graph-impl local"
-    found = stages.problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 8, seq-length: 32}", flags)
+    found = phases.problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 8, seq-length: 32}", flags)
     assert any("--cuda-graph-impl local: its graphs have one shape" in problem for problem in found)

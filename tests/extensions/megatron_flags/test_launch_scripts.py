@@ -10,12 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.core.dist_checkpointing.folders import saved_folders
+from megatron.core.tokenizers import build_tokenizer
 from tests.forked import ROOT, run_forked
 from tests.limits import HANG
-from tools.preprocess_data import main as preprocess
 
 SCRIPTS = ROOT / "tests" / "fixtures" / "launch_scripts"
 
@@ -56,7 +59,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     folder = tmp_path_factory.mktemp("data")
     texts = [f"{word} and {word} make {2 * number}. " * 3 for number, word in enumerate(["one", "two", "three"] * 400)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
     bpe.save_model(str(folder))
@@ -71,20 +73,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     found = {"vocab": str(folder / "vocab.json"), "merges": str(folder / "merges.txt"), "hf": str(folder / "hf")}
     kinds = {
-        "bpe": ["GPT2BPETokenizer", "--vocab-file", found["vocab"], "--merge-file", found["merges"]],
-        "sp": ["SentencePieceTokenizer", "--tokenizer-model", str(folder / "sp.model")],
+        "bpe": TokenizerConfig("GPT2BPETokenizer", vocab_file=found["vocab"], merge_file=found["merges"]),
+        "sp": TokenizerConfig("SentencePieceTokenizer", tokenizer_model=str(folder / "sp.model")),
     }
-    for name, flags in kinds.items():
-        made = [
-            "--input",
-            str(folder / "text.jsonl"),
-            "--output-prefix",
-            str(folder / name),
-            "--tokenizer-type",
-            *flags,
-        ]
-        assert preprocess([*made, "--append-eod", "--workers", "1"]) == 0
-        found[f"{name}_data"] = str(folder / f"{name}_text_document")
+    for name, config in kinds.items():
+        tokenizer, found[f"{name}_data"] = build_tokenizer(config), str(folder / f"{name}_text_document")
+        with IndexedDatasetBuilder(found[f"{name}_data"], best_dtype(tokenizer.vocab_size)) as builder:
+            for text in texts:
+                builder.add_document(np.array([*tokenizer.tokenize(text), tokenizer.eod]))
     return found | {"sp": str(folder / "sp.model")}
 
 

@@ -7,8 +7,8 @@ import pytest
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from tests.extensions.planner.test_planned_memory import GPT, LLAMA, compare
 from tests.dist.toy import optimizer_config
+from tests.extensions.planner.test_planned_memory import GPT, LLAMA, compare
 from tests.harness import run_world
 
 PACKED = {"use_precision_aware_optimizer": True}

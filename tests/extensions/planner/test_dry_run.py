@@ -155,25 +155,24 @@ def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
 def test_files_that_a_run_misses_are_problems_behind_its_plan(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     missing = f"--valid v={tmp_path}/y --save {tmp_path}/file --load {tmp_path}/no --exit-on-missing-checkpoint"
-    flags = f"{RIGHT.replace('--mock-data', '')} {missing} --data-path 1 {tmp_path}/x 1 {tmp_path}/x.jsonl"
+    flags = f"{RIGHT.replace('--mock-data', '')} {missing} --data-path {tmp_path}/x"
     done = pretrain(f"{flags} --tokenizer-type ByteTokenizer --json {tmp_path}/plan.json")
     assert done.returncode == 2 and "parameters" in done.stdout
     t, of_set = tmp_path, "use the prefix of the dataset, without .bin or .idx"
     text = (
         f"  --save {t}/file: {t}/file is a file, not a folder; use a folder that can be written\n"
         f"  --data-path {t}/x: there is no file {t}/x.idx; {of_set}\n"
-        f"  --data-path {t}/x.jsonl: there is no such file; the path is taken from {Path.cwd()}\n"
         f"  --valid {t}/y: there is no file {t}/y.idx; {of_set}\n"
         f"  --load {t}/no: holds no checkpoint, and --exit-on-missing-checkpoint needs one; correct the path, or drop "
         "--exit-on-missing-checkpoint\n"
     )
-    assert done.stderr.endswith(f"This configuration cannot run: 5 problems.\n{text}")
+    assert done.stderr.endswith(f"This configuration cannot run: 4 problems.\n{text}")
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["plan"] and [each["text"] for each in record["problems"]] == [
         line.strip() for line in text.splitlines()
     ]
     done = pretrain(f"{flags} --tokenizer-type SentencePieceTokenizer --tokenizer-model /nowhere.model")
-    assert (done.returncode, done.stdout) == (2, "") and "6 problems.\n  --tokenizer-model /nowhere" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "") and "5 problems.\n  --tokenizer-model /nowhere" in done.stderr
     run = flags.replace("--dry-run --world-size 8", "--cpu") + " --tp 1 --pp 1 --tokenizer-type ByteTokenizer --lr -1"
     assert pretrain(run).stderr.endswith(f"6 problems.\n  --lr -1.0: must be above 0; for example --lr 3e-4\n{text}")
     urls = pretrain(f"{RIGHT} --save s3://b/x --metrics-file gs://b/m")

@@ -11,9 +11,9 @@ from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
 from megatron.core.pipeline_parallel.steady_state import post_validated
-from megatron.extensions.phases.plan import StagePlan
 from megatron.training.config.description import batch_line, microbatches_of
 from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import RunPlan
 
 if TYPE_CHECKING:
     from megatron.extensions.planner.fake_stage import MicroBatch
@@ -54,28 +54,28 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
 
 
-def batch_lines(stages: StagePlan, dims: ParallelDims) -> Iterator[str]:
+def batch_lines(plan: RunPlan, dims: ParallelDims) -> Iterator[str]:
     """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
-    config, sizes = stages.base, stages.sizes
-    for stage in stages.stages:
-        where = f"stage {stage.name}: " if len(stages.stages) > 1 else ""
-        yield f"{where}global batch {batch_line(stage.config, dims)}"
+    config, sizes = plan.base, plan.sizes
+    for phase in plan.phases:
+        where = f"phase {phase.name}: " if len(plan.phases) > 1 else ""
+        yield f"{where}global batch {batch_line(phase.config, dims)}"
     if config.training.batch_size_varies:
         first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
         yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
     if dims.pp > 1:
-        yield _pipeline_line(config, microbatches_of(stages.longest.config, dims))
-    if stages.stages[-1].end is None:
+        yield _pipeline_line(config, microbatches_of(plan.longest.config, dims))
+    if plan.phases[-1].end is None:
         yield "length: one epoch of the training data"
         return
     from megatron.extensions.planner.flops import model_flops
 
-    iterations = stages.iterations
+    iterations = plan.iterations
     consumed = sizes.samples(iterations)
-    tokens = stages.tokens(consumed)
-    ends = [*(stage.first_token for stage in stages.stages[1:]), tokens]
+    tokens = plan.tokens(consumed)
+    ends = [*(phase.first_token for phase in plan.phases[1:]), tokens]
     flops = sum(
-        model_flops(stage.config.model).total * (end - stage.first_token)
-        for stage, end in zip(stages.stages, ends, strict=True)
+        model_flops(phase.config.model).total * (end - phase.first_token)
+        for phase, end in zip(plan.phases, ends, strict=True)
     )
     yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.dry_run.batch import batch_lines
 from megatron.extensions.planner.dry_run.data import data_lines
 from megatron.extensions.planner.dry_run.memory import GIB, RANKS_SHOWN, Fit, fullest, memory_lines, memory_of_ranks
@@ -17,6 +16,7 @@ from megatron.training.config.foreign_flags import DIFFERENCES
 from megatron.training.config.output_files import write_json
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import plan_of
 
 __all__ = ["DeviceError", "print_plan"]
 
@@ -42,9 +42,9 @@ def print_plan(
     Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
-    stages = stage_plan(config)
-    largest = stages.longest.config
-    of = f" in stage {stages.longest.name}, the largest" if len(stages.stages) > 1 else ""
+    run = plan_of(config)
+    largest = run.longest.config
+    of = f" in phase {run.longest.name}, the largest" if len(run.phases) > 1 else ""
     step = predicted_step(largest, world_size, device, gpus_per_node) if device is not None else None
     memory = memory_of_ranks(largest, dims)
     size = device_memory or (step.device.memory_gib if step is not None else None)
@@ -58,8 +58,8 @@ def print_plan(
             f"Pipeline stages and memory of each rank{of}",
             [*memory_lines(largest, dims, memory), *fits],
         ),
-        ("Batch and length", batch_lines(stages, dims)),
-        ("Data", [line for stage in stages.stages for line in data_lines(stages, stage)]),
+        ("Batch and length", batch_lines(run, dims)),
+        ("Data", [line for phase in run.phases for line in data_lines(run, phase)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
         *((f"Different from {name}", DIFFERENCES[name](config, given)) for name in DIFFERENCES),
     ):

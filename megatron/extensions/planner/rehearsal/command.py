@@ -12,7 +12,6 @@ from types import TracebackType
 import torch
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.activations import activations_of_ranks
 from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import come_and_go
@@ -24,6 +23,7 @@ from megatron.extensions.planner.rehearsal.start import start_of_run
 from megatron.training.config.description import microbatches_of
 from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import plan_of
 
 
 def rehearse(
@@ -36,7 +36,7 @@ def rehearse(
     torch.set_num_threads(1)
     began = time.monotonic()
     dims = ParallelDims.from_config(config.parallel, world_size)
-    longest = stage_plan(config).longest.config
+    longest = plan_of(config).longest.config
     limit = None if device_memory is None else round(device_memory * 2**30)
     rehearsal = rehearsal_of(config, world_size, microbatches_of(longest, dims), limit)
     chosen = chosen_ranks(ranks, dims)

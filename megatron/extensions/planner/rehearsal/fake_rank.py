@@ -26,7 +26,6 @@ from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
 from megatron.extensions.planner.fake_stage import regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
@@ -37,6 +36,7 @@ from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecor
 from megatron.extensions.planner.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
+from megatron.training.plan import plan_of
 from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
@@ -76,7 +76,7 @@ def rehearsal_of(
 ) -> Rehearsal:
     """The rehearsal of a resolved and validated configuration whose steps have so many micro-batches. Unless `whole`,
     as many of them are rehearsed as it takes for each stage to hold as many at once as in the whole step."""
-    config = stage_plan(config).longest.config
+    config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training
     number = microbatches if whole else enough_microbatches(config, microbatches)
     small = replace(
@@ -87,7 +87,7 @@ def rehearsal_of(
         eval_iters=0,
         full_validation=False,
     )
-    paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid", "data_stages")
+    paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid")
     none = dict.fromkeys((*paths, *config.data.listed))
     data = replace(config.data, **none, mock_data=True, num_workers=0, multiple_validation_sets=False)  # type: ignore[arg-type]
     if data.dataset_type == "gpt":

@@ -9,9 +9,9 @@ from megatron.core.dist_checkpointing.path_kind import kind_of
 from megatron.core.dist_checkpointing.storage import open_checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import MODEL_LOADERS
-from megatron.extensions.phases.plan import stage_plan
 from megatron.training.checkpointing import check_fits, check_may_start, converted
 from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import plan_of
 
 
 def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
@@ -39,8 +39,8 @@ def _start(config: RunConfig, load: Path) -> tuple[list[str], list[str]]:
             lines.append(f"skipped checkpoint {folder}: {error}")
             continue
         consumed = int(checkpoint.payload.get("consumed_samples") or 0)
-        plan = stage_plan(config)
-        there = config if len(plan.stages) < 2 else plan.trained(consumed).config
+        plan = plan_of(config)
+        there = config if len(plan.phases) < 2 else plan.trained(consumed).config
         check_fits(checkpoint, there, options.load_optim and not (options.finetune or converted(checkpoint)), None)
         anew = options.finetune or options.reset_iteration or converted(checkpoint)
         iteration = 0 if anew else checkpoint.payload.get("iteration", 0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.planner.dry_run.memory import Fit, RankMemory, fullest, gib
 from megatron.extensions.planner.dry_run.step import PredictedStep, share_text
 from megatron.extensions.planner.suggest.costs import LayoutCosts
@@ -17,6 +16,7 @@ from megatron.extensions.planner.time.links import placement
 from megatron.extensions.planner.time.step_time import StepTime
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import plan_of
 
 CROSSING = {"tp": "TP", "cp": "CP", "ep": "EP"}
 ZERO = dict(zip((*SHARDING, "no_shard"), ("ZeRO-1", "ZeRO-2", "ZeRO-3", "states not sharded"), strict=True))
@@ -60,13 +60,13 @@ def duration(seconds: float) -> str:
 
 def iterations_of(config: RunConfig) -> int | None:
     """Steps of a run; None if the data say how many."""
-    plan = stage_plan(config)
-    return None if plan.stages[-1].end is None else plan.iterations
+    plan = plan_of(config)
+    return None if plan.phases[-1].end is None else plan.iterations
 
 
 def tokens_of(config: RunConfig) -> int:
     """Tokens of a run whose steps are known."""
-    plan = stage_plan(config)
+    plan = plan_of(config)
     return plan.tokens(plan.sizes.samples(plan.iterations))
 
 

@@ -17,7 +17,7 @@ from megatron.training.config.rules.checkpoints import (
     traces,
 )
 from megatron.training.config.rules.context import heads_over_context, sequence
-from megatron.training.config.rules.data import data, eval_tasks, fill_in_middle, tokenizer, validation_sets
+from megatron.training.config.rules.data import data, eval_tasks, tokenizer, validation_sets
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
 from megatron.training.config.rules.linear_attention import linear_attention, linear_attention_in_fp8
@@ -64,7 +64,6 @@ RULES: tuple[Rule, ...] = (
     schedule,
     post_validation,
     data,
-    fill_in_middle,
     validation_sets,
     eval_tasks,
     tokenizer,

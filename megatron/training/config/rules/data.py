@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megatron.core.config.data import FillInMiddleConfig
-from megatron.core.dist_checkpointing.path_kind import TEXTS, kind_of
+from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parts import TOKENIZERS
 from megatron.training.config.flags import dashed
 from megatron.training.config.problem import Problem
@@ -105,28 +104,11 @@ def eval_tasks(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from Problem.of_errors("--eval-tasks", None, error)
 
 
-def fill_in_middle(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    fim = c.fill_in_middle
-    if fim.fim_data:
-        if c.tokenizer.tokenizer_type is None:
-            yield Problem("--fim-data", None, "cuts text: it needs a tokenizer", "add --tokenizer-type and its files")
-        if c.data.dataset != "gpt":
-            yield Problem.exclusive("--fim-data", None, f"--dataset-type {c.data.dataset}")
-        if fim.fim_fragment_rate != FillInMiddleConfig.fim_fragment_rate and fim.fim_split_sample is None:
-            rule, remedy = "has no effect without --fim-split-sample", "add the token that cuts documents"
-            yield Problem("--fim-fragment-rate", fim.fim_fragment_rate, rule, remedy)
-        return
-    for each in fields(FillInMiddleConfig):
-        value = getattr(fim, each.name)
-        if each.name.startswith("fim_") and value != each.default and (each.name, value) != ("fim_rate", 0.0):
-            yield Problem(dashed(each.name), value, "has no effect without --fim-data", "add --fim-data")
-
-
 def _text_files(c: RunConfig) -> Iterator[Problem]:
     if c.data.dataset != "gpt":
         return
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for word in (word for word in getattr(c.data, field) or () if kind_of(word) in TEXTS):
+        for word in (word for word in getattr(c.data, field) or () if reader_of(word) is not None):
             rule = "is text, whose tokens need a tokenizer"
             remedy = "add --tokenizer-type and its files, or give the prefix of an indexed dataset"
             yield Problem(dashed(field), word, rule, remedy)

@@ -11,13 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.core.tokenizers.fast import ALWAYS_COMPARED, SHARE_COMPARED, DifferentIds, StandIn, stand_in_for
 from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.extensions.text_data.fast_tokenizer import (
+    ALWAYS_COMPARED,
+    SHARE_COMPARED,
+    DifferentIds,
+    StandIn,
+    stand_in_for,
+)
+from tests.forked import ROOT
 from tools import preprocess_data
 
 pytest.importorskip("gigatoken", reason="gigatoken, an optional package, is not installed")
 
-TEXTS = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_*.py"))]
+TEXTS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests" / "pure").glob("test_*.py"))]
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.core.config.data import FillInMiddleConfig, TokenizerConfig
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
 from megatron.core.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 from megatron.extensions.text_data.fill_in_middle import FillInMiddle
+from megatron.extensions.text_data.flags import FillInMiddleConfig
 
 LENGTH = 96
 WORDS = ["alpha", "beta", "gamma é", "delta", "# keep epsilon", "ζ eta"]
@@ -57,8 +58,12 @@ class Plain(TextDataset):
         return np.array(ids[: LENGTH + 1])
 
 
+def flags(**config: object) -> DatasetConfig:
+    return DatasetConfig().with_options(FillInMiddleConfig(fim_data=True, **config))  # type: ignore[arg-type]
+
+
 def made(tokenizer: Tokenizer, **config: object) -> FillInMiddle:
-    return FillInMiddle(Plain(tokenizer), FillInMiddleConfig(fim_data=True, **config), tokenizer, seed=7)  # type: ignore[arg-type]
+    return FillInMiddle(Plain(tokenizer), flags(**config), tokenizer, seed=7)
 
 
 def documents(text: NDArray[np.int64], at: int = END) -> list[list[int]]:
@@ -92,9 +97,10 @@ def test_a_sample_depends_on_seed_and_number_alone(tokenizer: Tokenizer) -> None
     first, again = made(tokenizer), made(tokenizer)
     backwards = [again.text(number) for number in reversed(range(40))][::-1]
     assert all((first.text(number) == backwards[number]).all() for number in range(40))
-    other = FillInMiddle(Plain(tokenizer), FillInMiddleConfig(fim_data=True), tokenizer, seed=8)
+    other = FillInMiddle(Plain(tokenizer), flags(), tokenizer, seed=8)
     assert any((first.text(number) != other.text(number)).any() for number in range(40))
     assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert first.fingerprint == "2d7c43c4775e53f490c56e32df9efbd6", "checkpoints of earlier versions resume"
     nothing = made(tokenizer, fim_rate=0.0)
     assert all((nothing.text(number) == nothing.inner.text(number)).all() for number in range(40))
 
@@ -104,7 +110,7 @@ def test_padding_does_not_count(tokenizer: Tokenizer) -> None:
         def _text(self, index: int) -> NDArray[np.int64]:
             return np.array([END] * (LENGTH - 10) + tokenizer.tokenize("one é two 3"))[: LENGTH + 1]
 
-    dataset = FillInMiddle(Longer(tokenizer), FillInMiddleConfig(fim_data=True), tokenizer, seed=7)
+    dataset = FillInMiddle(Longer(tokenizer), flags(), tokenizer, seed=7)
     dataset.inner.format = replace(dataset.inner.format)
     short = np.concatenate([np.full(LENGTH - 8, END), [PAD] * 9])
     sample = dataset.format.sample(short)
@@ -118,9 +124,7 @@ def test_fragments_and_text_that_stays(tokenizer: Tokenizer) -> None:
             ids = [*parts[0], FILE, *parts[1], FILE, *parts[2], END]
             return np.array((ids * 9)[: LENGTH + 1])
 
-    config = FillInMiddleConfig(
-        fim_data=True, fim_rate=1.0, fim_fragment_rate=1.0, fim_split_sample="<file>", fim_no_prefix="# keep"
-    )
+    config = flags(fim_rate=1.0, fim_fragment_rate=1.0, fim_split_sample="<file>", fim_no_prefix="# keep")
     text = FillInMiddle(Files(tokenizer), config, tokenizer, seed=1).text(0)
     fragments = documents(np.array(documents(text)[0]), FILE)
     assert fragments[0] == tokenizer.tokenize("# keep this")
@@ -132,15 +136,15 @@ def test_a_cut_within_a_character_changes_no_token(tokenizer: Tokenizer) -> None
         def _text(self, index: int) -> NDArray[np.int64]:
             return np.array(tokenizer.tokenize("é" * 80)[1 : LENGTH + 2])
 
-    dataset = FillInMiddle(Cut(tokenizer), FillInMiddleConfig(fim_data=True, fim_rate=1.0), tokenizer, seed=1)
+    dataset = FillInMiddle(Cut(tokenizer), flags(fim_rate=1.0), tokenizer, seed=1)
     ids = [id for id in dataset.text(3).tolist() if id < 256]
     assert set(ids) == set(tokenizer.tokenize("é"))
 
 
 def test_tokens_that_the_tokenizer_lacks_are_all_named() -> None:
-    flags = FillInMiddleConfig(fim_data=True, fim_eod_token="<none>", fim_split_sample="<file>")
+    config = flags(fim_eod_token="<none>", fim_split_sample="<file>")
     with pytest.raises(ValueError, match="--fim-prefix-token <fim_prefix>: the tokenizer has no such token") as raised:
-        FillInMiddle(Plain(ByteTokenizer(), 1), flags, ByteTokenizer(), seed=1)
+        FillInMiddle(Plain(ByteTokenizer(), 1), config, ByteTokenizer(), seed=1)
     for flag in (
         "--fim-middle-token",
         "--fim-suffix-token",

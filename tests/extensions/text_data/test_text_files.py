@@ -19,6 +19,7 @@ from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.sources import source_lines
+from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import find_inputs
 from megatron.extensions.text_data.tokenized import TextData
@@ -223,8 +224,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "out_text_document")
 
 
-def tokenized(value: str, **config: object) -> str:
-    data = DatasetConfig(**config)  # type: ignore[arg-type]
+def tokenized(value: str, data_cache_path: str | None = None, **config: object) -> str:
+    data = DatasetConfig(data_cache_path=data_cache_path).with_options(TextDataConfig(**config))  # type: ignore[arg-type]
     return TextData(data, TokenizerConfig(tokenizer_type="ByteTokenizer"), None, list).prefix("--data-path", value)
 
 

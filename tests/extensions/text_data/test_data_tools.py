@@ -14,6 +14,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.extensions.text_data import encoding
+from tests.cli.test_extension import EXTENSION, FLAGS
 from tests.forked import ROOT, run_program
 from tests.limits import HANG
 
@@ -262,6 +263,22 @@ def test_tokenizer_training_says_what_to_do(tmp_path, flags, message):
     shown = tool("train_tokenizer.py", "--input", source, "--output-prefix", tmp_path / "tok", *flags, code=2)
     assert message in shown and "Traceback" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
+
+
+def test_an_own_tokenizer_makes_data_trains_and_generates(tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "line {i} of a text"}}\n' for i in range(40)))
+    own = ("--extension", str(EXTENSION), "--tokenizer-type", "OwnTokenizer")
+    prefix = str(tmp_path / "out")
+    for command in (
+        ("tools/preprocess_data.py", "--input", str(tmp_path / "in.jsonl"), "--output-prefix", prefix, "--append-eod",
+         "--workers", "2"),
+        ("tools/inspect_dataset.py", f"{prefix}_text_document", "--show", "1"),
+        ("pretrain_gpt.py", *FLAGS[: FLAGS.index("--vocab-size")], "--data-path", f"{prefix}_text_document", "--lr",
+         "1e-3", "--cpu", "--train-iters", "2", "--global-batch-size", "4", "--split", "1,0,0", "--eval-iters", "0"),
+    ):  # fmt: skip
+        done = run_program(*command, *own)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "inspect" not in command[0] or "LINE 0 OF A TEXT" in done.stdout
 
 
 # merge_datasets

@@ -1,6 +1,6 @@
 """Damages input files at random, and shows that what reads them says so in a clear line, or reads them right.
 
-    python -m tests.faults.input_corruption --trials 1000 --seed 1
+    python -m tests.extensions.text_data.input_corruption --trials 1000 --seed 1
 
 Each trial writes one kind of input, damages it, and lets a tool or the data of a training run read it in a process of
 its own, whose memory and time are limited. It fails if that process
@@ -46,6 +46,7 @@ from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.extensions.text_data.tokenized import TextData
 from tests.limits import HANG
 from tools.inspect_dataset import main as inspect_dataset
@@ -239,7 +240,7 @@ def _text_trial(suffix: str, by: str) -> Trial:
             out = ("--output-prefix", folder / "out", "--append-eod", *BYTES)
             _tool(preprocess_data, "--input", folder / name, *out, *documents)
             return _documents(str(folder / "out_text_document"))
-        config = DatasetConfig(text_documents="line" if documents else "file")
+        config = DatasetConfig().with_options(TextDataConfig(text_documents="line" if documents else "file"))
         text = TextData(config, TokenizerConfig(tokenizer_type="ByteTokenizer"), None, list)
         return _documents(text.prefix("--data-path", str(folder / name)))
 

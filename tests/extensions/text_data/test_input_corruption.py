@@ -1,8 +1,8 @@
-"""The short form of `python -m tests.faults.input_corruption`."""
+"""The short form of `python -m tests.extensions.text_data.input_corruption`."""
 
 from __future__ import annotations
 
-from tests.faults.input_corruption import campaign
+from tests.extensions.text_data.input_corruption import campaign
 
 KINDS = 36
 

@@ -1,4 +1,4 @@
-"""--data-stages: where stages begin, what they change, and every mistake in a file at once."""
+"""--data-phases: where phases begin, what they change, and every mistake in a file at once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from megatron.core.datasets.build import parse_blend
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.phases.history import History, continued
-from megatron.extensions.phases.plan import StagePlan, plan_stages, stage_plan
+from megatron.extensions.phases.flags import PhasesConfig
+from megatron.extensions.phases.plan import PhasePlan
 from megatron.extensions.phases.schedule import schedule_of
 from megatron.extensions.planner.dry_run.batch import batch_lines
 from megatron.extensions.planner.dry_run.data import data_lines
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import config_of_sections, values_by_section
 from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.validation import resolve, validate
 from megatron.training.metrics.epochs import Epochs
+from megatron.training.plan import History, plan_of
 
 GOOD = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 --global-batch-size 8 "
@@ -30,15 +32,17 @@ GOOD = (
 
 
 def flags(path: Path, more: str = "--mock-data --train-samples 400") -> list[str]:
-    return [*GOOD.split(), "--data-stages", str(path), *more.split()]
+    return [*GOOD.split(), "--data-phases", str(path), *more.split()]
 
 
-def plan_of(path: Path, text: str, more: str = "--mock-data --train-samples 400", world_size: int = 1) -> StagePlan:
+def made(path: Path, text: str, more: str = "--mock-data --train-samples 400", world_size: int = 1) -> PhasePlan:
     path.write_text(text)
     config = parse_args(flags(path, more))
     assert not validate(config, world_size), validate(config, world_size)
     assert resolve(config, world_size) == resolve(resolve(config, world_size), world_size)
-    return stage_plan(resolve(config, world_size))
+    plan = plan_of(resolve(config, world_size))
+    assert isinstance(plan, PhasePlan)
+    return plan
 
 
 def problems(path: Path, text: str, more: str = "--mock-data --train-samples 400", world_size: int = 1) -> list[str]:
@@ -47,7 +51,7 @@ def problems(path: Path, text: str, more: str = "--mock-data --train-samples 400
     return [str(problem).replace(str(path), "FILE") for problem in found]
 
 
-STAGES = st.lists(
+PHASES = st.lists(
     st.tuples(
         st.sampled_from(("samples", "tokens", "iterations")), st.integers(1, 40), st.integers(1, 6), st.integers(1, 5)
     ),
@@ -55,9 +59,9 @@ STAGES = st.lists(
 )
 
 
-@given(STAGES, st.integers(1, 60))
+@given(PHASES, st.integers(1, 60))
 @settings(max_examples=80, deadline=None)
-def test_a_stage_begins_with_the_first_step_behind_its_number(
+def test_a_phase_begins_with_the_first_step_behind_its_number(
     tmp_path_factory: pytest.TempPathFactory, later: list[tuple[str, int, int, int]], more: int
 ) -> None:
     """Against a walk over all steps."""
@@ -72,17 +76,17 @@ def test_a_stage_begins_with_the_first_step_behind_its_number(
             begun["iterations"] += 1
         firsts.append((begun["samples"], begun["iterations"], begun["tokens"]))
         sizes.append((size, length))
-    path = tmp_path_factory.mktemp("plan") / "stages.yaml"
+    path = tmp_path_factory.mktemp("plan") / "phases.yaml"
     path.write_text(text)
     end = firsts[-1][0] + more
-    plan = stage_plan(resolve(parse_args(flags(path, f"--mock-data --train-samples {end}")), 1))
-    assert [(stage.first_sample, stage.first_iteration, stage.first_token) for stage in plan.stages] == firsts
-    assert plan.samples == end == plan.stages[-1].end
+    plan = plan_of(resolve(parse_args(flags(path, f"--mock-data --train-samples {end}")), 1))
+    assert [(phase.first_sample, phase.first_iteration, phase.first_token) for phase in plan.phases] == firsts
+    assert plan.samples == end == plan.phases[-1].end
     consumed = tokens = 0
     while consumed < end:
-        stage = plan.at(consumed)
-        size, length = sizes[plan.number_at(consumed)]
-        assert (plan.sizes.at(consumed), stage.config.model.seq_length) == (size, length)
+        phase = plan.at(consumed)
+        size, length = sizes[plan.phases.index(phase)]
+        assert (plan.sizes.at(consumed), phase.config.model.seq_length) == (size, length)
         assert plan.tokens(consumed) == tokens
         consumed, tokens = consumed + size, tokens + size * length
 
@@ -94,10 +98,10 @@ TWO = """
 """
 
 
-def test_what_a_stage_changes(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "s.yaml", TWO)
-    main, long, last = plan.stages
-    assert [stage.first_sample for stage in plan.stages] == [0, 192, 300]
+def test_what_a_phase_changes(tmp_path: Path) -> None:
+    plan = made(tmp_path / "s.yaml", TWO)
+    main, long, last = plan.phases
+    assert [phase.first_sample for phase in plan.phases] == [0, 192, 300]
     assert (long.config.model.seq_length, long.config.model.rotary_base, long.config.model.max_positions) == (
         64,
         5e5,
@@ -109,19 +113,19 @@ def test_what_a_stage_changes(tmp_path: Path) -> None:
     run, own = schedule_of(plan, main), schedule_of(plan, last)
     assert run.lr_at(192) == schedule_of(plan, long).lr_at(192) == pytest.approx(1e-3 * (1 - 192 / 400))
     assert [own.lr_at(x) for x in (290, 300, 308, 316, 358, 400)] == pytest.approx([1e-4, 1e-4, 3e-4, 5e-4, 2.5e-4, 0])
-    by_tokens = plan_of(tmp_path / "s.yaml", TWO, "--mock-data --train-tokens 11600")
+    by_tokens = made(tmp_path / "s.yaml", TWO, "--mock-data --train-tokens 11600")
     assert by_tokens.samples == 300 + (11600 - 192 * 16 - 108 * 64) // 16
-    by_iterations = plan_of(tmp_path / "s.yaml", TWO, "--mock-data --train-iters 60 --lr-warmup-iters 30")
+    by_iterations = made(tmp_path / "s.yaml", TWO, "--mock-data --train-iters 60 --lr-warmup-iters 30")
     assert (by_iterations.iterations, by_iterations.samples) == (60, 192 + 108 + 9 * 8)
-    assert schedule_of(by_iterations, by_iterations.stages[0]).lr_at(216) == 1e-3, "30 iterations: 24 of 8, 6 of 4"
+    assert schedule_of(by_iterations, by_iterations.phases[0]).lr_at(216) == 1e-3, "30 iterations: 24 of 8, 6 of 4"
 
 
-def test_a_ramp_and_stages_go_together(tmp_path: Path) -> None:
+def test_a_ramp_and_phases_go_together(tmp_path: Path) -> None:
     more = "--mock-data --train-samples 400 --rampup-batch-size 4 4 60"
-    plan = plan_of(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, seq-length: 32}\n", more)
-    assert [(s.first_sample, s.first_iteration) for s in plan.stages] == [(0, 0), (52, 13)]
+    plan = made(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, seq-length: 32}\n", more)
+    assert [(s.first_sample, s.first_iteration) for s in plan.phases] == [(0, 0), (52, 13)]
     found = problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, global-batch-size: 32}\n", more)
-    assert len(found) == 1 and "--rampup-batch-size: FILE: stage 1 set global-batch-size too; keep one" in found[0]
+    assert len(found) == 1 and "--rampup-batch-size: FILE: phase 1 set global-batch-size too; keep one" in found[0]
 
 
 def test_every_mistake_at_once(tmp_path: Path) -> None:
@@ -134,20 +138,20 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
 """
     found = "\n".join(problems(tmp_path / "s.yaml", text, "--mock-data --train-samples 400 --lr 0", 1))
     for part in (
-        "FILE: stage 0 (a): hidden-size: a stage cannot change this; keys: name, from-samples, ",
-        "FILE: stage 1 (b): seq-lenght: unknown key; did you mean seq-length?",
-        "FILE: stage 2 (a): does not say where it begins; give one of from-samples, from-tokens and from-iterations",
-        "FILE: stage 3 (d): says more than once where it begins",
-        "FILE: stage 3 (d): lr-decay-style cubic: must be one of",
-        "FILE: stage 4: is not a mapping; write a list of stages",
-        "FILE: stage 2 (a): name a: is another stage's too; give each its own",
-        "FILE: stage 1 (b): from-tokens 0: must be behind the beginning of stage a, sample 0; put it further on",
+        "FILE: phase 0 (a): hidden-size: a phase cannot change this; keys: name, from-samples, ",
+        "FILE: phase 1 (b): seq-lenght: unknown key; did you mean seq-length?",
+        "FILE: phase 2 (a): does not say where it begins; give one of from-samples, from-tokens and from-iterations",
+        "FILE: phase 3 (d): says more than once where it begins",
+        "FILE: phase 3 (d): lr-decay-style cubic: must be one of",
+        "FILE: phase 4: is not a mapping; write a list of phases",
+        "FILE: phase 2 (a): name a: is another phase's too; give each its own",
+        "FILE: phase 1 (b): from-tokens 0: must be behind the beginning of phase a, sample 0; put it further on",
         "--lr 0.0: must be above 0",
     ):
         assert part in found, f"{part}\n\nin\n\n{found}"
 
 
-def test_rules_of_a_run_judge_each_stage(tmp_path: Path) -> None:
+def test_rules_of_a_run_judge_each_phase(tmp_path: Path) -> None:
     text = """
 - {min-lr: 1}
 - {name: long, from-samples: 80, seq-length: 34, micro-batch-size: 3, global-batch-size: 10}
@@ -156,10 +160,10 @@ def test_rules_of_a_run_judge_each_stage(tmp_path: Path) -> None:
     found = problems(tmp_path / "s.yaml", text, "--mock-data --train-samples 400 --cp 2 --tp 2 --sequence-parallel", 4)
     text = "\n".join(found)
     for part in (
-        "FILE: stage 0: --min-lr 1.0: must be at most --lr 0.001; nearest: 0.001",
-        "FILE: stage 1 (long): --seq-length 34: must be a multiple of",
-        "FILE: stage 1 (long): --global-batch-size 10: must be a multiple of",
-        "FILE: stage 2 (late): from-iterations 4000: begins at sample",
+        "FILE: phase 0: --min-lr 1.0: must be at most --lr 0.001; nearest: 0.001",
+        "FILE: phase 1 (long): --seq-length 34: must be a multiple of",
+        "FILE: phase 1 (long): --global-batch-size 10: must be a multiple of",
+        "FILE: phase 2 (late): from-iterations 4000: begins at sample",
         "and the run ends at sample 400; begin it earlier, remove it, or train for longer",
     ):
         assert part in text, f"{part}\n\nin\n\n{text}"
@@ -168,27 +172,27 @@ def test_rules_of_a_run_judge_each_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        ("{}", "--mock-data --train-iters 9", "--data-stages FILE: is not a list of stages; write a list"),
-        ("- {}", "--mock-data", "--data-stages FILE: the run needs a length; add --train-iters"),
+        ("{}", "--mock-data --train-iters 9", "--data-phases FILE: is not a list of phases; write a list"),
+        ("- {}", "--mock-data", "--data-phases FILE: the run needs a length; add --train-iters"),
         ("- {}", "--train-iters 9 --vocab-size 9", "--data-path: the run has no data"),
         (
             "- {data-path: x y}",
             "--train-iters 9 --vocab-size 9",
-            "stage 0: data-path x y: names several data sets",
+            "phase 0: data-path x y: names several data sets",
         ),
-        ("- {data-path: x}", "--mock-data --train-iters 9", "FILE: stage 0: synthetic data has no files"),
+        ("- {data-path: x}", "--mock-data --train-iters 9", "FILE: phase 0: synthetic data has no files"),
         ("- {}", "--mock-data --train-iters 9 --no-load-lr-state", "--no-load-lr-state: cannot be combined with"),
         ("- {lr: 1e-4}", "--mock-data --train-iters 9 --decoupled-lr 1e-4", "--decoupled-lr 0.0001: has one peak"),
-        ("- {from-samples: 8}", "--mock-data --train-iters 9", "stage 0: from-samples 8: the first stage begins with"),
+        ("- {from-samples: 8}", "--mock-data --train-iters 9", "phase 0: from-samples 8: the first phase begins with"),
         (
             "- {}\n- {from-samples: 8, seq-length: 32}",
             "--mock-data --train-iters 9 --position-embedding-type learned_absolute",
-            "FILE: stage 1: --max-position-embeddings 16: must be at least --seq-length 32; nearest: 32",
+            "FILE: phase 1: --max-position-embeddings 16: must be at least --seq-length 32; nearest: 32",
         ),
         (
             "- {}\n- {from-samples: 8, seq-length: 32}",
             "--mock-data --train-samples 90 --lr-decay-tokens 900",
-            "--lr-decay-tokens: counts tokens of --seq-length 16, and FILE: stage 1 has another length",
+            "--lr-decay-tokens: counts tokens of --seq-length 16, and FILE: phase 1 has another length",
         ),
     ],
 )
@@ -199,55 +203,68 @@ def test_what_a_file_cannot_say(tmp_path: Path, text: str, more: str, message: s
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
     config = parse_args(flags(tmp_path / "none.yaml"))
-    plan, found = plan_stages(resolve(config, 1))
-    assert plan is None and "No such file" in str(found[0]) and found[0].flag == "--data-stages"
+    plan, found = PhasePlan.planned(resolve(config, 1))
+    assert plan is None and "No such file" in str(found[0]) and found[0].flag == "--data-phases"
 
 
-def test_stages_that_have_begun_stay_and_later_ones_may_change(tmp_path: Path) -> None:
+def test_phases_that_have_begun_stay_and_later_ones_may_change(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
-    before = plan_of(path, TWO)
+    before = made(path, TWO)
     history = History(200, before.record(200))
-    assert [stage["planned"] for stage in history.stages] == [[192], [108]]
+    assert [phase["planned"] for phase in history.phases] == [[192], [108]]
     later = TWO.replace("from-samples: 300, lr: 5e-4", "from-samples: 320, lr: 2e-4")
-    plan = continued(plan_of(path, later), history)
-    assert [stage.lengths for stage in plan.stages] == [(192,), (108, 128), (80,)], (
+    plan = made(path, later).continued(history)
+    assert [phase.lengths for phase in plan.phases] == [(192,), (108, 128), (80,)], (
         "what was planned orders its samples"
     )
-    longer = continued(plan_of(path, TWO, "--mock-data --train-samples 500"), History(310, before.record(310)))
-    assert longer.stages[-1].lengths == (100, 200)
+    longer = made(path, TWO, "--mock-data --train-samples 500").continued(History(310, before.record(310)))
+    assert longer.phases[-1].lengths == (100, 200)
     for text, message in (
         (
             TWO.replace("seq-length: 64", "seq-length: 32"),
             "(long) has begun with seq-length 64, and has 32 now",
         ),
         (TWO.replace("3000", "3500"), "(long) began at sample 192 in the checkpoint, and begins at 224 now"),
-        (TWO.replace("rotary-base: 10000", "lr: 1e-4"), "stage 0 (main) has begun without lr, and has it now"),
-        ("- {name: main, rotary-base: 10000}", "has begun stage long, which is missing"),
+        (TWO.replace("rotary-base: 10000", "lr: 1e-4"), "phase 0 (main) has begun without lr, and has it now"),
+        ("- {name: main, rotary-base: 10000}", "has begun phase long, which is missing"),
         (TWO.replace("from-samples: 300", "from-samples: 196"), "begins at sample 196, and the run is at sample 200"),
     ):
         with pytest.raises(ValueError, match="from sample 200 on") as caught:
-            continued(plan_of(path, text), history)
+            made(path, text).continued(history)
         assert message in str(caught.value), str(caught.value)
 
 
-def test_a_run_without_stages_may_take_them_up(tmp_path: Path) -> None:
+def test_a_run_without_phases_may_take_them_up(tmp_path: Path) -> None:
     config = resolve(parse_args([*GOOD.split(), "--mock-data", "--train-samples", "400"]), 1)
-    history = History(96, stage_plan(config).record(96))
+    history = History(96, plan_of(config).record(96))
     text = "- {}\n- {from-samples: 96, seq-length: 32}"
-    plan = continued(plan_of(tmp_path / "s.yaml", text), history)
-    assert plan.stages[0].lengths == (400,) and plan.stages[1].first_sample == 96
+    plan = made(tmp_path / "s.yaml", text).continued(history)
+    with pytest.raises(ValueError, match=r"phase 0 has begun with seq-length 16, and has 64 now"):
+        made(tmp_path / "s.yaml", text.replace("{}", "{seq-length: 64}")).continued(replace(history, config=config))
+    assert plan.phases[0].lengths == (400,) and plan.phases[1].first_sample == 96
     longer = replace(config, training=replace(config.training, train_samples=900))
-    assert continued(stage_plan(longer), history).stages[0].lengths == (400, 900)
+    assert plan_of(longer).continued(history).phases[0].lengths == (400, 900)
 
 
-def test_epochs_of_each_source_are_counted_over_stages(tmp_path: Path) -> None:
+def test_the_former_name_of_the_flag_and_of_its_field(tmp_path: Path) -> None:
+    config = parse_args([*GOOD.split(), "--mock-data", "--data-stages", "s.yaml"])
+    assert config.options(PhasesConfig).data_phases == "s.yaml"
+    saved = values_by_section(config)
+    saved["data"]["data_stages"] = saved["phases"].pop("data_phases")  # as checkpoints of earlier versions have it
+    assert config_of_sections(saved).options(PhasesConfig).data_phases == "s.yaml"
+    assert "--data-phases s.yaml -> not given" in str(
+        changed_lengths(config_of_sections(saved), parse_args(GOOD.split()))
+    )
+
+
+def test_epochs_of_each_source_are_counted_over_phases(tmp_path: Path) -> None:
     class Alternating:
         """Source 0 and 1 in turns."""
 
         def sources_of(self, samples: range) -> np.ndarray:
             return np.arange(samples.start, samples.stop) % 2
 
-    plan = plan_of(tmp_path / "s.yaml", "- {}\n- {from-samples: 40, seq-length: 32}")
+    plan = made(tmp_path / "s.yaml", "- {}\n- {from-samples: 40, seq-length: 32}")
     epochs = Epochs(plan, Alternating(), ["a", "b"], [160, 10_000])  # type: ignore[arg-type]
     assert list(epochs.ended(16)) == [] and epochs.line(16) == "a 0.8, b 0.0128"
     assert list(epochs.ended(24)) == ["epoch 1 of a has ended by sample 24: 1.200 epochs"]
@@ -255,21 +272,7 @@ def test_epochs_of_each_source_are_counted_over_stages(tmp_path: Path) -> None:
     assert epochs.at(24).tolist() == [1.2, 192 / 10_000], "a resumed run counts from its beginning"
 
 
-def test_flags_that_make_a_run_longer_are_told() -> None:
-    before, now = (
-        parse_args([*GOOD.split(), "--mock-data", *more.split()]) for more in ("--train-iters 9", "--train-iters 20")
-    )
-    assert changed_lengths(before, before) is None
-    line = changed_lengths(before, now) or ""
-    assert line.startswith("changed since the checkpoint: --train-iters 9 -> 20; samples go on") and "new end" in line
-    fixed = replace(now, optimizer=replace(now.optimizer, lr_decay_iters=9))
-    assert changed_lengths(before, fixed) == (
-        "changed since the checkpoint: --lr-decay-iters not given -> 9, --train-iters 9 -> 20; samples go on in the "
-        "order that was begun"
-    )
-
-
-def test_a_plan_prints_each_stage(tmp_path: Path) -> None:
+def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
     for name in ("web", "code"):
         with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
             builder.add_document(np.arange(1000))
@@ -280,37 +283,35 @@ def test_a_plan_prints_each_stage(tmp_path: Path) -> None:
 - {{name: long, from-samples: 80, seq-length: 64, global-batch-size: 4, data-path: [1, {web}, 1, {book}], lr: 1e-4}}
 """
     more = "--train-iters 20 --tokenizer-type ByteTokenizer --vocab-size 2000 --split 1,0,0"
-    plan = plan_of(tmp_path / "s.yaml", text, more)
+    plan = made(tmp_path / "s.yaml", text, more)
     dims = ParallelDims.from_config(plan.base.parallel, 1)
-    lines = [line for stage in plan.stages for line in data_lines(plan, stage)] + list(batch_lines(plan, dims))
+    lines = [line for phase in plan.phases for line in data_lines(plan, phase)] + list(batch_lines(plan, dims))
     for part in (
-        "stage 0: from sample 0, iteration 1, token 0: 80 samples of 16, 1,280 tokens, 10 iterations; global batch 8",
+        "phase 0: from sample 0, iteration 1, token 0: 80 samples of 16, 1,280 tokens, 10 iterations; global batch 8",
         f"{web}: 1 documents, 1,000 tokens; 0.96 epochs",
-        "stage long: from sample 80, iteration 11, token 1,280: 40 samples of 64, 2,560 tokens, 10 iterations",
+        "phase long: from sample 80, iteration 11, token 1,280: 40 samples of 64, 2,560 tokens, 10 iterations",
         "learning rate, its own (linear): 0.0001, 5.5e-05, 1e-05 at its beginning, middle and end",
         f"{book}: text, 1 files, 0.0 MB, tokenized when the run starts",
         f"{web}: 1 documents, 1,000 tokens; 1.28 epochs",
-        "stage long: global batch 4 = micro-batch 1 x 4 micro-batches x 1 replicas; 256 tokens a step",
+        "phase long: global batch 4 = micro-batch 1 x 4 micro-batches x 1 replicas; 256 tokens a step",
         "20 iterations, 120 samples, 3,840 tokens,",
     ):
         assert any(part in line for line in lines), (part, lines)
 
 
-def test_the_stages_of_a_published_recipe_are_legal() -> None:
-    path = Path(__file__).parents[2] / "scripts" / "recipes" / "smollm3_stages.yaml"
+def test_the_phases_of_a_published_recipe_are_legal() -> None:
+    path = Path(__file__).parents[3] / "scripts" / "recipes" / "smollm3_phases.yaml"
     more = "--seq-length 4096 --global-batch-size 576 --train-iters 4747000 --vocab-size 128256"
     config = parse_args(flags(path, more))
     assert not validate(config, 1)
-    plan = stage_plan(resolve(config, 1))
-    assert [round(stage.first_token / 1e12, 3) for stage in plan.stages] == [0, 8, 10]
-    for stage in plan.stages:
-        blend = parse_blend("--data-path", stage.config.data.data_path or ())
+    plan = plan_of(resolve(config, 1))
+    assert [round(phase.first_token / 1e12, 3) for phase in plan.phases] == [0, 8, 10]
+    for phase in plan.phases:
+        blend = parse_blend("--data-path", phase.config.data.data_path or ())
         assert blend.weights is not None and sum(blend.weights) == pytest.approx(1)
 
 
 def test_a_plan_says_which_data_are_missing(tmp_path: Path) -> None:
-    plan = plan_of(
-        tmp_path / "s.yaml", f"- {{data-path: {tmp_path / 'nowhere'}}}\n", "--train-iters 20 --vocab-size 2000"
-    )
-    lines = list(data_lines(plan, plan.stages[0]))
+    plan = made(tmp_path / "s.yaml", f"- {{data-path: {tmp_path / 'nowhere'}}}\n", "--train-iters 20 --vocab-size 2000")
+    lines = list(data_lines(plan, plan.phases[0]))
     assert any(f"there is no file {tmp_path / 'nowhere'}.idx" in line for line in lines), lines

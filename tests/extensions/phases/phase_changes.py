@@ -1,8 +1,8 @@
-"""Kills runs around a change of stage, resumes them at other layouts, and compares them with undisturbed runs.
+"""Kills runs around a change of phase, resumes them at other layouts, and compares them with undisturbed runs.
 
-    python -m tests.faults.stage_changes --kills 10 --seed 1
+    python -m tests.extensions.phases.phase_changes --kills 10 --seed 1
 
-A run has three stages over two sources, one of which occurs in all of them: another blend, sequence length, rotary
+A run has three phases over two sources, one of which occurs in all of them: another blend, sequence length, rotary
 base, batch size and learning rate from a random sample on, and the first length again later. Within two steps of the
 change a random rank gets SIGKILL, and the same command resumes at another layout. The log of samples must be, byte by
 byte, that of one process from beginning to end; no sample may occur twice or be left out; and in fp64 every logged
@@ -73,9 +73,9 @@ def write_data(folder: Path) -> None:
                 builder.add_document(random.integers(0, 64, int(random.integers(5, 60))))
 
 
-def write_stages(folder: Path, change: int) -> Path:
+def write_phases(folder: Path, change: int) -> Path:
     """From sample `change` on 24 samples or a few more of another kind, then the first kind again."""
-    web, code, path = folder / "web", folder / "code", folder / "stages.yaml"
+    web, code, path = folder / "web", folder / "code", folder / "phases.yaml"
     path.write_text(
         f"- {{name: main, data-path: 3 {web} 1 {code}}}\n"
         f"- {{name: long, from-samples: {change}, data-path: 1 {web} 1 {code}, seq-length: 32, rotary-base: 5e5, "
@@ -88,28 +88,28 @@ def write_stages(folder: Path, change: int) -> Path:
 def killed_and_resumed(
     random: Random, folder: Path, kills: int = 1, layouts: Sequence[tuple[int, str]] = LAYOUTS
 ) -> Iterator[Outcome]:
-    """So many runs of one random change of stage, each of which is killed once.
+    """So many runs of one random change of phase, each of which is killed once.
 
     Raises RuntimeError if a run ends early by itself, TimeoutError if one hangs."""
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder)
     change = random.randrange(9, 40)
-    stages = write_stages(folder, change)
+    phases = write_phases(folder, change)
     step = -(-change // 8)  # steps of 8 before the change
     alone = folder / "alone"
-    run_forked(1, _flags(alone, stages, LAYOUTS[0][1]), folder / "screen")
+    run_forked(1, _flags(alone, phases, LAYOUTS[0][1]), folder / "screen")
     for number in range(kills):
         first, second = random.sample(layouts, 2)
         target = min(max(1, step + random.randint(-2, 2)), ITERATIONS - 1)
         save = folder / f"save-{number}"
-        killed = _start_and_kill(first, _flags(save, stages, first[1]), save, target, random, folder / "screen")
-        run_forked(second[0], _flags(save, stages, second[1]), folder / "screen")
+        killed = _start_and_kill(first, _flags(save, phases, first[1]), save, target, random, folder / "screen")
+        run_forked(second[0], _flags(save, phases, second[1]), folder / "screen")
         yield Outcome(change, killed, (first[1], second[1]), tuple(_differences(save, alone, change)))
 
 
-def _flags(save: Path, stages: Path, layout: str) -> list[str]:
+def _flags(save: Path, phases: Path, layout: str) -> list[str]:
     files = ["--save", str(save), "--load", str(save), "--sample-log", str(save / "samples.jsonl")]
-    return [*MODEL, "--data-stages", str(stages), *files, *layout.split()]
+    return [*MODEL, "--data-phases", str(phases), *files, *layout.split()]
 
 
 def _start_and_kill(
@@ -136,7 +136,7 @@ def _records(save: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def planned_steps(change: int) -> list[tuple[int, int]]:
-    """(first sample, last sample) of each step, as the stage file says."""
+    """(first sample, last sample) of each step, as the phase file says."""
     steps, consumed, second = [], 0, -(-change // 8) * 8
     for _ in range(ITERATIONS):
         size = 4 if second <= consumed < change + 24 else 8
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     random, wrong = Random(args.seed), 0
-    with tempfile.TemporaryDirectory(prefix="stages-") as name:
+    with tempfile.TemporaryDirectory(prefix="phases-") as name:
         for number in range(args.kills):
             (outcome,) = killed_and_resumed(random, Path(name) / f"{number}")
             wrong += bool(outcome.wrong)

@@ -1,4 +1,4 @@
-"""Reads the file of --data-stages: a YAML list of stages, each with where it begins and the flags that it changes."""
+"""Reads the file of --data-phases: a YAML list of phases, each with where it begins and the flags that it changes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ LR_LENGTHS = tuple(
     for unit in units
 )
 FIELDS = (*DATA, *SIZES, *POSITIONS, *LR_SHAPE, *LR_LENGTHS)
-"""Fields that a stage may change."""
+"""Fields that a phase may change."""
 
 
 @dataclass(frozen=True)
-class StageEntry:
-    """One stage as the file says it."""
+class PhaseEntry:
+    """One phase as the file says it."""
 
     where: str
     """Place in the file, for messages."""
@@ -79,27 +79,27 @@ class StageEntry:
         return any(field in (*LR_SHAPE, *LR_LENGTHS) for field, _ in self.values)
 
 
-def read_stages(path: str) -> tuple[tuple[StageEntry, ...], tuple[Problem, ...]]:
-    """The stages of a file, in order, and every problem with it."""
+def read_phases(path: str) -> tuple[tuple[PhaseEntry, ...], tuple[Problem, ...]]:
+    """The phases of a file, in order, and every problem with it."""
     try:
         changed = Path(path).stat().st_mtime_ns
     except OSError as error:
-        return (), (Problem("--data-stages", path, f"cannot be read: {error.strerror}", "correct the path"),)
+        return (), (Problem("--data-phases", path, f"cannot be read: {error.strerror}", "correct the path"),)
     return _read(path, changed)
 
 
 @lru_cache(maxsize=8)
-def _read(path: str, changed: int) -> tuple[tuple[StageEntry, ...], tuple[Problem, ...]]:
-    remedy = "write a list of stages, each a mapping such as `- {from-tokens: 1e9, data-path: 0.7 A 0.3 B}`"
+def _read(path: str, changed: int) -> tuple[tuple[PhaseEntry, ...], tuple[Problem, ...]]:
+    remedy = "write a list of phases, each a mapping such as `- {from-tokens: 1e9, data-path: 0.7 A 0.3 B}`"
     try:
         node = compose(path)
     except (OSError, ValueError) as error:
-        return (), (Problem("--data-stages", path, f"cannot be read: {' '.join(str(error).split())}", remedy),)
+        return (), (Problem("--data-phases", path, f"cannot be read: {' '.join(str(error).split())}", remedy),)
     if node is None or not node.tag.endswith(":seq") or not node.value:
-        return (), (Problem("--data-stages", path, "is not a list of stages", remedy),)
+        return (), (Problem("--data-phases", path, "is not a list of phases", remedy),)
     found, problems = [], []
     for number, item in enumerate(node.value):
-        where = f"{path}: stage {number}"
+        where = f"{path}: phase {number}"
         if not item.tag.endswith(":map"):
             problems.append(Problem(where, None, "is not a mapping", remedy))
             continue
@@ -109,11 +109,11 @@ def _read(path: str, changed: int) -> tuple[tuple[StageEntry, ...], tuple[Proble
     names = [entry.name for entry in found]
     for entry in found:
         if names.count(entry.name) > 1:
-            problems.append(Problem(f"{entry.where}: name", entry.name, "is another stage's too", "give each its own"))
+            problems.append(Problem(f"{entry.where}: name", entry.name, "is another phase's too", "give each its own"))
     return tuple(found), tuple(dict.fromkeys(problems))
 
 
-def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[StageEntry, list[Problem]]:
+def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[PhaseEntry, list[Problem]]:
     known = dict(items)
     name = str(known.get("name") or number)
     where = f"{where} ({name})" if "name" in known else where
@@ -147,10 +147,10 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[S
         problems.append(Problem(where, None, rule, "give one of from-samples, from-tokens and from-iterations"))
     unit, start = starts[0] if starts else ("samples", 0)
     if number == 0 and start:
-        rule = "the first stage begins with the run"
-        problems.append(Problem(f"{where}: from-{unit}", start, rule, "use 0, or put a stage before it"))
+        rule = "the first phase begins with the run"
+        problems.append(Problem(f"{where}: from-{unit}", start, rule, "use 0, or put a phase before it"))
     values = tuple((field, value) for field, value in reader.values.items())
-    return StageEntry(where, name, unit, start, values, anew), [*problems, *reader.problems]
+    return PhaseEntry(where, name, unit, start, values, anew), [*problems, *reader.problems]
 
 
 def _unknown(where: str, key: str, dashes: str) -> Problem:
@@ -158,5 +158,5 @@ def _unknown(where: str, key: str, dashes: str) -> Problem:
 
     legal = ["name", *list(UNITS)[:3], "starts-anew", *(field_table()[field].name.lstrip("-") for field in FIELDS)]
     close = difflib.get_close_matches(dashes, legal, n=1, cutoff=0.8)
-    rule = "a stage cannot change this" if f"--{dashes}" in spelling_table() else "unknown key"
+    rule = "a phase cannot change this" if f"--{dashes}" in spelling_table() else "unknown key"
     return Problem(f"{where}: {key}", None, rule, f"did you mean {close[0]}?" if close else f"keys: {', '.join(legal)}")

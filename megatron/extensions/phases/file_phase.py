@@ -1,0 +1,192 @@
+"""The phases of a file: where each begins in samples, tokens and iterations. No torch.
+
+A phase begins with the first step at or behind the number that its file gives: no step is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.extensions.phases.flags import PhasesConfig
+from megatron.extensions.phases.phase_file import DATA, LR_LENGTHS, LR_SHAPE, POSITIONS, SIZES, PhaseEntry, read_phases
+from megatron.training.config.batch_size import BatchSizes
+from megatron.training.config.flags import config_of_sections, flat_values
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import Phase
+
+if TYPE_CHECKING:
+    pass
+
+COMPARED = (*DATA, *POSITIONS, "global_batch_size")
+"""Fields in which a phase that has begun must stay what it was."""
+
+NO_LENGTHS: Mapping[str, Any] = dict.fromkeys(LR_LENGTHS) | {
+    "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0,
+    "lr_warmup_fraction": None,
+}
+
+
+def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, Any]:
+    """What must not change in a phase that has begun, of one that a file states or of a run without phases. Data sets
+    may move to another folder."""
+    values = flat_values(config)
+    found = {field: values[field] for field in COMPARED if field in values}
+    found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
+    shape, anew = (entry.values, entry.anew) if entry is not None else ((), False)
+    found |= {field: value for field, value in shape if field in (*LR_SHAPE, *LR_LENGTHS)}
+    return found | {"starts_anew": anew if isinstance(anew, bool) else list(anew)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePhase(Phase):
+    """A part of the run with one blend, one sequence length, one batch size and one shape of the learning rate."""
+
+    entry: PhaseEntry
+    """What the file says."""
+
+    first_iteration: int
+    """Iterations before it."""
+
+    optimizer: OptimizerConfig | None = None
+    """A learning-rate schedule of its own, in samples from its beginning on; None to go on with the run's."""
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return values_of(self.config, self.entry)
+
+    def starts_anew(self, prefix: str) -> bool:
+        anew = self.entry.anew
+        return anew if isinstance(anew, bool) else prefix in anew
+
+
+def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], BatchSizes] | None, list[Problem]]:
+    """The phases of a resolved configuration and the batch sizes of the run, or None, and what is wrong with their
+    order and beginnings."""
+    path = config.options(PhasesConfig).data_phases
+    assert path is not None
+    entries, wrong = read_phases(path)
+    problems = list(wrong)
+    if not entries or not config.training.global_batch_size or config.model.seq_length < 1:
+        return None, problems  # other rules report what is missing
+    if any(not _positive(entry) for entry in entries):
+        return None, problems
+    phases, sizes, found = _walk(config, entries)
+    problems += found
+    end = _end(config, phases, sizes)
+    if end is None:
+        remedy = "add --train-iters, --train-samples or --train-tokens"
+        problems.append(Problem("--data-phases", path, "the run needs a length", remedy))
+        return None, problems
+    for phase in phases[1:]:
+        if phase.first_sample >= end:
+            rule = f"begins at sample {phase.first_sample:,}, and the run ends at sample {end:,}"
+            remedy, where = "begin it earlier, remove it, or train for longer", phase.entry.where
+            problems.append(Problem(f"{where}: from-{phase.entry.unit}", phase.entry.start, rule, remedy))
+    ends = [*(phase.first_sample for phase in phases[1:]), max(end, phases[-1].first_sample + 1)]
+    phases = [_with_schedule(replace(phase, end=stop), config) for phase, stop in zip(phases, ends, strict=True)]
+    return (None if found else (tuple(phases), sizes)), problems
+
+
+def _positive(entry: PhaseEntry) -> bool:
+    numbers = [entry.value(field) for field in ("seq_length", *SIZES)]
+    return all(number is None or number > 0 for number in numbers)
+
+
+def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
+    """The phases without ends and schedules, and the batch sizes of the run."""
+    phases: list[FilePhase] = []
+    problems: list[Problem] = []
+    own_sizes = any(entry.value("global_batch_size") for entry in entries)
+    sizes = BatchSizes.from_config(config)
+    for entry in entries:
+        own = _config_of(config, entry)
+        if not phases:
+            first = FilePhase(own, entry=entry, first_iteration=0)
+        else:
+            first = replace(_beginning(phases[-1], entry, sizes), config=own)
+            if first.first_sample <= phases[-1].first_sample:
+                rule = f"must be behind the beginning of phase {phases[-1].name}, sample {phases[-1].first_sample:,}"
+                problems.append(Problem(f"{entry.where}: from-{entry.unit}", entry.start, rule, "put it further on"))
+        if own_sizes:
+            size = own.training.global_batch_size
+            assert size is not None
+            ended = ((first.first_sample, sizes.final),) if phases else ()
+            sizes = BatchSizes(size, (*(sizes.earlier if phases else ()), *ended))
+        phases.append(first)
+    return phases, sizes, problems
+
+
+def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
+    """The phase of `entry` behind the phase `before`: at the first step at or behind what it says."""
+    length = before.config.model.seq_length
+    if entry.unit == "iterations":
+        iterations = max(entry.start, 0)
+    else:
+        target = entry.start
+        if entry.unit == "tokens":
+            target = before.first_sample + -(-(entry.start - before.first_token) // length)
+        iterations = sizes.iterations(max(target, 0))
+        iterations += sizes.samples(iterations) < target
+    sample = sizes.samples(iterations)
+    token = before.first_token + (sample - before.first_sample) * length
+    return FilePhase(before.config, sample, token, entry=entry, first_iteration=iterations)
+
+
+def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
+    """The run's configuration with what a phase changes, but for its learning rate."""
+    new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
+    if "data_path" in new:
+        new |= dict.fromkeys(config.data.listed)
+    length, limit = new.get("seq_length", 0), config.model.max_position_embeddings
+    if limit is not None and length > limit and config.model.position_embedding_type != "learned_absolute":
+        new["max_position_embeddings"] = length
+    training = config.training
+    micro = new.get("micro_batch_size", training.micro_batch_size)
+    size = new.get("global_batch_size", training.global_batch_size)
+    step = micro * (config.parallel.data_parallel_size or 1)
+    if (micro, size) != (training.micro_batch_size, training.global_batch_size):
+        new["num_microbatches"] = size // step if size % step == 0 else None
+    made = config_of_sections({"": flat_values(config) | new | {"data_phases": None}})
+    return replace(made, given=config.given)
+
+
+def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
+    """With the learning rate of its own, lengths in samples, if it has one."""
+    if not phase.entry.own_lr:
+        return phase
+    given = {field: value for field, value in phase.entry.values if field in (*LR_SHAPE, *LR_LENGTHS)}
+    fields: dict[str, Any] = {**NO_LENGTHS, **{field: given[field] for field in LR_SHAPE if field in given}}
+    size = phase.config.training.global_batch_size
+    assert size is not None
+    for part in ("warmup", "decay", "wsd_decay"):
+        for unit in ("iters", "samples", "tokens"):
+            value = given.get(f"lr_{part}_{unit}")
+            if value is not None:
+                samples = {"iters": value * size, "samples": value}.get(unit, value // phase.config.model.seq_length)
+                fields[f"lr_{part}_samples"] = samples
+    fields.setdefault("lr_warmup_init", 0.0)
+    return replace(phase, optimizer=replace(config.optimizer, **fields))
+
+
+def _end(config: RunConfig, phases: Sequence[FilePhase], sizes: BatchSizes) -> int | None:
+    """Samples of the whole run; the shorter of several lengths."""
+    training, last = config.training, phases[-1]
+    ends = []
+    if training.train_tokens is not None:
+        behind = training.train_tokens - last.first_token
+        ends.append(last.first_sample + behind // last.config.model.seq_length)
+    if training.train_samples is not None:
+        ends.append(training.train_samples)
+    if training.train_iters is not None:
+        ends.append(sizes.samples(training.train_iters))
+    return min(ends, default=None)

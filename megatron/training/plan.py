@@ -1,0 +1,231 @@
+"""The plan of a run: its length, its batch sizes and its learning rate, known before it starts. No torch.
+
+A run has one phase, with the configuration of its flags. An extension may plan several (`megatron.core.parts.PLANS`).
+All that a phase decides follows from the number of samples consumed before a step, so a run resumes anywhere and at any
+layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
+from megatron.core.parts import MODEL_LOADERS, PLANS
+from megatron.training.config.batch_size import BatchSizes, legal_sizes, samples_of_run
+from megatron.training.config.flags import config_of_sections, field_table, value_of
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import CheckpointConfig, RunConfig
+from megatron.training.config.saved_flags import of_earlier_versions, saved_metadata
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run with one configuration."""
+
+    config: RunConfig
+    """The run's configuration in this phase."""
+
+    first_sample: int = 0
+    first_token: int = 0
+    end: int | None = None
+    """Samples of the run when it ends; None for a run of one epoch, whose length the data knows."""
+
+    planned: tuple[int, ...] = ()
+    """Lengths in samples that it was planned with, in turn, before the present plan."""
+
+    @property
+    def name(self) -> str:
+        """Empty for a run of one phase."""
+        return ""
+
+    @property
+    def samples(self) -> int:
+        assert self.end is not None
+        return self.end - self.first_sample
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths that it was and is planned with; one that is no longer than those before changes no order."""
+        longer = self.end is not None and self.samples > max(self.planned, default=0)
+        return (*self.planned, self.samples) if longer else self.planned
+
+    @property
+    def values(self) -> dict[str, Any] | None:
+        """Field -> value of what must not change once it has begun; None if the checkpoint's configuration says it."""
+        return None
+
+    def starts_anew(self, prefix: str) -> bool:
+        """Whether a source that earlier phases took from begins again."""
+        return False
+
+
+@dataclass(frozen=True)
+class History:
+    """The phases that a run has begun."""
+
+    consumed_samples: int
+    phases: list[dict[str, Any]]
+    """As `RunPlan.record` makes them."""
+
+    config: RunConfig | None = None
+    """That of the checkpoint."""
+
+    @property
+    def remedy(self) -> str:
+        rule = "give the phases that have begun as they were"
+        return f"{rule}; new ones may begin from sample {self.consumed_samples} on"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run of one phase, and the base of other plans."""
+
+    base: RunConfig
+    """The configuration that the flags say."""
+
+    phases: tuple[Phase, ...]
+    sizes: BatchSizes
+    """Global batch sizes over the whole run."""
+
+    flag: ClassVar[str] = "--load"
+    """What messages about phases begin with."""
+
+    @classmethod
+    def planned(cls, config: RunConfig) -> tuple[Self | None, list[Problem]]:
+        """The plan of a resolved configuration, or None, and what is wrong with it."""
+        sizes, iterations = legal_sizes(config), config.training.train_iters
+        end = samples_of_run(config) if iterations is None else sizes.samples(iterations)
+        return cls(config, (Phase(config, end=end),), sizes), []
+
+    @classmethod
+    def findings(cls, config: RunConfig, world_size: int, judge: Callable[[RunConfig], list[Problem]]) -> list[Problem]:
+        """What is wrong with a run; `judge` finds it of a configuration without phases."""
+        return judge(config)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole run."""
+        end = self.phases[-1].end
+        assert end is not None
+        return end
+
+    @property
+    def iterations(self) -> int:
+        """Steps of the whole run."""
+        given = self.base.training.train_iters
+        return given if given is not None else self.sizes.iterations(self.samples)
+
+    def at(self, consumed_samples: int) -> Phase:
+        """The phase of the step that starts after so many samples; the last one from the run's end on."""
+        return self.phases[sum(consumed_samples >= phase.first_sample for phase in self.phases[1:])]
+
+    def trained(self, consumed_samples: int) -> Phase:
+        """The phase of the last step before."""
+        return self.at(max(0, consumed_samples - 1))
+
+    def tokens(self, consumed_samples: int) -> int:
+        """Tokens of the first so many samples of the run."""
+        phase = self.trained(consumed_samples)
+        return phase.first_token + (consumed_samples - phase.first_sample) * phase.config.model.seq_length
+
+    @property
+    def longest(self) -> Phase:
+        """The phase with the most tokens in a micro-batch, whose activations take the most memory."""
+        return max(
+            self.phases, key=lambda p: (p.config.training.micro_batch_size * p.config.model.seq_length, p.first_sample)
+        )
+
+    def record(self, consumed_samples: int) -> list[dict[str, Any]]:
+        """What a checkpoint keeps of the phases that have begun, as JSON."""
+        begun = [phase for phase in self.phases if phase.first_sample < max(1, consumed_samples)]
+        return [
+            {
+                "name": phase.name,
+                "first_sample": phase.first_sample,
+                "planned": list(phase.lengths),
+                "values": phase.values,
+            }
+            for phase in begun
+        ]
+
+    def continued(self, history: History | None) -> Self:
+        """The plan with the earlier plans of the phases that have begun, whose order of samples stays.
+
+        Raises ValueError, with every problem, if one of them has become another."""
+        if history is None:
+            return self
+        if problems := list(self.changes(history)):
+            raise ValueError("\n".join(problems))
+        pairs = zip(self.phases, history.phases, strict=False)
+        begun = [replace(phase, planned=tuple(saved["planned"])) for phase, saved in pairs]
+        return replace(self, phases=(*begun, *self.phases[len(begun) :]))
+
+    def changes(self, history: History) -> Iterator[str]:
+        """A line for each phase that has begun otherwise than it is planned."""
+        if missing := ", ".join(str(saved["name"]) or "0" for saved in history.phases[len(self.phases) :]):
+            rule = f"the checkpoint's run has begun phase {missing}, which is missing"
+            yield f"{self.flag}: {rule}; {history.remedy}"
+
+    def schedule(self) -> OptimizerParamScheduler:
+        """Learning rate and weight decay over the whole run. Raises ValueError where a length does not fit the run."""
+        config, training = self.base.optimizer, self.base.training
+        assert training.global_batch_size is not None
+        length = ScheduleLength.of(config, training.global_batch_size, self.iterations, training.train_samples)
+        return OptimizerParamScheduler(config, length)
+
+    def lines(self, phase: Phase) -> Iterator[str]:
+        """What plans and logs print of a phase."""
+        yield from ()
+
+    def training_set(self, parts: Sequence[Any]) -> Any:
+        """The data set of the samples of the run, of those of its phases."""
+        return parts[0]
+
+    def enter(self, run: Any) -> None:
+        """Makes the parts of a `TrainingRun` those of the phase of the next step. On every rank, between two steps."""
+
+    def is_over(self, run: Any) -> bool:
+        """Whether the next step of a `TrainingRun` is another phase's."""
+        return False
+
+
+def plan_class(config: RunConfig) -> type[RunPlan]:
+    """How a run of these flags is planned."""
+    for name in PLANS:
+        if value_of(config, field_table()[PLANS.facts(name).field]) is not None:
+            found: type[RunPlan] = PLANS[name]
+            return found
+    return RunPlan
+
+
+def plan_of(config: RunConfig) -> RunPlan:
+    """The plan of a resolved and validated configuration."""
+    plan, problems = plan_class(config).planned(config)
+    assert plan is not None and not problems, problems
+    return plan
+
+
+def read_history(options: CheckpointConfig) -> History | None:
+    """That of the checkpoint a run resumes from; None if it starts at sample 0, or with other data.
+
+    Raises ValueError if no checkpoint can be read."""
+    if options.load is None or options.finetune or options.reset_iteration or options.override_data_fingerprint:
+        return None
+    load = Path(options.load)
+    if kind_of(load) in MODEL_LOADERS:
+        load = Path(options.save or options.load)
+    metadata = saved_metadata(load)
+    if metadata is None or not metadata.get("consumed_samples"):
+        return None
+    config = config_of_sections(of_earlier_versions(metadata["config"]))
+    phases = metadata.get("stages")
+    if phases is None:  # of a version without phases
+        samples = samples_of_run(config)
+        if config.training.train_iters is not None and config.training.global_batch_size:
+            samples = BatchSizes.from_config(config).samples(config.training.train_iters)
+        phases = [{"name": "", "first_sample": 0, "planned": [samples] if samples else [], "values": {}}]
+    return History(int(metadata["consumed_samples"]), phases, config)
