@@ -32,7 +32,13 @@ class BuiltIn:
 
 BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("diagnosis", "Search for NaNs, dump and replay of a step, layer statistics, stragglers, traces, profiles."),
-    BuiltIn("evaluation", "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints."),
+    BuiltIn(
+        "evaluation",
+        "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints.",
+        needs=("inference", "text_data"),
+    ),
+    BuiltIn("inference", "Generation of text from checkpoints, and its server."),
+    BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
 )
 """The one list of built-in extensions."""
 

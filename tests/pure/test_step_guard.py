@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding
 from megatron.extensions.diagnosis.straggler import slowest, straggler_line, straggler_record
 from megatron.training.checks.step_guard import WARM_UP, WINDOW, StepJudge, is_nan
-from megatron.training.config.run_config import ChecksConfig, LoggingConfig
+from megatron.training.config.run_config import ChecksConfig
 
 CPU = torch.device("cpu")
 
@@ -106,10 +107,10 @@ def test_slowest_ranks() -> None:
 
 def test_record_and_line_of_stragglers() -> None:
     table = [[0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 6.0, 4.0, 0.1, 0.4]]
-    record = straggler_record(table, 2, LoggingConfig(log_straggler=True, straggler_minmax_count=2))
+    record = straggler_record(table, 2, DiagnosisConfig(log_straggler=True, straggler_minmax_count=2))
     assert (record["straggler_forward_rank"], record["straggler_forward_ratio"]) == (2, 3.0)
     assert record["straggler_forward"] == [[2, 3.0, 3.0], [0, 1.0, 1.0]]
     assert record["straggler_optimizer_seconds"] == pytest.approx(0.2)
     (line,) = straggler_line(record, ["a", "a", "b"])
     assert "forward: rank 2 on b 3000.0 ms (x3.00), rank 0 on a 1000.0 ms (x1.00) | backward" in line
-    assert straggler_record(table, 0, LoggingConfig()) == {} and straggler_line({}, []) == []
+    assert straggler_record(table, 0, DiagnosisConfig()) == {} and straggler_line({}, []) == []

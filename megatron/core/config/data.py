@@ -77,7 +77,7 @@ class DatasetConfig(Section):
     split: str = "969,30,1"
     """Shares of documents for training, validation and test."""
 
-    data_cache_path: str | None = flag(None, path="local")
+    data_cache_path: str | None = flag(None, path="local", writes="folder")
     """Folder for index files and for tokens of text files; default: cache/ beside the data."""
 
     mock_data: bool = False

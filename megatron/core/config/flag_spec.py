@@ -29,6 +29,9 @@ class FlagSpec:
     path: str | None = None
     """Of a value that names files: "local" if they lie on a mounted file system, "url" if URLs do as well."""
 
+    writes: str | None = None
+    """Of an output path, "folder" or "file": whether it can be written is checked before a run starts."""
+
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None

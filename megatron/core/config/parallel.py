@@ -121,9 +121,6 @@ class ModelParallelConfig(PrecisionConfig):
     startup_timeout_minutes: float = 30.0
     """Limit of each phase of start-up, including index building and loading, and of the first step."""
 
-    host_heartbeat_timeout_seconds: float = flag(6.0, at_least=0)
-    """Seconds without a heartbeat (UDP) of another host after which the run ends and names it. 0: no heartbeats."""
-
     @property
     def offloaded_layers(self) -> int:
         """Layers of each stage whose saved activations wait in host memory."""

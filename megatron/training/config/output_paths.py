@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.training.config.flags import all_flags, value_of
 from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -36,21 +37,13 @@ def why_not_written(path: Path) -> str | None:
 
 def unwritable(config: RunConfig) -> Iterator[Problem]:
     """Yields a problem for each output path that cannot be written or is a file instead of a folder."""
-    logging, checkpoint = config.logging, config.checkpoint
-    for flag, folder in (
-        ("--save", checkpoint.save),
-        ("--tensorboard-dir", logging.tensorboard_dir),
-        ("--wandb-save-dir", logging.wandb_save_dir),
-        ("--data-cache-path", config.data.data_cache_path),
-        ("--export-hf-dir", checkpoint.export_hf_dir),
-        ("--eval-tasks-samples", config.eval_tasks.eval_tasks_samples),
-    ):
-        if folder and (why := why_unwritable(Path(folder))):
-            yield Problem(flag, folder, why, "use a folder that can be written")
-    for flag, file in (("--metrics-file", logging.metrics_file), ("--sample-log", logging.sample_log)):
-        if file and Path(file).is_dir():
-            yield Problem(flag, file, "is a folder", "use a file in it")
-        elif file and (why := why_unwritable(Path(file).parent)):
-            yield Problem(flag, file, why, "use a file in a folder that can be written")
-    if checkpoint.load and Path(checkpoint.load).is_file():
-        yield Problem("--load", checkpoint.load, "is a file", "use the folder of the checkpoints, or one checkpoint")
+    for flag in (flag for flag in all_flags() if flag.spec.writes):
+        path, folder = value_of(config, flag), flag.spec.writes == "folder"
+        if path and not folder and Path(path).is_dir():
+            yield Problem(flag.name, path, "is a folder", "use a file in it")
+        elif path and (why := why_unwritable(Path(path) if folder else Path(path).parent)):
+            remedy = f"use a {'folder' if folder else 'file in a folder'} that can be written"
+            yield Problem(flag.name, path, why, remedy)
+    load = config.checkpoint.load
+    if load and Path(load).is_file():
+        yield Problem("--load", load, "is a file", "use the folder of the checkpoints, or one checkpoint")

@@ -8,17 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.checkpoints import (
-    checkpoints,
-    garbage,
-    layer_statistics,
-    profiles,
-    skipping,
-    traces,
-)
+from megatron.training.config.rules.checkpoints import checkpoints, garbage, skipping
 from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.cuda_graphs import graphs
-from megatron.training.config.rules.data import data, eval_tasks, fill_in_middle, tokenizer, validation_sets
+from megatron.training.config.rules.data import data, fill_in_middle, tokenizer, validation_sets
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
 from megatron.training.config.rules.linear_attention import linear_attention, linear_attention_in_fp8
@@ -28,7 +21,7 @@ from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import cpu_offload, optimizer, post_validation, precision_aware, qk_clip
 from megatron.training.config.rules.pipeline import activation_offload, overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.precision import fp8, fp8_param_gather, fp8_scaling, fp8_shapes, precision
-from megatron.training.config.rules.world import heartbeats, world
+from megatron.training.config.rules.world import world
 from megatron.training.config.run_config import RunConfig
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
@@ -36,7 +29,6 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
     world,
-    heartbeats,
     attention,
     attention_kernel,
     tensor_parallel,
@@ -72,13 +64,9 @@ RULES: tuple[Rule, ...] = (
     data,
     fill_in_middle,
     validation_sets,
-    eval_tasks,
     tokenizer,
     checkpoints,
     skipping,
     garbage,
-    layer_statistics,
-    profiles,
-    traces,
     graphs,
 )

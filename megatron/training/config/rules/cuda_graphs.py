@@ -40,9 +40,6 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
             c.training.deterministic,
             "torch's deterministic indexed writes, as in the loss, read their indices on the host",
         ),
-        ("--log-layer-stats", c.logging.log_layer_stats, c.logging.log_layer_stats, "hooks do not run in a recording"),
-        ("--trace", None, c.logging.trace, "actions and collectives do not run one by one in a recording"),
-        ("--log-straggler", None, c.logging.log_straggler, "forward and backward pass cannot be timed separately"),
     ):
         if given:
             yield Problem.exclusive(flag, value, graph, why)
