@@ -14,15 +14,13 @@ import torch
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_argmax
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.extensions.evaluation.batches import batch_lengths, plan_rounds
-from megatron.extensions.evaluation.filters import FILTERS
 from megatron.extensions.evaluation.generation import Limits, continue_prompts
-from megatron.extensions.evaluation.metrics import choice_scores, exact_match, mean_of_tasks, standard_error
+from megatron.extensions.evaluation.metrics import FILTERS, choice_scores, exact_match, mean_of_tasks, standard_error
 from megatron.extensions.evaluation.prompts import build_samples
+from megatron.extensions.evaluation.rows import Row, batch_lengths, continuation_row, plan_rounds, rolling_rows
 from megatron.extensions.evaluation.scoring import Score
 from megatron.extensions.evaluation.suite import Suite
 from megatron.extensions.evaluation.task_file import read_tasks
-from megatron.extensions.evaluation.tokens import Row, continuation_row, rolling_rows
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import validate
 from tests.eval_cases import MODEL, TASKS

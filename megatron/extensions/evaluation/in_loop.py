@@ -12,9 +12,8 @@ from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.evaluation.cached_generation import CachedGeneration
 from megatron.extensions.evaluation.flags import EvalTasksConfig
 from megatron.extensions.evaluation.generation import continue_prompts
-from megatron.extensions.evaluation.report import record_of, table
 from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, next_tokens
-from megatron.extensions.evaluation.suite import ContinuePrompts, Results, Suite
+from megatron.extensions.evaluation.suite import ContinuePrompts, Results, Suite, record_of, table
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.sinks import Record
