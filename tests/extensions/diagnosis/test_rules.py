@@ -13,7 +13,7 @@ from tests.pure.test_validation import problems
         ("--layer-growth-threshold 2", "--layer-growth-threshold 2.0: has no effect without --log-layer-stats"),
         ("--log-layer-stats 1 --layer-growth-threshold 0.5", "--layer-growth-threshold 0.5: must be 0 or above 1"),
         ("--log-layer-stats -1", "--log-layer-stats -1: must not be negative"),
-        ("--log-straggler --straggler-minmax-count 0", "--straggler-minmax-count 0: must be above 0; the default is 1"),
+        ("--log-straggler --straggler-minmax-count 0", "--straggler-minmax-count 0: must be above 0"),
         ("--trace-step-end 20", "--trace-step-end 20: has no effect without --trace"),
         ("--trace --trace-step-start 1 --trace-step-end 1", "--trace-step-end 1: must be above --trace-step-start 1"),
         ("--use-pytorch-profiler", "--use-pytorch-profiler: has no effect without --profile"),
