@@ -133,7 +133,7 @@ def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
 def test_early_stopping_resumes_at_another_layout_with_what_it_has_seen(tmp_path: Path) -> None:
     flags = f"{TINY} --extension examples/early_stopping.py --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1"
     flags += f" --patience 4 --save {tmp_path}"
-    early = "exiting at iteration 3: --exit-interval 4"
+    early = "exiting at iteration 4: --exit-interval 4"
     assert early in run_forked(2, [*flags.split(), "--pp", "2", "--exit-interval", "4"], tmp_path / "screen")
     saved = json.loads((tmp_path / "iter_0000004" / "metadata.json").read_text())["callbacks"]
     best, without = saved["early stopping"]
@@ -144,7 +144,7 @@ def test_early_stopping_resumes_at_another_layout_with_what_it_has_seen(tmp_path
 
 
 def test_a_meter_counts_the_same_at_every_layout(tmp_path: Path) -> None:
-    flags = "--extension examples/mlp_output_rms.py --log-mlp-outputs --lr 1e-2 --train-iters 3 --eval-iters 1 --fp32 "
+    flags = "--extension examples/mlp_output_rms.py --lr 1e-2 --train-iters 3 --eval-iters 1 --fp32 "
     flags += "--eval-interval 1"
     _, one = train(flags, tmp_path)
     metrics = tmp_path / "four.jsonl"
