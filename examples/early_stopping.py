@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.parts import CALLBACKS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
-from megatron.training.hooks import CALLBACKS, Callback, RunView
+from megatron.training.hooks import Callback, RunView
 
 
 @extension_flags("early stopping", may_change=True)
@@ -25,6 +26,12 @@ class EarlyStopping(Callback):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.best, self.without = math.inf, 0
+
+    def state(self) -> list[float]:
+        return [self.best, self.without]
+
+    def load_state(self, state: list[Any]) -> None:
+        self.best, self.without = state
 
     def on_evaluation(self, run: RunView, split: str, record: Mapping[str, Any]) -> None:
         loss = record.get("valid_loss", math.inf)

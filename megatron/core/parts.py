@@ -332,3 +332,38 @@ EXPORTERS: Registry[Any, ExporterFacts] = Registry("exporter", ExporterFacts, "c
 
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
+
+
+def _always(*run: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class CallbackFacts:
+    when: Callable[[Any], bool] = _always
+    """Whether a run of this RunConfig has it; where not, it is not imported."""
+
+    evaluates: str = ""
+    """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""
+
+
+CALLBACKS: Registry[Any, CallbackFacts] = Registry("callback", CallbackFacts, "config")
+"""`Callback(config)`: see `megatron.training.hooks.Callback`; `config` is the whole RunConfig."""
+
+METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts, "config")
+"""`Metric(config)`: see `megatron.training.hooks.Metric`."""
+
+STEP_SEARCHES: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
+"""`search(run, verdict)`: a `megatron.training.hooks.Finding` about a step whose loss or gradient was not finite, or
+None. Called on every rank, before the next update of the weights; it may run the step again."""
+
+
+@dataclass(frozen=True)
+class WatchFacts:
+    when: Callable[[Any, Any], bool] = _always
+    """(RunConfig, Launch) -> whether ranks have it; where not, it is not imported."""
+
+
+WATCHES: Registry[Any, WatchFacts] = Registry("watch", WatchFacts, "config, watchdog")
+"""`Watch(config, watchdog)`: what else the watchdog of a rank looks at; see
+`megatron.training.reliability.watchdog.Watch`."""

@@ -32,7 +32,6 @@ class BuiltIn:
 
 BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("diagnosis", "Search for NaNs, dump and replay of a step, layer statistics, stragglers, traces, profiles."),
-    BuiltIn("evaluation", "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints."),
     BuiltIn(
         "planner",
         "memory, FLOPs and time of a run before it starts; the fastest layouts; rehearsals",
@@ -46,6 +45,13 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
     BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
     BuiltIn("text_data", "training on text files, local or remote, without preprocessing; fill-in-the-middle samples"),
+    BuiltIn(
+        "evaluation",
+        "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints.",
+        needs=("inference", "text_data"),
+    ),
+    BuiltIn("inference", "Generation of text from checkpoints, and its server."),
+    BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
 )
 """The one list of built-in extensions."""
 

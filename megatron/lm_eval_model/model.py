@@ -14,8 +14,8 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.extensions.evaluation.cached_generation import CachedGeneration
 from megatron.extensions.evaluation.generation import Limits, prompt_tokens
+from megatron.extensions.evaluation.rows import Row, continuation_row, rolling_rows
 from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, stage_scores
-from megatron.extensions.evaluation.tokens import Row, continuation_row, rolling_rows
 from megatron.extensions.inference.model import LoadedModel, loaded_model
 from megatron.training.reliability.launch import Launch
 

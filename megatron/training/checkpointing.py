@@ -1,14 +1,15 @@
 """Saves and loads the state of a run, and checks that a checkpoint fits the run that loads it.
 
-State is the parameters, the optimizer's tensors, its count of updates and loss scale, and the `Progress`. There is
-no more: the learning rate follows from the progress, and initial values, dropout and data order from the seed
-and a position, so no generator has a state to save. The seed stands in its place: a run resumes exactly under the
-seed it was saved with, at any layout.
+State is the parameters, the optimizer's tensors, its count of updates and loss scale, the `Progress`, and what
+callbacks of extensions keep. There is no more: the learning rate follows from the progress, and initial values, dropout
+and data order from the seed and a position, so no generator has a state to save. The seed stands in its place: a run
+resumes exactly under the seed it was saved with, at any layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from megatron.training.config.flags import (
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import changed_lengths, of_earlier_versions, resumed_fields
 from megatron.training.extensions import load_saved_extensions
+from megatron.training.hooks import Callback
 from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
 
@@ -86,6 +88,8 @@ class Checkpointer:
     optimizer: DistributedOptimizer
     plan: RunPlan | None = None
     """None where nothing is trained."""
+    callbacks: Sequence[Callback] = ()
+    """Those of the run, of which some keep state."""
 
     def config_at(self, consumed_samples: int) -> RunConfig:
         """The configuration with the model's flags of the phase that was trained last."""
@@ -114,6 +118,7 @@ class Checkpointer:
             "optimizer": {"step_count": optimizer.step_count, "loss_scaler": optimizer.scaler.state_dict()},
             "rng": {"seed": config.training.seed},
             "config": values_by_section(self.config_at(progress.consumed_samples)),
+            "callbacks": callback_states(self.callbacks),
         }
         if self.plan is not None:
             own = values_by_section(config)["model"]
@@ -174,6 +179,8 @@ class Checkpointer:
         what, how = ("checkpoint", "") if load_optimizer else ("weights", " with a fresh optimizer")
         loaded = f"{what} of iteration {checkpoint.payload['iteration']} from {options.load}{why}"
         say(f" loaded {loaded}: starting at iteration {progress.iteration}{how}")
+        if not anew:
+            _load_callbacks(checkpoint.payload.get("callbacks", {}), self.callbacks, say)
         goes_on = not (anew or converted(checkpoint) or config.training.skip_train)
         if goes_on and (line := changed_lengths(saved_config(checkpoint), self.config)):
             say(f" {line}")
@@ -199,6 +206,34 @@ def load_start(
     load = checkpointer.config.checkpoint.load
     kind = "" if load is None else on_first_rank(lambda: kind_of(load), checkpointer.state.world)
     return MODEL_LOADERS[kind].start(checkpointer, say, data) if kind in MODEL_LOADERS else checkpointer.load(say, data)
+
+
+def callback_states(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """Name -> a copy of its state, of the callbacks that have one. Raises ValueError if one cannot be kept."""
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        name, state = _name_of(callback), callback.state()
+        if state is None:
+            continue
+        if name in states:
+            raise ValueError(f"two callbacks named {name} keep state in checkpoints: give one of them another `name`")
+        try:
+            states[name] = json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"callback {name}: state() must return values of JSON's types only: {error}") from None
+    return states
+
+
+def _name_of(callback: Callback) -> str:
+    return callback.name or type(callback).__name__
+
+
+def _load_callbacks(states: Mapping[str, Any], callbacks: Sequence[Callback], say: Callable[[str], None]) -> None:
+    there = {_name_of(callback): callback for callback in callbacks}
+    for name in [name for name in states if name in there]:
+        there[name].load_state(states[name])
+    if gone := [name for name in states if name not in there]:
+        say(f" the checkpoint has state of callbacks that are not in this run, which is ignored: {', '.join(gone)}")
 
 
 def build_saver(options: CheckpointConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import CALLBACKS, METRICS
 from megatron.core.registry import NoFacts, Registry
 from megatron.training.config.run_config import RunConfig
 from megatron.training.progress import Progress, Step
@@ -26,23 +27,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
     from megatron.training.initialize import Runtime
     from megatron.training.metrics.interval import Interval
-
-METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts, "config")
-"""`Metric(config)`: see `Metric`."""
-
-
-def _always(config: RunConfig) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class CallbackFacts:
-    when: Callable[[RunConfig], bool] = _always
-    """Whether a run of this configuration has it; where not, it is not imported."""
-
-
-CALLBACKS: Registry[Any, CallbackFacts] = Registry("callback", CallbackFacts, "config")
-"""`Callback(config)`: see `Callback`."""
 
 
 @dataclass(kw_only=True)
@@ -75,6 +59,15 @@ class StepView:
     """This rank's micro-batches, on its device."""
     loss_and_tokens: Tensor
     """[loss sum, valid tokens] float64 on the device; zeros on ranks without the last stage."""
+
+
+@dataclass(frozen=True)
+class StepFinding:
+    """What a search of `STEP_SEARCHES` has found out about a step that was not finite."""
+
+    text: str
+    advice: str = ""
+    """What to do first, if the step ends the run."""
 
 
 class Log(Protocol):
@@ -195,7 +188,7 @@ class Callback:
     """Called on every rank. Records are equal on all ranks, so that all take the same decisions."""
 
     name = ""
-    """The name it is registered by, under which checkpoints keep its state."""
+    """The name under which checkpoints keep its state: the one it is registered by; else that of its class."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -216,7 +209,8 @@ class Callback:
         return None
 
     def load_state(self, state: Any) -> None:
-        """Takes what `state` returned when the checkpoint was saved."""
+        """Takes what `state` returned when the checkpoint was saved that the run resumes from. Called before
+        `meters`."""
 
     def on_start(self, run: RunView) -> None:
         """Before the first step, after a checkpoint was loaded."""

@@ -216,7 +216,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("checkpoint"):
         if config.checkpoint.save and not config.training.skip_train:
             check_shared(Path(config.checkpoint.save), "--save", state.world)
-        checkpointer = Checkpointer(config, state, stages, optimizer, plan)
+        checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
         scaling.refresh()
         saver = RunSaver(checkpointer, runtime, progress)

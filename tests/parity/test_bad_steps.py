@@ -1,24 +1,26 @@
-"""Steps that are not finite, or spikes: found, saved, replayed, skipped; at a layout and in one process."""
+"""Steps that are not finite, or spikes: reported and skipped; at a layout and in one process."""
 
 from __future__ import annotations
 
 import math
-import re
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron.extensions.diagnosis.step_dump import SavedStep
-from megatron.extensions.diagnosis.step_replay import replay
+from megatron.core.registry import NoFacts, Registry
+from megatron.training.checks import bad_steps
 from megatron.training.checks.bad_steps import BadStepError, settle
+from megatron.training.checks.step_guard import Verdict
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
+from megatron.training.hooks import StepFinding
 from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
@@ -80,20 +82,6 @@ def plant(kind: str, run: TrainingRun) -> None:
             layer.mlp.forward = forward
 
 
-def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
-    """(message of the step that ends the run, whether weights and moments are those from before it)"""
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
-        plant(kind, run)
-        if kind != "weight gradient":
-            train_step(run)
-        before = tensors(run)
-        train_step(run)
-        with pytest.raises(BadStepError) as error:
-            train_step(run)  # notices before it uses its own gradients
-        return str(error.value), same(before, tensors(run))
-
-
 def tensors(run: TrainingRun) -> list[torch.Tensor]:
     """This rank's weights, states and moments."""
     found = [param for model in run.stages.values() for param in model.parameters()]
@@ -102,79 +90,6 @@ def tensors(run: TrainingRun) -> list[torch.Tensor]:
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["forward", "backward", "weight gradient"])
-def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_path: Path) -> None:
-    results = run_world(4, fail, config_of(f"--tp 2 --pp 2 --save {tmp_path}", 4), kind)
-    (message,) = {message for message, _ in results}
-    assert all(unchanged for _, unchanged in results)
-    iteration = 1 if kind == "weight gradient" else 2
-    folder = tmp_path / "nan" / f"iter_000000{iteration}"
-    saved = SavedStep.read(folder)
-    found = saved.finding
-    assert found is not None and found.describe() in message and str(folder) in message
-    assert (found.where, found.rank, found.stage, found.weights) == (kind, 2, 1, ())
-    assert saved.step.iteration == iteration
-    if kind == "weight gradient":
-        assert found.module == "decoder.layers.2.input_layernorm.weight"
-    else:
-        assert (found.module, found.microbatch, found.samples) == ("decoder.layers.2.mlp", 2, (SAMPLE,))
-        assert found.sources_finite and math.isfinite(found.largest)
-
-    again = replay(folder, prepare=partial(plant, kind))
-    assert again is not None and again.same_as(found)
-    assert (again.microbatch, again.samples, again.stage) == (found.microbatch, found.samples, 0)
-    assert replay(folder) is None, "without what was planted everything is finite"
-    # The folder is a checkpoint too, from right before the step.
-    on = config_of(f"--load {folder} --iterations-to-skip {iteration}")
-    ((_, progress),) = run_world(1, skip, on, None, 2)
-    assert progress == (8 * (iteration + 1), 1, 0)
-
-
-def poison(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
-    """(message, sample): the sample is the first to read an embedding's row that is NaN."""
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
-        table = run.stages[0].embedding.word_embeddings.weight
-        readers = {token: sample for sample in range(7, -1, -1) for token in run.data.train.dataset[sample]["tokens"]}
-        token, sample = max(readers.items(), key=lambda item: item[1])
-        table.data[token] = math.nan
-        for shard in run.optimizer.shards:
-            shard.main.data.copy_(shard.bucket.owned_params)
-        train_step(run)
-        with pytest.raises(BadStepError) as error:
-            settle(run)
-        return str(error.value), sample
-
-
-def test_weights_that_are_not_finite_are_named() -> None:
-    # An untied output layer, or every logit would be NaN at once.
-    ((message, sample),) = run_world(1, poison, config_of("--untie-embeddings-and-output-weights"))
-    assert sample > 0
-    assert f"embedding.word_embeddings (rank 0, pipeline stage 0), micro-batch {sample // 2}, sample" in message
-    assert re.search(rf"samples? {sample}[,;]", message)
-    assert "weights: not finite before the step: embedding.word_embeddings.weight" in message
-
-
-def once(rank: int, world_size: int, config: RunConfig) -> str:
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
-        layer, left = run.stages[0].decoder.layers[0], [1]
-
-        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-            return output * math.nan if left and left.pop() else None
-
-        layer.register_forward_hook(hook)
-        train_step(run)
-        with pytest.raises(BadStepError) as error:
-            settle(run)
-        return str(error.value)
-
-
-def test_what_does_not_happen_again_is_called_so() -> None:
-    (message,) = run_world(1, once, config_of(""))
-    assert "iteration 1 is not finite (loss nan" in message and "run again, with the same weights" in message
 
 
 def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int) -> tuple[list, tuple]:
@@ -323,3 +238,31 @@ def test_spikes_are_only_reported_where_nothing_may_be_skipped() -> None:
     ((_, progress, spikes),) = run_world(1, spiky, config_of(flags), 14, (8 * 12,))
     assert spikes.index(True) == 12
     assert (progress["skipped_iterations"], progress["running_means"][2]) == (0, 14)
+
+
+def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFinding | None]) -> tuple[str, str]:
+    """(message, advice) of the step that ends a run for which so many searches have been registered."""
+
+    def returns(finding: StepFinding | None, run: TrainingRun, verdict: Verdict) -> StepFinding | None:
+        assert verdict.ends_run and verdict.step.iteration == run.progress.iteration
+        return finding
+
+    registry: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
+    for number, finding in enumerate(searches):
+        registry.register(str(number), partial(returns, finding))
+    with ExitStack() as resources, mock.patch.object(bad_steps, "STEP_SEARCHES", registry):
+        run = build(config, rank, world_size, resources)
+        plant("weight gradient", run)
+        train_step(run)
+        with pytest.raises(BadStepError) as error:
+            settle(run)
+        return str(error.value).partition(" (")[0] + str(error.value).partition(")")[2], error.value.advice
+
+
+def test_searches_of_extensions_say_what_they_find() -> None:
+    plain = "to continue without the step, add --iterations-to-skip 1; to skip such steps automatically, "
+    plain += "--max-skipped-iterations"
+    config, bad = config_of(""), "iteration 1 is not finite"
+    assert run_world(1, ends, config, []) == run_world(1, ends, config, [None]) == [(bad, plain)]
+    found = [StepFinding("the sun", "wait for the night"), None, StepFinding("the moon")]
+    assert run_world(1, ends, config, found) == [(f"{bad}; the sun; the moon", f"wait for the night; {plain}")]

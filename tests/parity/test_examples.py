@@ -14,7 +14,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.parts import OPTIMIZERS
 from megatron.training.config.flags import sections
 from megatron.training.extensions import load_extensions
-from tests.forked import ROOT, run_program
+from tests.forked import ROOT, run_forked, run_program
 
 EXAMPLES = {
     "ademamix.py": "--optimizer ademamix --ademamix-alpha-warmup 3 --ademamix-beta3-warmup 3",
@@ -47,7 +47,7 @@ def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[
 
 def test_every_example_is_tested() -> None:
     there = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert there == EXAMPLES.keys() | {"early_stopping.py", "trained_share.py"}
+    assert there == EXAMPLES.keys() | {"early_stopping.py", "trained_share.py", "mlp_output_rms.py", "disk_space.py"}
 
 
 @pytest.mark.grid("rows", [PART], [PART, []])
@@ -129,6 +129,43 @@ def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
     assert stopped is not None and int(stopped[1]) < 9
     shares = [record["trained_share"] for record in records if "trained_share" in record]
     assert len(shares) == int(stopped[1]) and all(0.5 < share < 0.95 for share in shares)
+
+
+def test_early_stopping_resumes_at_another_layout_with_what_it_has_seen(tmp_path: Path) -> None:
+    flags = f"{TINY} --extension examples/early_stopping.py --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1"
+    flags += f" --patience 4 --save {tmp_path}"
+    early = "exiting at iteration 4: --exit-interval 4"
+    assert early in run_forked(2, [*flags.split(), "--pp", "2", "--exit-interval", "4"], tmp_path / "screen")
+    saved = json.loads((tmp_path / "iter_0000004" / "metadata.json").read_text())["callbacks"]
+    best, without = saved["early stopping"]
+    assert best > 0 and without > 0
+    done = run_program("pretrain_gpt.py", *flags.split(), "--load", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"exiting at iteration {4 + 4 - without}: the validation loss has not fallen" in done.stdout
+
+
+def test_a_meter_counts_the_same_at_every_layout(tmp_path: Path) -> None:
+    flags = "--extension examples/mlp_output_rms.py --lr 1e-2 --train-iters 3 --eval-iters 1 --fp32 "
+    flags += "--eval-interval 1"
+    _, one = train(flags, tmp_path)
+    metrics = tmp_path / "four.jsonl"
+    four = [*TINY.split(), *flags.split(), "--tp", "2", "--pp", "2", "--metrics-file", str(metrics)]
+    run_forked(4, four, tmp_path / "screen")
+    found = [
+        [record["mlp_output_rms"] for record in records if "mlp_output_rms" in record]
+        for records in (one, map(json.loads, metrics.read_text().splitlines()))
+    ]
+    assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_task_ends_a_run_before_the_disk_is_full(tmp_path: Path) -> None:
+    flags = "--extension examples/disk_space.py --lr 1e-2 --train-iters 9 --eval-iters 0 --disk-space-interval 2"
+    out, records = train(f"{flags} --least-free-gib 1e9 --save {tmp_path}", tmp_path)
+    assert re.search(r"exiting at iteration 2: \d+ GiB are free in --save, less than --least-free-gib 1e\+09", out)
+    assert "saved checkpoint at iteration 2" in out
+    assert [record["iteration"] for record in records if "free_gib" in record] == [2]
+    done = run_program("pretrain_gpt.py", *TINY.split(), *flags.split(), "--least-free-gib", "1")
+    assert done.returncode == 2 and "--least-free-gib: looks at the folder of --save; add --save" in done.stderr
 
 
 def test_freezing_by_a_configuration_file(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpointing import Checkpointer, changed_fields, load_model_for_inference
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
+from megatron.training.hooks import Callback
 from megatron.training.progress import Progress
 from tests.gpt_cases import GPT, LLAMA, random_batch
 from tests.moe_cases import DEEPSEEK, balances_of
@@ -40,6 +43,8 @@ class Run:
     """A model with its optimizer, of which a step is a made-up gradient."""
 
     config: RunConfig
+    callbacks: Sequence[Callback] = ()
+    said: list[str] = field(default_factory=list)
     stages: dict[int, GPTModel] = field(init=False)
     optimizer: DistributedOptimizer = field(init=False)
 
@@ -65,11 +70,13 @@ class Run:
         self.optimizer.step(1e-2, 0.01)
 
     def save(self, progress: Progress) -> Path:
-        return Checkpointer(self.config, STATE, self.stages, self.optimizer).save(progress)
+        return self.checkpointer().save(progress)
+
+    def checkpointer(self) -> Checkpointer:
+        return Checkpointer(self.config, STATE, self.stages, self.optimizer, callbacks=self.callbacks)
 
     def load(self, data_fingerprint: str | None = None) -> Progress:
-        checkpointer = Checkpointer(self.config, STATE, self.stages, self.optimizer)
-        return checkpointer.load(data=lambda consumed: data_fingerprint)
+        return self.checkpointer().load(self.said.append, data=lambda consumed: data_fingerprint)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         pieces = {f"{piece.key} {piece.meta.name}": piece.data for piece in self.optimizer.sharded_state()}
@@ -425,3 +432,59 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     line = "layers.*.mlp.linear_fc1.weight  2 of 2 layers: 65 of 6,144 elements differ, by 2 at most, in layer 0"
     assert line in capsys.readouterr().out
     assert inspect_checkpoint.main([str(tmp_path / "none")]) == 2
+
+
+class Keeps(Callback):
+    """Keeps a list, as a list is of what it has seen."""
+
+    def __init__(self, kept: Any, name: str = "") -> None:
+        super().__init__(RunConfig())
+        self.kept, self.name = kept, name
+
+    def state(self) -> Any:
+        return self.kept
+
+    def load_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_callbacks_find_their_state_again(tmp_path: Path) -> None:
+    callbacks = [Keeps([1, {"a": None}], "one"), Keeps(2.5), Keeps(None, "stateless")]
+    folder = Run(config(tmp_path), callbacks).save(Progress(1, 8))
+    again = Run(config(tmp_path), [Keeps(None, "one"), Keeps(7, "new"), Keeps(None)])
+    again.load()
+    assert [callback.kept for callback in again.callbacks] == [[1, {"a": None}], 7, 2.5]
+    assert not any("ignored" in line for line in again.said)
+
+    (alone := Run(config(tmp_path))).load()
+    told = "the checkpoint has state of callbacks that are not in this run, which is ignored: one, Keeps"
+    assert [line.strip() for line in alone.said if "ignored" in line] == [told]
+    anew = Run(config(tmp_path, reset_iteration=True), [Keeps(3, "one")])
+    anew.load()
+    assert anew.callbacks[0].kept == 3
+
+    payload = json.loads((folder / "metadata.json").read_text())
+    del payload["callbacks"]
+    (folder / "metadata.json").write_text(json.dumps(payload))
+    list_anew(folder)
+    earlier = Run(config(tmp_path), [Keeps(4, "one")])
+    assert earlier.load().iteration == 1 and earlier.callbacks[0].kept == 4
+
+
+def test_a_state_is_what_it_was_when_it_was_saved(tmp_path: Path) -> None:
+    run = Run(config(tmp_path), [callback := Keeps([1])])
+    _, payload = run.checkpointer().contents(Progress(1, 8))
+    callback.kept.append(2)  # while the checkpoint is written in the background
+    assert payload["callbacks"] == {"Keeps": [1]}
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        ([torch.ones(1)], "callback Keeps: state() must return values of JSON's types only: Object of type Tensor"),
+        ([1, 2], "two callbacks named Keeps keep state in checkpoints: give one of them another `name`"),
+    ],
+)
+def test_a_state_that_cannot_be_kept_is_refused(tmp_path: Path, kept: list[Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Run(config(tmp_path), [Keeps(each) for each in kept]).save(Progress(1, 8))

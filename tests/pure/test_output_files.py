@@ -17,8 +17,7 @@ import pytest
 from megatron.training.config.output_files import whole_file
 from megatron.training.metrics.sinks import JsonLinesSink
 from megatron.training.reliability.run_status import ExitCode, Outcome
-from tests.cli.test_report import write_metrics
-from tools import build_corpus, report
+from tools import build_corpus
 from tools.bench import side_by_side
 
 
@@ -43,11 +42,6 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
         assert link.is_symlink() and (tmp_path / "target").read_text() == text
 
 
-def _report(output: Path, folder: Path) -> None:
-    write_metrics(folder, 2)
-    assert report.main([str(folder), "--no-plan", "--output", str(output)]) == 0
-
-
 def _corpus(output: Path, folder: Path) -> None:
     folder.mkdir()
     (folder / "a.py").write_text("# text\n" * 99)
@@ -55,7 +49,6 @@ def _corpus(output: Path, folder: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path, Path], None]] = {
-    "report.py": _report,
     "build_corpus.py": _corpus,
     "the status of a run": lambda output, _: Outcome(output).end(ExitCode.DONE),
     "a benchmark": lambda output, _: side_by_side.write_json(output, {}, []),
@@ -64,12 +57,16 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_pipe_is_written_and_stays_a_pipe(tmp_path: Path, name: str) -> None:
+    check_pipe(WRITERS[name], tmp_path)
+
+
+def check_pipe(write: Callable[[Path, Path], None], tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if sys.platform == "linux":
         fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 1 << 20)
-    WRITERS[name](path, tmp_path / "run")
+    write(path, tmp_path / "run")
     assert stat.S_ISFIFO(path.stat().st_mode)
     assert os.read(reading, 1 << 20)
     os.close(reading)

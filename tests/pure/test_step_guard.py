@@ -1,18 +1,15 @@
-"""Which steps are spikes, which overflows are those of fp16's loss scale, and which ranks are slow."""
+"""Which steps are spikes, and which overflows are those of fp16's loss scale."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from megatron.core.optimizer.distrib_optimizer import StepResult
-from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding
-from megatron.extensions.diagnosis.straggler import slowest, straggler_line, straggler_record
 from megatron.training.checks.step_guard import WARM_UP, WINDOW, StepJudge, is_nan
-from megatron.training.config.run_config import ChecksConfig, LoggingConfig
+from megatron.training.config.run_config import ChecksConfig
 
 CPU = torch.device("cpu")
 
@@ -77,39 +74,3 @@ def test_an_overflow_that_a_lower_loss_scale_mends_is_no_nan(
     result = StepResult(values, 2.0, can_fall)
     assert is_nan(result) is nan
     assert result.skipped is overflow
-
-
-def finding(where: str, stage: int, place: int, sample: int = 0, rank: int = 0) -> Finding:
-    return Finding(where, "module", (sample,), 0, rank, stage, True, place=place)
-
-
-def test_the_first_finding_is_the_first_in_the_model() -> None:
-    ordered = [
-        finding(FORWARD, 0, 3, sample=5),
-        finding(FORWARD, 0, 3, sample=9),
-        finding(FORWARD, 0, 3, sample=9, rank=1),
-        finding(FORWARD, 0, 4, sample=1),
-        finding(FORWARD, 1, 1),
-        finding(BACKWARD, 1, 7),
-        finding(BACKWARD, 0, 2),
-        finding(WEIGHT_GRADIENT, 1, 0),
-    ]
-    mixed = ordered[::-1]
-    assert sorted(mixed, key=lambda each: each.order) == ordered
-    assert Finding.from_json(asdict(ordered[0])) == ordered[0]
-
-
-def test_slowest_ranks() -> None:
-    assert slowest([1.0, 4.0, 2.0, 2.0], 2) == [(1, 4.0, 2.0), (2, 2.0, 1.0)]
-    assert slowest([0.0, 0.0], 1) == [(0, 0.0, 1.0)]
-
-
-def test_record_and_line_of_stragglers() -> None:
-    table = [[0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 6.0, 4.0, 0.1, 0.4]]
-    record = straggler_record(table, 2, LoggingConfig(log_straggler=True, straggler_minmax_count=2))
-    assert (record["straggler_forward_rank"], record["straggler_forward_ratio"]) == (2, 3.0)
-    assert record["straggler_forward"] == [[2, 3.0, 3.0], [0, 1.0, 1.0]]
-    assert record["straggler_optimizer_seconds"] == pytest.approx(0.2)
-    (line,) = straggler_line(record, ["a", "a", "b"])
-    assert "forward: rank 2 on b 3000.0 ms (x3.00), rank 0 on a 1000.0 ms (x1.00) | backward" in line
-    assert straggler_record(table, 0, LoggingConfig()) == {} and straggler_line({}, []) == []

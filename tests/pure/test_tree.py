@@ -37,7 +37,7 @@ WITHOUT_TORCH = [
     "megatron.training.config",
     "megatron.training.config.arguments",
     "megatron.training.config.validation",
-    "megatron.extensions.evaluation.report",
+    "megatron.extensions.evaluation.suite",
     "megatron.training.reliability.launch",
     "megatron.extensions.planner.dry_run.plan",
     "pretrain_gpt",

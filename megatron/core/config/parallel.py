@@ -105,9 +105,6 @@ class ModelParallelConfig(PrecisionConfig, Section):
     startup_timeout_minutes: float = 30.0
     """Limit of each phase of start-up, including index building and loading, and of the first step."""
 
-    host_heartbeat_timeout_seconds: float = flag(6.0, at_least=0)
-    """Seconds without a heartbeat (UDP) of another host after which the run ends and names it. 0: no heartbeats."""
-
     @property
     def activation_store(self) -> str | None:
         """Entry of ACTIVATION_STORES that keeps activations of some layers; None for none."""

@@ -1,20 +1,88 @@
-"""Callbacks of diagnosis, and the configurations that have them. No torch."""
+"""Flags of diagnosis, its callbacks, and the configurations that have them. No torch."""
 
 from __future__ import annotations
 
-from megatron.training.hooks import CALLBACKS
+from collections.abc import Callable
+from dataclasses import dataclass
 
-_HERE = "megatron.extensions.diagnosis"
+from megatron.core.config.flag_spec import flag
+from megatron.core.parts import CALLBACKS, STEP_SEARCHES
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags(
+    "diagnosis: layer statistics, stragglers, profiles", may_change=True, rules=f"{__package__}.rules:rules"
+)
+@dataclass(frozen=True)
+class DiagnosisConfig:
+    log_layer_stats: int = flag(0, at_least=0)
+    """Iterations between statistics of each layer: norms of weights, gradients and updates, activations, attention
+    logits, routers; 0: none."""
+
+    layer_growth_threshold: float = flag(1.2, at_least=0)
+    """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
+    the last 10 records while others' does not; 0: never."""
+
+    log_straggler: bool = False
+    """Report the slowest ranks of each phase of a step."""
+
+    straggler_minmax_count: int = flag(1, above=0)
+    """--log-straggler: ranks reported for each phase."""
+
+    profile: bool = False
+    """Profile some steps: with nsys on GPUs, or with torch's profiler, which writes traces for Perfetto to the folder
+    profile in --tensorboard-dir or --save."""
+
+    profile_step_start: int = flag(10, at_least=0)
+    """--profile: iterations before the profile starts."""
+
+    profile_step_end: int = flag(12, above=0)
+    """--profile: iterations before it ends."""
+
+    profile_ranks: tuple[int, ...] = flag((0,), many=True, at_least=0)
+    """--profile: ranks that are profiled."""
+
+    trace: bool = False
+    """Trace some steps of all ranks on one clock into one file for Perfetto, in the folder trace of --tensorboard-dir
+    or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline beside."""
+
+    trace_step_start: int = flag(10, at_least=0)
+    """--trace: iterations before the trace starts."""
+
+    trace_step_end: int = flag(12, above=0)
+    """--trace: iterations before it ends."""
+
+    use_pytorch_profiler: bool = False
+    """--profile: use torch's profiler on GPUs too."""
+
+    pytorch_profiler_collect_shapes: bool = False
+    """--profile: traces of torch's profiler hold the shapes of operands."""
+
+    pytorch_profiler_collect_callstack: bool = False
+    """--profile: traces of torch's profiler hold the Python stack of each operation."""
+
+    record_shapes: bool = False
+    """--profile: ranges for nsys hold the shapes of operands."""
+
+    record_memory_history: bool = False
+    """GPUs: record allocations, and write them for torch's memory viewer: at --profile-step-end, at the end of a
+    shorter run, and when memory runs out."""
+
+    memory_snapshot_path: str = flag("snapshot.pickle", path="local")
+    """--record-memory-history: file to write; the rank is appended."""
+
+
+def _when(wants: Callable[[DiagnosisConfig], object]) -> Callable[[RunConfig], bool]:
+    return lambda config: bool(wants(config.options(DiagnosisConfig)))
+
 
 CALLBACKS.register(
-    "profiler",
-    f"{_HERE}.profiler:Profiler",
-    when=lambda config: config.logging.profile or config.logging.record_memory_history,
+    "profiler", f"{__package__}.profiler:Profiler", when=_when(lambda o: o.profile or o.record_memory_history)
 )
-CALLBACKS.register("tracer", f"{_HERE}.trace.tracer:Tracer", when=lambda config: config.logging.trace)
-CALLBACKS.register("stragglers", f"{_HERE}.straggler:Stragglers", when=lambda config: config.logging.log_straggler)
+CALLBACKS.register("tracer", f"{__package__}.trace.tracer:Tracer", when=_when(lambda o: o.trace))
+CALLBACKS.register("stragglers", f"{__package__}.straggler:Stragglers", when=_when(lambda o: o.log_straggler))
 CALLBACKS.register(
-    "layer statistics",
-    f"{_HERE}.layer_stats.statistics:LayerStats",
-    when=lambda config: config.logging.log_layer_stats > 0,
+    "layer statistics", f"{__package__}.layer_stats.statistics:LayerStats", when=_when(lambda o: o.log_layer_stats)
 )
+STEP_SEARCHES.register("first value that is not finite", f"{__package__}.step_dump:search_and_save")

@@ -10,6 +10,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
@@ -23,7 +24,7 @@ class Profiler(Callback):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.options = config.logging
+        self.options = config.options(DiagnosisConfig)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._profile: profile | None = None
         self._ranges: emit_nvtx | None = None

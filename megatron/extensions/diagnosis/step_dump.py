@@ -1,4 +1,4 @@
-"""Saves a training step to disk, so that it can be replayed.
+"""Searches a step that was not finite for its origin, and saves one that ends the run to disk, to be replayed.
 
     SAVE/nan/iter_0000012/finding.json              which step, and where a value first was not finite
     SAVE/nan/iter_0000012/run_config.yaml           the configuration
@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,13 +26,22 @@ from numpy.typing import NDArray
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, gather, on_first_rank, save
-from megatron.extensions.diagnosis.nonfinite_search import Finding
+from megatron.extensions.diagnosis.nonfinite_search import Finding, search
 from megatron.training.checkpointing import Checkpointer
+from megatron.training.checks.step_guard import Verdict
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import StepFinding
 from megatron.training.progress import Progress, Step
+from megatron.training.run import TrainingRun
 
 FINDING, CONFIG, SAMPLES = "finding.json", "run_config.yaml", "samples-*.npz"
+
+ADVICE = "replay the step, in one process or at another layout, and look at the module and the samples"
+NOT_REPRODUCED = (
+    "run again, with the same weights and samples, everything is finite: the cause is in none of them. Suspect the "
+    "hardware, or a kernel that races"
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,31 @@ class SavedStep:
             return cls(Step(**values["step"]), values["loss_scale"], finding and Finding.from_json(finding))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} holds no saved step: {FINDING}: {error}") from error
+
+
+def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
+    """Finds the first value that is not finite, and saves a step that ends the run in --save. Collective."""
+    step, watchdog = verdict.step, run.runtime.watchdog
+    phase = watchdog.status.phase
+    watchdog.begin(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
+    finding = search(run.forward_backward, step, run.data.read_batches(step), verdict.result.loss_scale)
+    watchdog.begin(phase)
+    text = finding.describe() if finding is not None else NOT_REPRODUCED
+    if not verdict.ends_run:
+        return StepFinding(text)
+    if run.config.checkpoint.save is not None:
+        run.saver.wait()
+        before = replace(run.progress, iteration=step.iteration - 1, consumed_samples=step.first_sample)
+        try:
+            saved = SavedStep(step, verdict.result.loss_scale, finding)
+            batches = run.data.train.next_step(step.first_sample, step.samples)
+            folder = save_step(saved, batches, run.saver.checkpointer, before)
+            text += f"\nthe step, and the state before it, are in {folder}: python tools/replay_step.py {folder}"
+        except CheckpointError as error:
+            print(f"{socket.gethostname()}: the step was not saved: {error}", file=sys.stderr, flush=True)
+    if finding is not None and finding.rank != run.runtime.launch.rank:
+        time.sleep(1.0)  # the rank with the first bad value reports
+    return StepFinding(text, ADVICE)
 
 
 def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpointer: Checkpointer, before: Progress) -> Path:

@@ -13,6 +13,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.config.precision import PrecisionConfig
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.parallel_state import ParallelState
+from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.nonfinite_search import Finding, search
 from megatron.extensions.diagnosis.step_dump import CONFIG, SavedSamples, SavedStep
 from megatron.testing.local_world import run_world
@@ -63,7 +64,7 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
         checks=ChecksConfig(),
         logging=LoggingConfig(),
         checkpoint=CheckpointConfig(load=str(folder), load_optim=False, override_data_fingerprint=True),
-    )
+    ).with_options(DiagnosisConfig())
     with TemporaryDirectory() as scratch:
         path = Path(scratch) / CONFIG
         save_config(config, path)

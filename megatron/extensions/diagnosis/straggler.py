@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.storage import gather
-from megatron.training.config.run_config import LoggingConfig
+from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.training.hooks import Callback, Meter
 from megatron.training.metrics.interval import Interval
 from megatron.training.progress import GRAD_SYNC, STEP_PARTS
@@ -74,7 +74,7 @@ class Stragglers(Callback, Meter):
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
         table = summed.view(self.world.size, -1).tolist()
-        return straggler_record(table, len(interval.results), self.config.logging)
+        return straggler_record(table, len(interval.results), self.config.options(DiagnosisConfig))
 
     def lines(self, record: Mapping[str, Any]) -> list[str]:
         return straggler_line(record, self.hosts)
@@ -131,7 +131,7 @@ def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, floa
     return [(rank, seconds[rank], seconds[rank] / median if median > 0 else 1.0) for rank in ranks]
 
 
-def straggler_record(table: Sequence[Sequence[float]], steps: int, config: LoggingConfig) -> dict[str, Any]:
+def straggler_record(table: Sequence[Sequence[float]], steps: int, config: DiagnosisConfig) -> dict[str, Any]:
     """The log record of a table [rank][phase] of seconds in an interval of `steps` steps, as seconds per step."""
     record: dict[str, Any] = {}
     for number, phase in enumerate(STEP_PARTS) if steps else ():

@@ -1,6 +1,9 @@
-"""Downstream tasks in lm-evaluation-harness' YAML form, run on the training model at any layout (--eval-tasks).
+"""Downstream tasks in lm-evaluation-harness' YAML form, run on the training model at any layout.
 
-`task_file` and `groups` read the files, `documents` their data, `templates` and `prompts` make requests of documents,
-`tokens` rows of tokens, `scoring` runs the rows through the pipeline, `generation` continues prompts, `metrics` and
-`filters` turn results into scores, and `in_loop` does all of it within a run.
+Flags: --eval-tasks, --eval-tasks-*. The harness itself evaluates checkpoints by `python -m megatron.lm_eval_model`.
+
+Read `in_loop` first: the callback, its task, and how a run's model scores and continues texts. `task_file` reads task
+files, `documents` their data, `templates` and `prompts` make requests of documents, `rows` rows of tokens and their
+batches, `scoring` runs these through the pipeline, `generation` and `cached_generation` continue prompts, and `suite`
+and `metrics` turn results into scores.
 """

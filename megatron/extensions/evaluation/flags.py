@@ -1,11 +1,41 @@
-"""The callback of --eval-tasks. No torch."""
+"""Flags of --eval-tasks and its callback. No torch."""
 
 from __future__ import annotations
 
-from megatron.training.hooks import CALLBACKS
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.parts import CALLBACKS
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("downstream tasks", may_change=True, rules=f"{__package__}.rules:rules")
+@dataclass(frozen=True)
+class EvalTasksConfig:
+    """Downstream tasks that are evaluated during training, or on a checkpoint by --skip-train."""
+
+    eval_tasks: tuple[str, ...] | None = flag(None, many=True, path="local")
+    """Task files in lm-evaluation-harness' YAML form, or folders of them, whose data are local files."""
+
+    eval_tasks_interval: int | None = flag(None, at_least=0)
+    """Iterations between evaluations of --eval-tasks, 0 for one at the end only; default: --eval-interval."""
+
+    eval_tasks_limit: int | None = flag(None, above=0)
+    """Documents of each task, the first of its split; default: all."""
+
+    eval_tasks_num_fewshot: int | None = flag(None, at_least=0)
+    """Examples before each document, in place of num_fewshot in the task files; tasks that say 0 keep it."""
+
+    eval_tasks_batch_tokens: int | None = flag(None, above=0)
+    """Tokens in one forward pass of one model replica; default: micro-batch-size * seq-length."""
+
+    eval_tasks_samples: str | None = flag(None, path="local", writes="folder")
+    """Folder for what each document came out as: a file of JSON lines for each evaluation."""
+
 
 CALLBACKS.register(
     "evaluation tasks",
-    "megatron.extensions.evaluation.in_loop:EvalTasks",
-    when=lambda config: bool(config.eval_tasks.eval_tasks),
+    f"{__package__}.in_loop:EvalTasks",
+    when=lambda config: bool(config.options(EvalTasksConfig).eval_tasks),
+    evaluates="--eval-tasks",
 )

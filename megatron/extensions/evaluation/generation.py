@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.tokenizers import Tokenizer
-from megatron.extensions.evaluation.tokens import prefix_token
+from megatron.extensions.evaluation.rows import prefix_token
 
 MOST_TOKENS = 256
 """lm-evaluation-harness' default of max_gen_toks."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.evaluation.cached_generation import CachedGeneration
+from megatron.extensions.evaluation.flags import EvalTasksConfig
 from megatron.extensions.evaluation.generation import continue_prompts
-from megatron.extensions.evaluation.report import record_of, table
 from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, next_tokens
-from megatron.extensions.evaluation.suite import ContinuePrompts, Results, Suite
+from megatron.extensions.evaluation.suite import ContinuePrompts, Results, Suite, record_of, table
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.sinks import Record
@@ -25,7 +25,7 @@ class EvalTasks(Callback):
 
     def on_setup(self, runtime: Runtime) -> None:
         """Reads the tasks. Raises ValueError with every problem of their files."""
-        options, model = self.config.eval_tasks, self.config.model
+        options, model = self.config.options(EvalTasksConfig), self.config.model
         tokenizer = build_tokenizer(self.config.tokenizer, model.vocab_size)
         limit, num_fewshot = options.eval_tasks_limit, options.eval_tasks_num_fewshot
         self.suite = Suite.load(options.eval_tasks or (), tokenizer, model.seq_length, limit, num_fewshot)
@@ -33,7 +33,8 @@ class EvalTasks(Callback):
             runtime.say(f" {line}")
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        own, of_validation = self.config.eval_tasks.eval_tasks_interval, self.config.training.eval_interval
+        own = self.config.options(EvalTasksConfig).eval_tasks_interval
+        of_validation = self.config.training.eval_interval
         return (
             Task(
                 "evaluation tasks",
@@ -60,8 +61,9 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     record: Record = {"iteration": iteration, "consumed_samples": run.progress.consumed_samples}
     record |= record_of(results.scores) | {"eval_tasks_seconds": round(time.perf_counter() - start, 3)}
     runtime.say(f" tasks after iteration {iteration} ({record['eval_tasks_seconds']:.1f} s)\n{table(results.scores)}")
-    if runtime.is_main and config.eval_tasks.eval_tasks_samples:
-        _write_samples(Path(config.eval_tasks.eval_tasks_samples), iteration, results)
+    samples = config.options(EvalTasksConfig).eval_tasks_samples
+    if runtime.is_main and samples:
+        _write_samples(Path(samples), iteration, results)
     log.write(record)
     for callback in run.callbacks:
         callback.on_evaluation(run, "tasks", record)
@@ -70,7 +72,7 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
 def scorer_of(run: TrainingRun) -> Scorer:
     """Scores rows on a run's model, at its layout."""
     config, runtime = run.config, run.runtime
-    budget = config.eval_tasks.eval_tasks_batch_tokens
+    budget = config.options(EvalTasksConfig).eval_tasks_batch_tokens
     return Scorer(
         forward=run.pipeline.token_scores,
         lengths=lengths_of_batches(config.model.seq_length, config.parallel),

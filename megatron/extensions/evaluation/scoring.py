@@ -19,8 +19,7 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.evaluation.batches import Round, batch_lengths, plan_rounds
-from megatron.extensions.evaluation.tokens import Row
+from megatron.extensions.evaluation.rows import Round, Row, batch_lengths, plan_rounds
 
 FP8_TOKENS = 128
 """Lengths of batches are multiples of this in fp8, whose kernels take whole blocks."""

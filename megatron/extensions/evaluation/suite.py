@@ -18,8 +18,8 @@ from megatron.extensions.evaluation.metrics import (
     text_scores,
 )
 from megatron.extensions.evaluation.prompts import Sample, build_samples, generated_scores
+from megatron.extensions.evaluation.rows import Row, continuation_row, rolling_rows
 from megatron.extensions.evaluation.task_file import Group, Task, read_tasks
-from megatron.extensions.evaluation.tokens import Row, continuation_row, rolling_rows
 
 
 class LikelihoodAndGreedy(Protocol):
@@ -243,3 +243,39 @@ def _group_scores(groups: Sequence[Group], scores: Sequence[TaskScore]) -> Itera
             value, error = mean_of_tasks([score.value for score in each], errors, sizes, wanted[metric])
             better = each[0].higher_is_better
             yield TaskScore(group.name, filter_name, None, metric, value, error, better, sum(sizes))
+
+
+HEAD = ("Tasks", "Version", "Filter", "n-shot", "Metric", "", "Value", "", "Stderr")
+LEFT = {0, 2, 4}
+"""Columns of text."""
+
+
+def table(scores: Sequence[TaskScore]) -> str:
+    """A table in Markdown, as lm-evaluation-harness prints it."""
+    rows = [list(HEAD)]
+    for score in scores:
+        shots = "" if score.num_fewshot is None else str(score.num_fewshot)
+        arrow = "↑" if score.higher_is_better else "↓"
+        error = "N/A" if score.error is None else f"{score.error:.4f}"
+        name = score.task, score.version, score.filter, shots, score.metric
+        rows.append([*name, arrow, f"{score.value:.4f}", "±", error])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = ["|" + "|".join(_cell(row, column, widths) for column in range(len(HEAD))) + "|" for row in rows]
+    rules = ["-" * (width - 1) + ("-" if column in LEFT or width < 2 else ":") for column, width in enumerate(widths)]
+    rule = "|" + "|".join(rules) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _cell(row: Sequence[str], column: int, widths: Sequence[int]) -> str:
+    return row[column].ljust(widths[column]) if column in LEFT else row[column].rjust(widths[column])
+
+
+def record_of(scores: Sequence[TaskScore]) -> dict[str, Any]:
+    """Values and standard errors by their names in records."""
+    record: dict[str, Any] = {}
+    for score in scores:
+        record[score.key] = score.value
+        if score.error is not None:
+            name, comma, filter_name = score.key.partition(",")
+            record[f"{name}_stderr{comma}{filter_name}"] = score.error
+    return record

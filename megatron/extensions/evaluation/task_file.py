@@ -14,8 +14,7 @@ from typing import Any
 
 import yaml
 
-from megatron.extensions.evaluation.filters import FILTERS
-from megatron.extensions.evaluation.metrics import AGGREGATIONS, METRICS, Metric
+from megatron.extensions.evaluation.metrics import AGGREGATIONS, FILTERS, METRICS, Metric
 
 FLAG = "--eval-tasks"
 

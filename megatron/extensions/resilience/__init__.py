@@ -1,1 +1,7 @@
-"""Faults between hosts: heartbeats, and the end of ranks that have lost each other."""
+"""Runs on several hosts of which some may be lost: heartbeats between hosts, and a rendezvous for elastic restarts.
+
+Flag: --host-heartbeat-timeout-seconds. scripts/train_gpt_elastic.sh starts ranks by `torchrun`, the module here.
+
+Read `host_watch` first: the part of a rank's watchdog that starts the host's `heartbeat`, a process of its own, and
+ends the rank when other hosts are lost.
+"""

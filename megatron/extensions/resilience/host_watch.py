@@ -20,13 +20,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.extensions.resilience.flags import ResilienceConfig
 from megatron.extensions.resilience.heartbeat import FULL_MESH
+from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.failure_report import ADVICE, Failure
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import Board
+from megatron.training.reliability.watchdog import Watchdog
 
+ADVICE_HOST = (
+    "look at the power, cable and switch of the named host; the latest checkpoint is complete, and the same command "
+    "goes on from it, on the hosts that are left (fewer ranks, if the model-parallel sizes fit them), or on another in "
+    "its place; scripts/train_gpt_elastic.sh and scripts/train_gpt_slurm.sh do so by themselves; if hosts may stand "
+    "still for longer, raise --host-heartbeat-timeout-seconds"
+)
 PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
 """Of so many ranks each is looked up as it comes, of more ranks once all have come."""
@@ -59,6 +68,14 @@ class Link:
     port: int = 0
 
 
+def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
+    """The watch of a rank over other hosts, started."""
+    assert watchdog.board is not None
+    watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures)
+    watch.open(watchdog.board, config.options(ResilienceConfig).host_heartbeat_timeout_seconds)
+    return watch
+
+
 class HostWatch:
     """Without `open` it does nothing and costs nothing."""
 
@@ -81,10 +98,7 @@ class HostWatch:
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
     def open(self, board: Board, timeout: float) -> None:
-        """Starts to watch, if the launcher has started ranks on several hosts. `timeout`: seconds without a heartbeat
-        after which a host is lost; 0: no watch."""
-        if not (timeout and self._launch.several_hosts):
-            return
+        """Starts to watch. `timeout`: seconds without a heartbeat after which a host is lost."""
         self._board, self._timeout = board, timeout
         self._ear.bind(("127.0.0.1", 0))
         threading.Thread(target=self._ask_after_store, name="store watch", daemon=True).start()
@@ -224,7 +238,7 @@ class HostWatch:
         how = "by a failure whose report has not come here" if failed else "in peace, while this rank is in a step"
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
         who = ", ".join(map(self._named, ended))
-        phase, advice = self._status.phase_and_action(), ADVICE["host" if failed else "collective"]
+        phase, advice = self._status.phase_and_action(), ADVICE_HOST if failed else ADVICE["collective"]
         return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)
 
     def _lives(self, host: int, age: float) -> bool:
@@ -272,7 +286,7 @@ class HostWatch:
         who = me if alone else ", ".join(self._named(host) for host, _ in lost)
         title = "cut off from other hosts" if alone else "host cannot be reached"
         phase = f"{self._status.phase_and_action()}, as seen from {self._host_name(here)}"
-        return Failure(rank, who, phase, title, "\n".join(lines), ADVICE["host"])
+        return Failure(rank, who, phase, title, "\n".join(lines), ADVICE_HOST)
 
 
 def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:

@@ -28,7 +28,6 @@ SECTION_TITLES = {
     "training": "batch size and length",
     "checks": "skipped steps and failing ones",
     "logging": "logging",
-    "eval_tasks": "downstream tasks",
     "checkpoint": "checkpoints",
     "extensions": "extensions",
 }

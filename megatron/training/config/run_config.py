@@ -163,14 +163,6 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = False
     """Log the number of zeros in the gradient."""
 
-    log_layer_stats: int = 0
-    """Iterations between statistics of each layer: norms of weights, gradients and updates, activations, attention
-    logits, routers; 0: none."""
-
-    layer_growth_threshold: float = flag(1.2, at_least=0)
-    """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
-    the last 10 records while others' does not; 0: never."""
-
     tensorboard_dir: str | None = flag(None, path="local", writes="folder")
     """Folder for TensorBoard event files."""
 
@@ -191,54 +183,6 @@ class LoggingConfig:
 
     wandb_save_dir: str | None = flag(None, path="local", writes="folder")
     """Folder for the files of Weights & Biases; default: WANDB_DIR, else --save, else a temporary folder."""
-
-    log_straggler: bool = False
-    """Report the slowest ranks of each phase of a step."""
-
-    straggler_minmax_count: int = 1
-    """--log-straggler: ranks reported for each phase."""
-
-    profile: bool = False
-    """Profile some steps: with nsys on GPUs, or with torch's profiler, which writes traces for Perfetto to the folder
-    profile in --tensorboard-dir or --save."""
-
-    profile_step_start: int = flag(10, at_least=0)
-    """--profile: iterations before the profile starts."""
-
-    profile_step_end: int = 12
-    """--profile: iterations before it ends."""
-
-    profile_ranks: tuple[int, ...] = flag((0,), many=True, at_least=0)
-    """--profile: ranks that are profiled."""
-
-    trace: bool = False
-    """Trace some steps of all ranks on one clock into one file for Perfetto, in the folder trace of --tensorboard-dir
-    or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline beside."""
-
-    trace_step_start: int = flag(10, at_least=0)
-    """--trace: iterations before the trace starts."""
-
-    trace_step_end: int = 12
-    """--trace: iterations before it ends."""
-
-    use_pytorch_profiler: bool = False
-    """--profile: use torch's profiler on GPUs too."""
-
-    pytorch_profiler_collect_shapes: bool = False
-    """--profile: traces of torch's profiler hold the shapes of operands."""
-
-    pytorch_profiler_collect_callstack: bool = False
-    """--profile: traces of torch's profiler hold the Python stack of each operation."""
-
-    record_shapes: bool = False
-    """--profile: ranges for nsys hold the shapes of operands."""
-
-    record_memory_history: bool = False
-    """GPUs: record allocations, and write them for torch's memory viewer: at --profile-step-end, at the end of a
-    shorter run, and when memory runs out."""
-
-    memory_snapshot_path: str = flag("snapshot.pickle", path="local")
-    """--record-memory-history: file to write; the rank is appended."""
 
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device for MFU; default: derived from the device name, unknown on CPU."""
@@ -305,29 +249,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class EvalTasksConfig:
-    """Downstream tasks that are evaluated during training, or on a checkpoint by --skip-train."""
-
-    eval_tasks: tuple[str, ...] | None = flag(None, many=True, path="local")
-    """Task files in lm-evaluation-harness' YAML form, or folders of them, whose data are local files."""
-
-    eval_tasks_interval: int | None = flag(None, at_least=0)
-    """Iterations between evaluations of --eval-tasks, 0 for one at the end only; default: --eval-interval."""
-
-    eval_tasks_limit: int | None = None
-    """Documents of each task, the first of its split; default: all."""
-
-    eval_tasks_num_fewshot: int | None = flag(None, at_least=0)
-    """Examples before each document, in place of num_fewshot in the task files; tasks that say 0 keep it."""
-
-    eval_tasks_batch_tokens: int | None = None
-    """Tokens in one forward pass of one model replica; default: micro-batch-size * seq-length."""
-
-    eval_tasks_samples: str | None = flag(None, path="local", writes="folder")
-    """Folder for what each document came out as: a file of JSON lines for each evaluation."""
-
-
-@dataclass(frozen=True)
 class ExtensionConfig:
     """Code of a user's own."""
 
@@ -348,7 +269,6 @@ class RunConfig(Section):
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    eval_tasks: EvalTasksConfig = field(default_factory=EvalTasksConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 

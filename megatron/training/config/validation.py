@@ -15,6 +15,7 @@ from megatron.training.config.batch_size import legal_sizes, parse_batch_schedul
 from megatron.training.config.flags import EXTENSION_SECTIONS, flat_values
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
+from megatron.training.config.rules.length import callbacks_evaluate
 from megatron.training.config.rules.single_values import single_values
 from megatron.training.config.rules.switched_off import switched_off
 from megatron.training.config.run_config import RunConfig, TrainingConfig
@@ -108,10 +109,10 @@ def _filled(section: Any, **values: Any) -> Any:
 
 def _without_training(config: RunConfig) -> RunConfig:
     """The configuration of an evaluation with values for what only training needs and flags leave out: a learning rate,
-    a length and, where only tasks are evaluated, data."""
+    a length and, where only callbacks evaluate, data."""
     training, data = config.training, config.data
     named = data.data_path or data.per_split or data.listed or data.valid or plan_class(config) is not RunPlan
-    if not named and data.dataset == "gpt" and config.eval_tasks.eval_tasks and not training.full_validation:
+    if not named and data.dataset == "gpt" and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)
     if data.dataset == "mock" and training.train_samples is None and training.train_tokens is None:
         training = _filled(training, train_iters=1)

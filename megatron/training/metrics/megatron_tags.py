@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from megatron.extensions.diagnosis.layer_stats.records import layer_scalars
 
 Record = dict[str, Any]
 
@@ -31,17 +29,31 @@ OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-no
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
-    """(tag, value, step) of each number of a record. What Megatron-LM does not log keeps our name; values of layers
-    have the layer's number behind it."""
-    for tag, value in layer_scalars(record.get("layers") or {}):
-        yield tag, value, record["iteration"]
+    """(tag, value, step) of each number of a record. What Megatron-LM does not log keeps our name; values of a table
+    have that of the table before it and the number of the row behind it."""
     for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}/{tag}", number, record["iteration"]) for tag, number in _of_table(value))
         if key in ("iteration", "schema") or isinstance(value, bool) or not isinstance(value, int | float):
             continue
         tag = tag_of(key)
         yield tag, value, record["iteration"]
         if "consumed_samples" in record and (tag in OVER_SAMPLES or tag.startswith("lm loss ")):
             yield f"{tag} vs samples", value, record["consumed_samples"]
+
+
+def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """(COLUMN/ROW, value) of a table in a record: lists of equal length, the first of which numbers the rows. Of values
+    that are lists the largest is one; null is none. Nothing of any other mapping."""
+    if not all(isinstance(values, list) for values in columns.values()):
+        return
+    first, *names = columns or [""]
+    for name in names:
+        for row, value in zip(columns[first], columns[name], strict=True):
+            if isinstance(value, list):
+                yield f"{name}_max/{row}", max(value)
+            elif value is not None:
+                yield f"{name}/{row}", value
 
 
 def tag_of(key: str) -> str:

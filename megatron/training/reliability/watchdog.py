@@ -1,8 +1,8 @@
 """The watchdog of a rank: a thread beside the training that sees signals, requests and the failures of other ranks.
 
 It composes parts with one job each: `RankStatus` knows what this rank is doing, `SignalListener` receives signals,
-`StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, `HostWatch` notices other
-hosts that are lost, and `FailureHandler` ends the ranks with one report.
+`StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, `SaveLease` keeps other runs
+from the --save folder, and `FailureHandler` ends the ranks with one report. Extensions add what else is watched.
 """
 
 from __future__ import annotations
@@ -11,19 +11,30 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from megatron.extensions.resilience.host_watch import HostWatch
-from megatron.extensions.resilience.save_lease import LeaseError, SaveLease
+from megatron.core.parts import WATCHES
+from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.flight_recorder import Entered
 from megatron.training.reliability.launch import Launch, write_error_file
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
 from megatron.training.reliability.run_status import ExitCode, Outcome
+from megatron.training.reliability.save_lease import LeaseError, SaveLease
 from megatron.training.reliability.signal_listener import SignalListener
 from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import StopConditions, StopRequests
+
+
+class Watch(Protocol):
+    """What an extension has a watchdog look at, such as other hosts. It ends the ranks by `Watchdog.failures`."""
+
+    def look(self) -> None:
+        """Looks, on the watchdog's thread, twice a second or so. It may ask the store."""
+
+    def close(self) -> None:
+        """At the end of the run."""
 
 
 class Watchdog:
@@ -40,8 +51,8 @@ class Watchdog:
         """What a callback raised after the run had ended."""
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
-        self.hosts = HostWatch(self.launch, self.status, self.failures)
-        self._board: Board | None = None
+        self.board: Board | None = None
+        self._watches: list[Watch] = []
         self._lease: SaveLease | None = None
         self._conditions = StopConditions({}, [])
         self._meetings = 0
@@ -51,8 +62,13 @@ class Watchdog:
 
     def connect(self, board: Board) -> None:
         """From now on all ranks hear of a failure on this one."""
-        self._board = board
+        self.board = board
         self.failures.connect(board)
+
+    def watch(self, config: RunConfig) -> None:
+        """Builds what extensions have watched in a run of this configuration. Once connected."""
+        wanted = [name for name in WATCHES if WATCHES.facts(name).when(config, self.launch)]
+        self._watches = [WATCHES[name](config, self) for name in wanted]
 
     def hold(self, folder: Path) -> None:
         """Takes the lease on a --save folder. Raises LeaseError if another run saves to it."""
@@ -69,10 +85,10 @@ class Watchdog:
         """Starts the thread, once connected. Call it on the main thread.
 
         `signals`: whether signals end the run; `conditions`: what else does."""
-        assert self._board is not None, "connect first"
+        assert self.board is not None, "connect first"
         self._conditions = conditions
         self.signals.start(signals)
-        self._thread = threading.Thread(target=self._run, args=(self._board,), name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self.board,), name="watchdog", daemon=True)
         self._thread.start()
 
     @property
@@ -93,7 +109,7 @@ class Watchdog:
     def together(self, what: str, minutes: float) -> None:
         """Returns when all ranks have ended `what`. Raises TimeoutError, which names those that have not, if they do
         not within `minutes`."""
-        board, status = self._board, self.status
+        board, status = self.board, self.status
         if board is None or self.launch.world_size == 1:
             return
         self._meetings += 1
@@ -111,13 +127,14 @@ class Watchdog:
 
     def close(self) -> None:
         """Ends the watch in peace. Rank 0 waits a little for slower ranks, as the store may live in its process."""
-        board, first, code = self._board, self.launch.rank == 0, self.code
+        board, first, code = self.board, self.launch.rank == 0, self.code
         if board is None:
             return
         self._closed.set()
         if self._thread is not None:
             self._thread.join(5)
-        self.hosts.close()
+        for watch in self._watches:
+            watch.close()
         if self._lease is not None:
             self._lease.release()
         board.say("over")
@@ -131,7 +148,7 @@ class Watchdog:
             write_error_file(f"the run has ended and is saved, but {self.complaint}")
         if first:
             self.outcome.end(code, self.requests.why or self.complaint)
-        self._board = None
+        self.board = None
 
     def _run(self, board: Board) -> None:
         while not self._closed.is_set():
@@ -150,7 +167,8 @@ class Watchdog:
 
     def _look(self, board: Board) -> None:
         board.beat(self.status.phase_and_action())
-        self.hosts.look()
+        for watch in self._watches:
+            watch.look()
         seen, self._looked = self._looked, time.time()
         cause = board.cause()
         if cause is not None and cause.reporter != self.launch.rank:

@@ -16,8 +16,6 @@ from megatron.core.fp8.casts import Scaled
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
 from megatron.extensions.cuda_graphs.graphed_microbatches import CudaGraphs, GraphedMicrobatches
-from megatron.extensions.diagnosis.nonfinite_search import search
-from megatron.training.checks.bad_steps import settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
@@ -65,10 +63,6 @@ def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Te
         for _ in range(5):
             train_step(run)
         seen = recorder.recorded, recorder.replayed
-        settle(run)
-        step = run.progress.next_step(run.batch_sizes)
-        assert search(run.forward_backward, step, run.data.read_batches(step), run.optimizer.loss_scale) is None
-        assert (recorder.recorded, recorder.replayed) == seen, "a search looks at modules, and these are not replayed"
         return interval.losses, [param.detach().clone() for param in run.ddp.params], seen
 
 
@@ -147,7 +141,6 @@ def test_what_can_be_recorded() -> None:
         ("--reset-attention-mask --tokenizer-type NullTokenizer", "--reset-attention-mask"),
         ("--overlap-grad-reduce", "--overlap-grad-reduce"),
         ("--overlap-param-gather", "--overlap-param-gather"),
-        ("--log-straggler", "--log-straggler"),
         ("--deterministic-mode", "--deterministic-mode"),
         ("--experimental-attention-variant gated_delta_net --bf16", "--cuda-graph-impl local"),
         ("--bf16 --fp8-format e4m3 --fp8-param-gather --dp 2", "--fp8-param-gather"),

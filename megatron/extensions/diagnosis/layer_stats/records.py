@@ -6,7 +6,7 @@ rank's part or copy of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,17 +74,3 @@ class LayerRecord:
         found: dict[str, Any] = {"iteration": self.iteration, "layers": {"layer": numbers} | rows}
         found["parameters"] = self.parameters
         return found | ({"tensor_parallel_shards": self.shards} if self.shards else {})
-
-
-def layer_scalars(layers: Mapping[str, Sequence[Any]]) -> list[tuple[str, float]]:
-    """(tag, value) of the numbers of a record's `layers`, for dashboards: `layers/output_rms/12`. Of the load of
-    experts the largest is one."""
-    numbers, found = layers.get("layer", ()), list[tuple[str, float]]()
-    for name, values in layers.items():
-        for number, value in zip(numbers, values, strict=True):
-            if name == "layer" or value is None:
-                continue
-            largest = isinstance(value, list)
-            tag = f"layers/{name}{'_max' if largest else ''}/{number}"
-            found.append((tag, max(value) if largest else value))
-    return found

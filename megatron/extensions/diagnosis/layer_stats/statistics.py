@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
 from megatron.core.parallel_state import ParallelState
+from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.layer_stats.activation_taps import (
     ENTROPY,
     KEYS,
@@ -92,7 +93,8 @@ class LayerStatistics(Meter):
         optimizer: DistributedOptimizer,
         device: torch.device,
     ) -> None:
-        self.interval, self.state, self.device = config.logging.log_layer_stats, state, device
+        options = config.options(DiagnosisConfig)
+        self.interval, self.state, self.device = options.log_layer_stats, state, device
         self.num_experts = config.model.num_experts or 0
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None
@@ -100,7 +102,7 @@ class LayerStatistics(Meter):
         self.found: list[LayerRecord] = []
         """The records of the last log interval."""
 
-        self._alarms = LayerAlarms(config.logging.layer_growth_threshold)
+        self._alarms = LayerAlarms(options.layer_growth_threshold)
         compiled = config.parallel.compiles(device.type)
         self.taps = ActivationTaps(stages, device, compiled, bool(named_value(config, "qk_clip")))
         self.rows = _Rows.of(self.taps, stages, state)

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.parallel_state import SINGLE_AXES
 from megatron.core.pipeline_parallel.actions import Action, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.trace.assembly import PIPELINE, RankTrace, assemble
 from megatron.extensions.diagnosis.trace.collective_taps import CollectiveTaps, patched
 from megatron.extensions.diagnosis.trace.host_clocks import Alignment, Offset, host_identity, measure
@@ -48,6 +49,7 @@ class Tracer(Callback):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        self.options = config.options(DiagnosisConfig)
         self._first = 0
         """The first iteration that is traced."""
 
@@ -62,12 +64,12 @@ class Tracer(Callback):
         return ()
 
     def on_start(self, run: RunView) -> None:
-        iteration, logging = run.progress.iteration, self.config.logging
-        if iteration >= logging.trace_step_end:
+        iteration, options = run.progress.iteration, self.options
+        if iteration >= options.trace_step_end:
             run.say(
-                f" no trace: the run resumes at iteration {iteration}, --trace-step-end is {logging.trace_step_end}"
+                f" no trace: the run resumes at iteration {iteration}, --trace-step-end is {options.trace_step_end}"
             )
-        elif iteration >= logging.trace_step_start:
+        elif iteration >= options.trace_step_start:
             self._start(run)
 
     def on_step_end(self, run: RunView) -> None:
@@ -78,16 +80,16 @@ class Tracer(Callback):
 
     def on_end(self, run: RunView) -> None:
         """Writes the trace of a run that was too short for it, and waits for the file."""
-        if run.progress.iteration < self.config.logging.trace_step_start:
-            run.say(f" no trace: the run has ended before --trace-step-start {self.config.logging.trace_step_start}")
+        if run.progress.iteration < self.options.trace_step_start:
+            run.say(f" no trace: the run has ended before --trace-step-start {self.options.trace_step_start}")
         self._stop(run)
         if self._writer is not None:
             self._writer.join()
 
     def _turn(self, run: RunView) -> None:
-        if run.progress.iteration == self.config.logging.trace_step_start:
+        if run.progress.iteration == self.options.trace_step_start:
             self._start(run)
-        elif run.progress.iteration == self.config.logging.trace_step_end:
+        elif run.progress.iteration == self.options.trace_step_end:
             self._stop(run)
 
     def _start(self, run: RunView) -> None:

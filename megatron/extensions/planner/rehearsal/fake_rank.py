@@ -35,12 +35,22 @@ from megatron.extensions.planner.rehearsal.rank_mode import RankMode
 from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecord, coords_of
 from megatron.extensions.planner.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
 from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Parts
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
 from megatron.training.plan import plan_of
 from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
+
+
+class WithoutInputs(Parts):
+    """Parts of a rehearsal: without callbacks that read inputs at the start."""
+
+    def with_registered(self, config: RunConfig) -> Parts:
+        parts = super().with_registered(config)
+        kept = [callback for callback in parts.callbacks if type(callback).on_setup is Callback.on_setup]
+        return Parts(kept, parts.metrics)
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,7 @@ def rehearsal_of(
         data=data,
         parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config))),
         checkpoint=replace(config.checkpoint, save=None, load=None),
-        logging=replace(config.logging, sample_log=None, profile=False, record_memory_history=False),
-        eval_tasks=replace(config.eval_tasks, eval_tasks=None),
+        logging=replace(config.logging, sample_log=None),
     )
     return Rehearsal(config, world_size, microbatches, device_memory)
 
@@ -238,7 +247,7 @@ def _run(
     stack.enter_context(mode)
     for context in (_alone(), mode.log.objects(answer=True), mode.host_pools(), _device(config, mode)):
         stack.enter_context(context)
-    run = build_run(config, runtime)
+    run = build_run(config, runtime, WithoutInputs())
     stack.callback(run.data.close)
     record.built = mode.now
     phases.begin("step")

@@ -8,16 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.checkpoints import (
-    checkpoints,
-    garbage,
-    layer_statistics,
-    profiles,
-    skipping,
-    traces,
-)
+from megatron.training.config.rules.checkpoints import checkpoints, garbage, skipping
 from megatron.training.config.rules.context import heads_over_context, sequence
-from megatron.training.config.rules.data import data, eval_tasks, tokenizer, validation_sets
+from megatron.training.config.rules.data import data, tokenizer, validation_sets
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
 from megatron.training.config.rules.linear_attention import linear_attention, linear_attention_in_fp8
@@ -27,7 +20,7 @@ from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import post_validation
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.precision import fp8, fp8_param_gather, fp8_scaling, fp8_shapes, precision
-from megatron.training.config.rules.world import heartbeats, world
+from megatron.training.config.rules.world import world
 from megatron.training.config.run_config import RunConfig
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
@@ -35,7 +28,6 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
     world,
-    heartbeats,
     attention,
     attention_kernel,
     tensor_parallel,
@@ -65,12 +57,8 @@ RULES: tuple[Rule, ...] = (
     post_validation,
     data,
     validation_sets,
-    eval_tasks,
     tokenizer,
     checkpoints,
     skipping,
     garbage,
-    layer_statistics,
-    profiles,
-    traces,
 )

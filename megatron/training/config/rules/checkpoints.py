@@ -1,11 +1,10 @@
-"""Rules of checkpoints, skipped steps, profiles, statistics of layers and garbage collection."""
+"""Rules of checkpoints, skipped steps and garbage collection."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from megatron.training.config.flags import dashed, field_table
+from megatron.training.config.flags import dashed
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -48,49 +47,3 @@ def garbage(c: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if given:
             yield Problem.no_effect(name, value, "--manual-gc")
-
-
-def layer_statistics(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    flag = field_table()["layer_growth_threshold"]
-    threshold = c.logging.layer_growth_threshold
-    if threshold != flag.default and not c.logging.log_layer_stats:
-        yield Problem.no_effect(flag.name, threshold, "--log-layer-stats")
-    if threshold and not 1 < threshold < math.inf:
-        yield Problem(flag.name, threshold, "must be 0 or above 1", f"the default is {flag.default}")
-
-
-def traces(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    o = c.logging
-    for field in ("trace_step_start", "trace_step_end"):
-        if not o.trace and getattr(o, field) != field_table()[field].default:
-            yield Problem.no_effect(dashed(field), getattr(o, field), "--trace")
-    if o.trace and o.trace_step_end <= o.trace_step_start:
-        rule = f"must be above --trace-step-start {o.trace_step_start}"
-        yield Problem("--trace-step-end", o.trace_step_end, rule, f"nearest: {o.trace_step_start + 1}")
-    length = c.training.train_iters
-    if o.trace and length is not None and 0 < length <= o.trace_step_start:
-        rule = f"has no effect in a run of --train-iters {length}"
-        remedy = f"use {max(0, length - 2)} and --trace-step-end {length}"
-        yield Problem("--trace-step-start", o.trace_step_start, rule, remedy, harmless=True)
-
-
-def profiles(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    o = c.logging
-    by_torch = o.profile and (o.use_pytorch_profiler or c.parallel.cpu)
-    for field, needed, present in (
-        ("use_pytorch_profiler", "--profile", o.profile),
-        ("pytorch_profiler_collect_shapes", "--profile --use-pytorch-profiler", by_torch),
-        ("pytorch_profiler_collect_callstack", "--profile --use-pytorch-profiler", by_torch),
-        ("record_shapes", "--profile on GPUs", o.profile and not by_torch),
-        ("record_memory_history", "GPUs", not c.parallel.cpu),
-    ):
-        if getattr(o, field) and not present:
-            yield Problem.no_effect(dashed(field), None, needed)
-    if not (o.profile or o.record_memory_history):
-        return
-    if o.profile_step_end <= o.profile_step_start:
-        rule = f"must be above --profile-step-start {o.profile_step_start}"
-        yield Problem("--profile-step-end", o.profile_step_end, rule, f"nearest: {o.profile_step_start + 1}")
-    absent = [rank for rank in o.profile_ranks if not 0 <= rank < world_size]
-    if absent:
-        yield Problem("--profile-ranks", o.profile_ranks, f"must be below the {world_size} ranks", "remove the others")

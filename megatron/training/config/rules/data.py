@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parts import TOKENIZERS
@@ -79,29 +78,6 @@ def validation_sets(c: RunConfig, world_size: int) -> Iterator[Problem]:
         data.named_sets  # noqa: B018
     except ValueError as error:
         yield Problem.of_message("--valid", data.valid, str(error))
-
-
-def eval_tasks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    options, model = c.eval_tasks, c.model
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
-    if not options.eval_tasks:
-        others = ((name, value) for name, value in given.items() if value is not None)
-        yield from (Problem.no_effect(dashed(name), value, "--eval-tasks") for name, value in others)
-        return
-    if c.tokenizer.tokenizer_type is None:
-        yield Problem("--eval-tasks", None, "reads text, which needs a tokenizer", "add --tokenizer-type and its files")
-    factor = model.moe_eval_capacity_factor or model.moe_expert_capacity_factor
-    if factor is not None and model.num_experts and factor * model.moe_router_topk < model.num_experts:
-        rule = "experts with a capacity would drop tokens of a text for the filling behind it"
-        enough = f"--moe-eval-capacity-factor {model.num_experts / model.moe_router_topk:g}"
-        yield Problem("--eval-tasks", None, rule, f"add {enough}, with which none is dropped")
-    # Imported here because it needs yaml and numpy, which --help and parsing do not.
-    from megatron.extensions.evaluation.task_file import read_tasks
-
-    try:
-        read_tasks(options.eval_tasks, options.eval_tasks_num_fewshot)
-    except ValueError as error:
-        yield from Problem.of_errors("--eval-tasks", None, error)
 
 
 def _text_files(c: RunConfig) -> Iterator[Problem]:

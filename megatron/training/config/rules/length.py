@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.parts import CALLBACKS
 from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
@@ -75,6 +76,11 @@ def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
         yield Problem(name, values, rule, f"nearest: --global-batch-size {near} or {near + increment}")
 
 
+def callbacks_evaluate(c: RunConfig) -> bool:
+    """Whether a callback of the run evaluates the model."""
+    return any(facts.evaluates and facts.when(c) for facts in map(CALLBACKS.facts, CALLBACKS))
+
+
 def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     t, derived = c.training, dict(c.given)
     fields = ("train_iters", "train_samples", "train_tokens")
@@ -86,8 +92,9 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not names and c.data.dataset == "mock" and not t.skip_train:
         remedy = "add --train-iters, --train-samples or --train-tokens"
         yield Problem("--mock-data", None, "synthetic data has no epochs, so the run needs a length", remedy)
-    if t.skip_train and t.eval_iters == 0 and not c.eval_tasks.eval_tasks:
-        remedy = "raise --eval-iters, or add --eval-tasks"
+    if t.skip_train and t.eval_iters == 0 and not callbacks_evaluate(c):
+        flags = filter(None, (CALLBACKS.facts(name).evaluates for name in CALLBACKS))
+        remedy = ", or add ".join(["raise --eval-iters", *flags])
         yield Problem("--skip-train", None, "leaves nothing to do with --eval-iters 0", remedy)
     samples, size = samples_of_run(c), t.global_batch_size
     if t.batch_size_varies and size:

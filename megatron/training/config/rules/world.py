@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
-SHORTEST_SILENCE = 3.0
-"""Seconds of --host-heartbeat-timeout-seconds."""
-
 
 def world(c: RunConfig, world_size: int) -> Iterator[Problem]:
     p = c.parallel
@@ -30,15 +27,4 @@ def world(c: RunConfig, world_size: int) -> Iterator[Problem]:
             p.data_parallel_size,
             f"must be world size {world_size} / ({shown}) = {replicas}",
             f"remove it, or start {p.data_parallel_size * model} ranks",
-        )
-
-
-def heartbeats(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    seconds = c.parallel.host_heartbeat_timeout_seconds
-    if 0 < seconds < SHORTEST_SILENCE:
-        yield Problem(
-            "--host-heartbeat-timeout-seconds",
-            seconds,
-            f"must be 0 or at least {SHORTEST_SILENCE:g}, as four heartbeats are sent a second and a few may be lost",
-            "the default is 6; 0 turns heartbeats off",
         )

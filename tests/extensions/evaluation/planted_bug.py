@@ -1,7 +1,7 @@
 """A bug that the loss does not show and the tasks do: one tensor-parallel rank's embeddings are scaled from some step.
 
-    python -m tests.planted_bug                 three runs of 280 steps at TP 2, a table, and what was seen when
-    python -m tests.planted_bug --factor 0.0    another bug
+    python -m tests.extensions.evaluation.planted_bug                 # three runs of 280 steps at TP 2, and a table
+    python -m tests.extensions.evaluation.planted_bug --factor 0.0    # another bug
 
 The vocabulary is cut in two: rank 0 has the letters that nearly all text consists of, rank 1 rare ones. The text is
 prose, in which one line of eight says which of four words a rare letter stands for. A task asks for that word. The
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
-from megatron.extensions.evaluation.in_loop import generation_of, scorer_of
+from megatron.extensions.evaluation.in_loop import EvalTasks, generation_of, scorer_of
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
@@ -110,9 +110,9 @@ def run(rank: int, world_size: int, flags: str, every: int, start: int | None, f
             train_step(training)
             if step % every == 0:
                 total, tokens = all_reduce_(sum(interval.losses), training.runtime.state.world).tolist()
-                assert training.eval_tasks is not None
+                (suite,) = (callback.suite for callback in training.callbacks if isinstance(callback, EvalTasks))
                 with training.pipeline.evaluation_mode():
-                    found = training.eval_tasks.evaluate(scorer_of(training), generation_of(training)).scores
+                    found = suite.evaluate(scorer_of(training), generation_of(training, suite.tokenizer)).scores
                 points.append((step, total / tokens, {each.task: (each.value, each.error or 0.0) for each in found}))
                 interval = training.interval = Interval()
     return points

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from megatron.extensions.diagnosis.flags import DiagnosisConfig
+from megatron.extensions.diagnosis.straggler import slowest, straggler_line, straggler_record
 from megatron.training.config.run_config import RunConfig
 from megatron.training.metrics.interval import Interval
 from megatron.training.metrics.sinks import Record
@@ -41,3 +43,19 @@ def test_a_slow_rank_is_named(layout: str) -> None:
         assert record["straggler_forward_rank"] == 3 and record["straggler_backward_rank"] == 0
         assert [len(record[f"straggler_{phase}"]) for phase in STEP_PARTS] == [2] * len(STEP_PARTS)
     assert all(record["straggler_forward"] == records[0]["straggler_forward"] for record in records)
+
+
+def test_slowest_ranks() -> None:
+    assert slowest([1.0, 4.0, 2.0, 2.0], 2) == [(1, 4.0, 2.0), (2, 2.0, 1.0)]
+    assert slowest([0.0, 0.0], 1) == [(0, 0.0, 1.0)]
+
+
+def test_record_and_line_of_stragglers() -> None:
+    table = [[0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 6.0, 4.0, 0.1, 0.4]]
+    record = straggler_record(table, 2, DiagnosisConfig(log_straggler=True, straggler_minmax_count=2))
+    assert (record["straggler_forward_rank"], record["straggler_forward_ratio"]) == (2, 3.0)
+    assert record["straggler_forward"] == [[2, 3.0, 3.0], [0, 1.0, 1.0]]
+    assert record["straggler_optimizer_seconds"] == pytest.approx(0.2)
+    (line,) = straggler_line(record, ["a", "a", "b"])
+    assert "forward: rank 2 on b 3000.0 ms (x3.00), rank 0 on a 1000.0 ms (x1.00) | backward" in line
+    assert straggler_record(table, 0, DiagnosisConfig()) == {} and straggler_line({}, []) == []

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
 from megatron.extensions.diagnosis.trace.trace_file import problems, read_trace, write_trace
-from tests.trace_cases import simulated_trace
+from tests.extensions.diagnosis.trace_cases import simulated_trace
 from tools.pictures import plot_memory, plot_ranks, plot_trace
 from tools.pictures.charts import Series, curves, thinned
 from tools.pictures.svg import byte_text, short_number, ticks

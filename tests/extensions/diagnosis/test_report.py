@@ -14,8 +14,10 @@ import pytest
 
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
 from megatron.training.reliability.run_events import record_event
+from tests.extensions.diagnosis.trace_cases import simulated_trace
 from tests.limits import HANG
-from tests.trace_cases import simulated_trace
+from tests.pure.test_output_files import check_pipe
+from tools import report
 from tools.pictures.charts import MOST_POINTS
 from tools.pictures.run_folder import read_run
 from tools.report import computed_plan, main
@@ -295,3 +297,11 @@ def test_a_browser_shows_all_sections(run: Path, tmp_path: Path) -> None:
     assert {tag: count for tag, count in built.tags.items() if tag != "tbody"} == {
         tag: count for tag, count in page.tags.items() if tag != "tbody"
     }
+
+
+def test_a_page_is_written_to_a_pipe(tmp_path: Path) -> None:
+    def write(output: Path, folder: Path) -> None:
+        write_metrics(folder, 2)
+        assert report.main([str(folder), "--no-plan", "--output", str(output)]) == 0
+
+    check_pipe(write, tmp_path)

@@ -11,14 +11,18 @@ from typing import Any, cast
 
 import pytest
 
+from megatron.core.parts import WATCHES
 from megatron.extensions.resilience import host_watch
+from megatron.extensions.resilience.flags import ResilienceConfig
 from megatron.extensions.resilience.heartbeat import BEAT, KINDS, LINGER, Links, watched
 from megatron.extensions.resilience.host_watch import HostWatch
+from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import AskedStore
 from tests.limits import HANG
+from tests.pure.test_validation import problems
 
 TIMEOUT = 6.0
 
@@ -252,3 +256,11 @@ def test_a_rank_without_an_answer_of_the_store_asks_for_its_host(monkeypatch: py
     assert asked == [("first", 29500)] * 2
     who = "first (rank 0 of 2) host cannot be reached: the host of rank 1 (rank 1 of 2) has heard nothing from"
     assert [report.startswith(who) for report in ends.reports] == ([] if there else [True, True])
+
+
+@pytest.mark.parametrize(("seconds", "hosts", "there"), [(6, 2, True), (6, 1, False), (0, 2, False)])
+def test_only_ranks_on_several_hosts_watch_them(seconds: float, hosts: int, there: bool) -> None:
+    config = RunConfig().with_options(ResilienceConfig(seconds))
+    assert WATCHES.facts("hosts").when(config, Launch(0, 2, several_hosts=hosts > 1)) is there
+    flag = "--host-heartbeat-timeout-seconds"
+    assert problems(f"{flag} 1")[0].startswith(f"{flag} 1.0: must be 0 or at least 3")

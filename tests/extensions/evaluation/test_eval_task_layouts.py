@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import pytest
 
-from tests.eval_cases import EXPERTS, LLAMA, MODEL, TASKS, assert_same_results, evaluated
+from tests.extensions.evaluation.eval_cases import EXPERTS, LLAMA, MODEL, TASKS, assert_same_results, evaluated
 from tests.harness import run_world
 
 FLAGS = f"--eval-tasks {TASKS} --eval-tasks-limit 2 "

@@ -1,6 +1,6 @@
 """Bugs that a loss hardly shows, planted in small training runs, and what --log-layer-stats says of them.
 
-    python -m tests.faults.planted_bugs --iterations 120 --at 60
+    python -m tests.extensions.diagnosis.planted_bugs --iterations 120 --at 60
 
 Each run trains the same small model from its initial weights on the documentation's text, twice over the same samples:
 once as it is, and once with a bug from iteration `--at` on. A line tells the alarms of both, after how many steps the

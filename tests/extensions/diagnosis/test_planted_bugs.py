@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.faults.planted_bugs`: bugs in real training that a rule names."""
+"""The short form of `python -m tests.extensions.diagnosis.planted_bugs`: bugs in real training that a rule names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.planted_bugs import BUGS, alarms, nothing, records, scaled_lookup, shared_seed
+from tests.extensions.diagnosis.planted_bugs import BUGS, alarms, nothing, records, scaled_lookup, shared_seed
 
 MODEL = (
     "--cpu --num-layers 3 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --mock-data "

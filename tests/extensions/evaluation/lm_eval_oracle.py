@@ -1,7 +1,9 @@
 """The six tasks of tests/fixtures in the loop, against lm-evaluation-harness on the exported Hugging Face model.
 
-    python -m tests.lm_eval_oracle                    where lm_eval is: pip install .[lm-eval] transformers accelerate
-    python -m tests.lm_eval_oracle --lm-eval PYTHON   with the interpreter of another environment, which has it
+    python -m tests.extensions.evaluation.lm_eval_oracle
+
+where lm_eval is: pip install .[lm-eval] transformers accelerate; with `--lm-eval PYTHON` it is run with the interpreter
+of another environment, which has it.
 
 Trains a small model on text like the tasks', evaluates it in the loop at TP 2 PP 2 and in one process, exports it, and
 runs the harness on the export, and on the checkpoint itself by its model "megatron", in one process and at TP 2 PP 2.
@@ -22,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 TASKS = ROOT / "tests" / "fixtures" / "eval_tasks"
 NAMES = ("colours", "last_words", "pronouns", "sounds", "stories", "sums")
 

@@ -14,18 +14,17 @@ import torch
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_argmax
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.extensions.evaluation.batches import batch_lengths, plan_rounds
-from megatron.extensions.evaluation.filters import FILTERS
 from megatron.extensions.evaluation.generation import Limits, continue_prompts
-from megatron.extensions.evaluation.metrics import choice_scores, exact_match, mean_of_tasks, standard_error
+from megatron.extensions.evaluation.metrics import FILTERS, choice_scores, exact_match, mean_of_tasks, standard_error
 from megatron.extensions.evaluation.prompts import build_samples
+from megatron.extensions.evaluation.rows import Row, batch_lengths, continuation_row, plan_rounds, rolling_rows
 from megatron.extensions.evaluation.scoring import Score
 from megatron.extensions.evaluation.suite import Suite
 from megatron.extensions.evaluation.task_file import read_tasks
-from megatron.extensions.evaluation.tokens import Row, continuation_row, rolling_rows
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import validate
-from tests.eval_cases import MODEL, TASKS
+from megatron.training.config.validation import resolve, validate
+from tests.extensions.evaluation.eval_cases import MODEL, TASKS
+from tests.pure.test_validation import argv, problems
 
 TOKENIZER = ByteTokenizer()
 DOCUMENTS = [{"q": f"question {n}", "a": "yes" if n % 2 else "no"} for n in range(6)]
@@ -55,7 +54,7 @@ def suite(path: Path, **options: Any) -> Suite:
 
 
 def test_requests_are_those_of_the_harness() -> None:
-    """Its first requests of these files; `python -m tests.lm_eval_oracle` compares all, where it is installed."""
+    """Its first requests of these files; `lm_eval_oracle` compares all, where the harness is installed."""
     tasks = {task.name: build_samples(task) for task in read_tasks([str(TASKS)])[0]}
     context = "Colours of things.\n\nA crow is black\n\nSnow is white\n\nA lime is green\n\nMilk is"
     assert tasks["colours"][0].requests[0] == (context, " white")
@@ -238,3 +237,12 @@ def test_functions_and_folders_of_data(tmp_path: Path) -> None:
 def test_the_most_likely_token_leaves_padding_out() -> None:
     logits = torch.tensor([[[0.0, 2.0, 2.0, 9.0]]])
     assert vocab_parallel_argmax(logits, Axis(), 3).tolist() == [[1]]
+
+
+def test_an_evaluation_of_tasks_alone_needs_no_data() -> None:
+    flags = f"--skip-train --tokenizer-type ByteTokenizer --vocab-size 257 --eval-tasks {TASKS}"
+    given = argv(flags, without="lr mock-data train-iters")
+    assert problems(flags, without="lr mock-data train-iters") == problems(f"{flags} --eval-iters 0") == []
+    resolved = resolve(parse_args(given), 1)
+    assert resolve(resolved, 1) == resolved
+    assert (resolved.data.mock_data, resolved.training.eval_iters, resolved.training.train_iters) == (True, 0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from megatron.training.config.validation import resolve_legal
 from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
+from tests.forked import ROOT
 
-TASKS = Path(__file__).parent / "fixtures" / "eval_tasks"
+TASKS = ROOT / "tests" / "fixtures" / "eval_tasks"
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --lr 1e-2 --fp64 --cpu --num-workers 0 "

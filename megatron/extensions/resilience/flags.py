@@ -1,0 +1,38 @@
+"""Flags of the watch over other hosts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.parts import WATCHES
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+SHORTEST_SILENCE = 3.0
+"""Seconds of --host-heartbeat-timeout-seconds."""
+
+
+@extension_flags("hosts", may_change=True)
+@dataclass(frozen=True)
+class ResilienceConfig:
+    host_heartbeat_timeout_seconds: float = flag(6.0, at_least=0)
+    """Seconds without a heartbeat (UDP) of another host after which the run ends and names it. 0: no heartbeats."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        seconds, least = self.host_heartbeat_timeout_seconds, SHORTEST_SILENCE
+        if 0 < seconds < least:
+            rule = f"must be 0 or at least {least:g}, as four heartbeats are sent a second and a few may be lost"
+            remedy = "the default is 6; 0 turns heartbeats off"
+            yield Problem("--host-heartbeat-timeout-seconds", seconds, rule, remedy)
+
+
+WATCHES.register(
+    "hosts",
+    f"{__package__}.host_watch:watch_hosts",
+    when=lambda config, launch: (
+        launch.several_hosts and config.options(ResilienceConfig).host_heartbeat_timeout_seconds > 0
+    ),
+)

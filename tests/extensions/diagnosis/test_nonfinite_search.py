@@ -1,0 +1,146 @@
+"""Steps that are not finite: found, saved and replayed, at a layout and in one process."""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.extensions.cuda_graphs.graphed_microbatches import GraphedMicrobatches
+from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding, search
+from megatron.extensions.diagnosis.step_dump import SavedStep
+from megatron.extensions.diagnosis.step_replay import replay
+from megatron.training.checks.bad_steps import BadStepError, settle
+from megatron.training.config.run_config import RunConfig
+from megatron.training.train_step import train_step
+from tests.extensions.cuda_graphs.test_graphs import FakeRecorder
+from tests.harness import run_world
+from tests.parity.test_bad_steps import SAMPLE, build, config_of, plant, same, skip, tensors
+
+
+def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
+    """(message of the step that ends the run, whether weights and moments are those from before it)"""
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        plant(kind, run)
+        if kind != "weight gradient":
+            train_step(run)
+        before = tensors(run)
+        train_step(run)
+        with pytest.raises(BadStepError) as error:
+            train_step(run)  # notices before it uses its own gradients
+        return str(error.value), same(before, tensors(run))
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "weight gradient"])
+def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_path: Path) -> None:
+    results = run_world(4, fail, config_of(f"--tp 2 --pp 2 --save {tmp_path}", 4), kind)
+    (message,) = {message for message, _ in results}
+    assert all(unchanged for _, unchanged in results)
+    iteration = 1 if kind == "weight gradient" else 2
+    folder = tmp_path / "nan" / f"iter_000000{iteration}"
+    saved = SavedStep.read(folder)
+    found = saved.finding
+    assert found is not None and found.describe() in message and str(folder) in message
+    assert (found.where, found.rank, found.stage, found.weights) == (kind, 2, 1, ())
+    assert saved.step.iteration == iteration
+    if kind == "weight gradient":
+        assert found.module == "decoder.layers.2.input_layernorm.weight"
+    else:
+        assert (found.module, found.microbatch, found.samples) == ("decoder.layers.2.mlp", 2, (SAMPLE,))
+        assert found.sources_finite and math.isfinite(found.largest)
+
+    again = replay(folder, prepare=partial(plant, kind))
+    assert again is not None and again.same_as(found)
+    assert (again.microbatch, again.samples, again.stage) == (found.microbatch, found.samples, 0)
+    assert replay(folder) is None, "without what was planted everything is finite"
+    # The folder is a checkpoint too, from right before the step.
+    on = config_of(f"--load {folder} --iterations-to-skip {iteration}")
+    ((_, progress),) = run_world(1, skip, on, None, 2)
+    assert progress == (8 * (iteration + 1), 1, 0)
+
+
+def poison(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
+    """(message, sample): the sample is the first to read an embedding's row that is NaN."""
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        table = run.stages[0].embedding.word_embeddings.weight
+        readers = {token: sample for sample in range(7, -1, -1) for token in run.data.train.dataset[sample]["tokens"]}
+        token, sample = max(readers.items(), key=lambda item: item[1])
+        table.data[token] = math.nan
+        for shard in run.optimizer.shards:
+            shard.main.data.copy_(shard.bucket.owned_params)
+        train_step(run)
+        with pytest.raises(BadStepError) as error:
+            settle(run)
+        return str(error.value), sample
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    # An untied output layer, or every logit would be NaN at once.
+    ((message, sample),) = run_world(1, poison, config_of("--untie-embeddings-and-output-weights"))
+    assert sample > 0
+    assert f"embedding.word_embeddings (rank 0, pipeline stage 0), micro-batch {sample // 2}, sample" in message
+    assert re.search(rf"samples? {sample}[,;]", message)
+    assert "weights: not finite before the step: embedding.word_embeddings.weight" in message
+
+
+def once(rank: int, world_size: int, config: RunConfig) -> str:
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        layer, left = run.stages[0].decoder.layers[0], [1]
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+            return output * math.nan if left and left.pop() else None
+
+        layer.register_forward_hook(hook)
+        train_step(run)
+        with pytest.raises(BadStepError) as error:
+            settle(run)
+        return str(error.value)
+
+
+def test_what_does_not_happen_again_is_called_so() -> None:
+    (message,) = run_world(1, once, config_of(""))
+    assert "iteration 1 is not finite (loss nan" in message and "run again, with the same weights" in message
+
+
+def finding(where: str, stage: int, place: int, sample: int = 0, rank: int = 0) -> Finding:
+    return Finding(where, "module", (sample,), 0, rank, stage, True, place=place)
+
+
+def test_the_first_finding_is_the_first_in_the_model() -> None:
+    ordered = [
+        finding(FORWARD, 0, 3, sample=5),
+        finding(FORWARD, 0, 3, sample=9),
+        finding(FORWARD, 0, 3, sample=9, rank=1),
+        finding(FORWARD, 0, 4, sample=1),
+        finding(FORWARD, 1, 1),
+        finding(BACKWARD, 1, 7),
+        finding(BACKWARD, 0, 2),
+        finding(WEIGHT_GRADIENT, 1, 0),
+    ]
+    mixed = ordered[::-1]
+    assert sorted(mixed, key=lambda each: each.order) == ordered
+    assert Finding.from_json(asdict(ordered[0])) == ordered[0]
+
+
+def searched(rank: int, world_size: int, config: RunConfig) -> tuple[int, int]:
+    with ExitStack() as resources:
+        run, recorder = build(config, rank, world_size, resources), FakeRecorder()
+        record = run.pipeline._one, recorder, 0, torch.device("cpu"), run.ddp.main_dtype, run.pipeline.executor.casts
+        run.pipeline.graph = GraphedMicrobatches(*record)
+        step = run.progress.next_step(run.batch_sizes)
+        assert search(run.forward_backward, step, run.data.read_batches(step), run.optimizer.loss_scale) is None
+        return recorder.recorded, recorder.replayed
+
+
+def test_a_search_looks_at_modules_which_a_graph_does_not_run() -> None:
+    assert run_world(1, searched, config_of("--fp32")) == [(0, 0)]
