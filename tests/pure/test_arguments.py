@@ -101,7 +101,7 @@ def test_what_flags_stand_for_exists() -> None:
 
 
 def test_defaults_without_flags() -> None:
-    assert replace(parse_args([]), extension_options=()) == RunConfig()
+    assert parse_args([]) == RunConfig()
 
 
 @pytest.mark.parametrize(
