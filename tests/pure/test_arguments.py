@@ -15,7 +15,6 @@ from megatron import extensions
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
 from megatron.training.config.commands import COMMANDS
 from megatron.training.config.flags import (
-    EXTENSION_SECTIONS,
     all_flags,
     field_docs,
     flat_values,
@@ -83,7 +82,7 @@ def test_every_field_has_help_and_a_unique_name() -> None:
 
 
 def test_defaults_without_flags() -> None:
-    assert parse_args([]) == RunConfig().with_options(*(each.cls() for each in EXTENSION_SECTIONS.values()))
+    assert parse_args([]) == RunConfig()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
 from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS
+from megatron.training.config.flags import EXTENSION_SECTIONS
 from megatron.training.extensions import extension_flags
 
 
@@ -83,5 +84,5 @@ DATASET_WRAPPERS.register(
 def of_users(section: Section) -> dict[str, Any]:
     """The values of flags of a user's own extensions, as hashes of data contain them. The flags of built-in extensions
     change no data by themselves."""
-    own = (each for each in section.extension_options if not type(each).__module__.startswith("megatron."))
-    return {"extension_options": [asdict(each) for each in own]}
+    own = (each.cls for each in EXTENSION_SECTIONS.values() if not each.cls.__module__.startswith("megatron."))
+    return {"extension_options": [asdict(section.options(cls)) for cls in own]}

@@ -281,7 +281,8 @@ def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     for section, cls in sections().items():
         known = {flag.field: flag for flag in all_flags() if flag.section == section and flag.field in saved}
         built[section] = cls(**{field: _as_field(flag, saved[field]) for field, flag in known.items()})
-    options = tuple(built.pop(title) for title in EXTENSION_SECTIONS)
+    given = [(section.cls(), built.pop(title)) for title, section in EXTENSION_SECTIONS.items()]
+    options = tuple(options for default, options in given if options != default)  # `Section.options` knows the others
     return RunConfig(**built, extension_options=options)
 
 

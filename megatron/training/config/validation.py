@@ -52,7 +52,7 @@ def _own_findings(config: RunConfig, world_size: int) -> list[Problem]:
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
         problems += [p for p in section.problems(resolved, world_size) if p.flag not in flagged]
-    for options in resolved.extension_options:
+        options: Any = resolved.options(section.cls)
         if hasattr(options, "validate"):
             problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]
     return problems
