@@ -66,7 +66,7 @@ def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Cou
     [
         (1, "--bf16"),
         (1, f"{LLAMA} --bf16 --window-size 6 --recompute-granularity full"),
-        (1, "--check-for-spiky-loss --check-for-large-grads --max-skipped-iterations 1 --log-straggler"),
+        (1, "--check-for-spiky-loss --check-for-large-grads --max-skipped-iterations 1"),
         (2, f"--tp 2 --sequence-parallel --bf16 {LLAMA}"),
         (2, f"--tp 2 --sequence-parallel --tp-comm-overlap {LLAMA}"),
         (1, "--bf16 --fp8-format hybrid --fp8-recipe delayed --ffn-hidden-size 64"),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -15,11 +15,13 @@ from megatron.core.dist_checkpointing.integrity import misfits, read_manifest
 from megatron.core.dist_checkpointing.path_kind import EVENTS, METRICS_FILE, RUNS, kind_of, refusal
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG as CONFIG
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.diagnosis.trace.trace_file import MOST, Trace, read_trace
+
+if TYPE_CHECKING:
+    from megatron.extensions.diagnosis.trace.trace_file import Trace
 
 SIZES = {"tp": "tensor-model", "pp": "pipeline-model", "cp": "context", "ep": "expert-model"}
 AXES = ("tp", "cp", "dp", "pp", "ep")
-MOST_RANKS = 2**20
+MOST_RANKS, MOST_ITERATIONS = 2**20, 2**53
 Record = dict[str, Any]
 
 
@@ -172,7 +174,7 @@ def _read_metrics(run: RunFolder, path: Path) -> None:
     by_iteration: dict[int, Record] = {}
     for record in _json_lines(run, path):
         at = record.get("iteration")
-        if isinstance(at, int) and not isinstance(at, bool) and abs(at) < MOST:
+        if isinstance(at, int) and not isinstance(at, bool) and abs(at) < MOST_ITERATIONS:
             by_iteration[at] = by_iteration.get(at, {}) | record
     run.records = [by_iteration[at] for at in sorted(by_iteration)]
     if path.is_file() and not run.records:
@@ -230,6 +232,8 @@ def _read_trace(run: RunFolder, path: Path | None) -> None:
     found = [path] if path is not None else sorted(_traces(run), key=lambda file: file.stat().st_mtime)
     if not found:
         return
+    from megatron.extensions.diagnosis.trace.trace_file import read_trace  # a run without a trace needs no extension
+
     run.trace_path = found[-1]
     try:
         run.trace = read_trace(found[-1])

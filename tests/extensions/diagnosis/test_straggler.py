@@ -14,6 +14,7 @@ from megatron.training.metrics.sinks import Record
 from megatron.training.metrics.summary import summarize
 from megatron.training.progress import STEP_PARTS
 from megatron.training.train_step import train_step
+from tests.dist.test_host_waits import VERDICT, waits
 from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import config_of
 
@@ -59,3 +60,7 @@ def test_record_and_line_of_stragglers() -> None:
     (line,) = straggler_line(record, ["a", "a", "b"])
     assert "forward: rank 2 on b 3000.0 ms (x3.00), rank 0 on a 1000.0 ms (x1.00) | backward" in line
     assert straggler_record(table, 0, DiagnosisConfig()) == {} and straggler_line({}, []) == []
+
+
+def test_comparing_ranks_waits_for_nothing() -> None:
+    assert run_world(1, waits, "--log-straggler") == [VERDICT]
