@@ -208,9 +208,9 @@ def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[
         watch = Watch(run)
         train_step(run)
         layers: Any = run.stages[0].decoder.layers  # type: ignore[union-attr]
-        streams = [layer.takes_stream() for layer in layers]
+        streams = [layer.takes_pending() for layer in layers]
         layers[0].register_forward_hook(lambda *seen: None)
-        return [*streams, layers[0].takes_stream()], (watch.params, watch.grads)
+        return [*streams, layers[0].takes_pending()], (watch.params, watch.grads)
 
 
 def test_hooks_of_units_leave_additions_and_norms_fused() -> None:

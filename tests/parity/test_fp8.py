@@ -23,7 +23,7 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear
 from megatron.core.transformer import activations, mlp
-from megatron.core.transformer.layer import TransformerLayer
+from megatron.extensions.fusions.layer import FusedTransformerLayer
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
 from megatron.training.checks.bad_steps import BadStepError
@@ -140,7 +140,7 @@ def test_casts_within_other_kernels_change_no_bit(
     within = train_in_world(world_size, flags, steps=2)
     monkeypatch.setattr(mlp, "casts_swiglu", lambda *parts: False)
     monkeypatch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
-    monkeypatch.setattr(TransformerLayer, "_cast_of", lambda self, sublayer: None)
+    monkeypatch.setattr(FusedTransformerLayer, "_cast_of", lambda self, sublayer: None)
     assert first_difference(train_in_world(world_size, flags, steps=2), within, 0.0) is None
 
 

@@ -262,7 +262,7 @@ def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
 
         from megatron.core.batch import Batch
         from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.transformer.norm import add_and_norm
+        from megatron.extensions.fusions.fused_norm import ResidualSum, add_and_norm
 
         model, samples = config.model, config.training.micro_batch_size
         stage = GPTModel(model, config.parallel, layers=(0,), first=False, last=False, device=device, initialize=False)
@@ -274,7 +274,7 @@ def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
         width = model.ffn_size * (2 if model.gated else 1) if kind == "activation" else model.hidden_size
         update = random(device, model.seq_length, samples, width)
         run: Callable[[Tensor], Tensor | tuple[Tensor, ...]] = {
-            "norm": lambda x: add_and_norm(layer.pre_mlp_layernorm, x, update),
+            "norm": lambda x: add_and_norm(layer.pre_mlp_layernorm, ResidualSum(x, update)),
             "activation": layer.mlp.activation,
             "layer": lambda x: stage(x, batch),
         }[kind]

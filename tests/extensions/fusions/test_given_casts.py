@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.given_casts import OutputGradient
 from megatron.core.tensor_parallel.layers import ParallelLinear
-from megatron.core.transformer.layer import TransformerLayer
+from megatron.extensions.fusions.layer import FusedTransformerLayer
 from tests.gpt_cases import GPT, LLAMA, random_batch, with_dropout
 
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -69,7 +69,7 @@ def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.Monke
         patch.setattr(DelayedGemms, "given_input", counted_input)
         if not gives:
             patch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
-            patch.setattr(TransformerLayer, "_cast_of", lambda self, sublayer: None)
+            patch.setattr(FusedTransformerLayer, "_cast_of", lambda self, sublayer: None)
         config = MODELS[name]
         parallel = ModelParallelConfig(bf16=True, compile=True, fp8_format="hybrid" if fp8 else None)
         model, found = GPTModel(config, parallel), []

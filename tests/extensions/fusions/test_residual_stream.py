@@ -20,7 +20,7 @@ from megatron.core.kernels.gemms.residual_gemm import residual_gemm, residual_ge
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import layers, linear_gemms, residual_choice
-from megatron.core.transformer import layer, norm
+from megatron.extensions.fusions import fused_norm
 from tests.gpt_cases import FP64, STYLES, random_batch
 
 COMPILED = replace(FP64, compile=True)
@@ -47,8 +47,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         found.append(x)
         return add_update(x, *args)
 
-    for module in (layer, norm):
-        monkeypatch.setattr(module, "add_update", noted)
+    monkeypatch.setattr(fused_norm, "add_update", noted)
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     return found
 

@@ -7,19 +7,91 @@ once more forward and backward, and the weight's gradient reads both operands ag
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
-from megatron.core.dropout import DropoutMask
+from megatron.core.dropout import DropoutMask, add_update
 from megatron.core.kernels.norms import gradients_of_norm as _backward
 from megatron.core.kernels.norms import norm_cast, norm_gradients
 from megatron.core.kernels.norms import normalized as _normalized
 from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, gradient_of_output
+from megatron.core.tensor_parallel.layers import observed
 from megatron.core.tensor_parallel.linear_gemms import rows_of
+from megatron.core.transformer.norm import LayerNorm, RMSNorm
+
+
+class ResidualSum(NamedTuple):
+    """The residual stream with an addition that the next norm makes: x + dropout of the update."""
+
+    x: Tensor
+    update: Tensor | None = None
+    mask: DropoutMask | None = None
+
+    def added(self) -> Tensor:
+        return self.x if self.update is None else add_update(self.x, self.update, self.mask)
+
+
+class FusedLayerNorm(LayerNorm):
+    """`LayerNorm` of a stream whose addition it makes in its own kernels, where there will be a backward."""
+
+    centered = True
+
+    def forward(
+        self,
+        x: Tensor | ResidualSum,
+        update: Tensor | None = None,
+        mask: DropoutMask | None = None,
+        residual: bool = False,
+        cast: InputCast | None = None,
+    ) -> Any:
+        """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
+        stream = x if isinstance(x, ResidualSum) else ResidualSum(x, update, mask)
+        if self.fuses():
+            found = fused_norm(
+                stream.x,
+                stream.update,
+                self.weight,
+                self.bias,
+                self.eps,
+                self.centered,
+                self.one_plus,
+                stream.mask,
+                cast,
+            )
+        else:
+            total = stream.added()
+            found = total, super().forward(total)
+        return found if residual else found[1]
+
+    def fuses(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def takes_pending(self) -> bool:
+        return self.fuses() and not observed(self)
+
+
+class FusedRMSNorm(FusedLayerNorm, RMSNorm):
+    """`RMSNorm` in the same way."""
+
+    centered = False
+
+
+def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
+    """(the sum, its norm), of any norm; in one kernel forward and backward by those that can. With a `cast`, of the
+    layer that alone reads the norm, the norm may be a stand-in.
+
+    Use the first result in place of `stream.x`, without an update too: then the backward adds its gradient to the
+    norm's.
+    """
+    if isinstance(norm, FusedLayerNorm):
+        found: tuple[Tensor, Tensor] = norm(*stream, residual=True, cast=None if observed(norm) else cast)
+        return found
+    x = stream.added()
+    return x, norm(x)
 
 
 def fused_norm(
@@ -28,7 +100,6 @@ def fused_norm(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    *,
     centered: bool,
     one_plus: bool,
     mask: DropoutMask | None = None,
