@@ -53,6 +53,16 @@ keeps it in `context.cache.states`."""
 
 LINEAR_ATTENTIONS.register("gated_delta_net", "megatron.core.transformer.gated_delta_net:GatedDeltaNet")
 
+ATTENTION_BACKENDS: Registry[Any, NoFacts] = Registry(
+    "--attention-backend", NoFacts, attributes=("causal", "tiles", "dropout", "always_tiles")
+)
+"""A `megatron.core.attention.core_attention.AttentionBackend`: the kernels of attention."""
+
+_ATTENTION = "megatron.core.attention.core_attention"
+ATTENTION_BACKENDS.register("auto", f"{_ATTENTION}:AttentionBackend")
+ATTENTION_BACKENDS.register("flash", f"{_ATTENTION}:AttentionBackend")
+ATTENTION_BACKENDS.register("unfused", f"{_ATTENTION}:Unfused")
+
 MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
 

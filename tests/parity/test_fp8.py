@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import compiled_regions
+from megatron.core import compiled_regions, operations
 from megatron.core.collectives import Pending
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear
-from megatron.core.transformer import activations, mlp
+from megatron.core.transformer import activations
 from megatron.extensions.fusions.layer import FusedTransformerLayer
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
@@ -138,7 +138,7 @@ def test_casts_within_other_kernels_change_no_bit(
     monkeypatch.setattr(activations, "_regions_of", activations.functions_of)  # which remembers those before
     flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
     within = train_in_world(world_size, flags, steps=2)
-    monkeypatch.setattr(mlp, "casts_swiglu", lambda *parts: False)
+    monkeypatch.setattr(operations, "LEFT_OUT", {"mlp"})
     monkeypatch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
     monkeypatch.setattr(FusedTransformerLayer, "_cast_of", lambda self, sublayer: None)
     assert first_difference(train_in_world(world_size, flags, steps=2), within, 0.0) is None

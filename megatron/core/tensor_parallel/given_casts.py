@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.fp8.cast_transpose import CastOrder, CastPair
 from megatron.core.fp8.recipes import DelayedGemms
-from megatron.core.kernels.cast_transpose import CastOrder, CastPair
 from megatron.core.tensor_parallel.linear_gemms import LinearGemms, Operands
 
 

@@ -31,7 +31,7 @@ from megatron.core.collectives import (
 from megatron.core.fp8.build import build_gemms
 from megatron.core.fp8.recipes import DelayedGemms, Fp8Context
 from megatron.core.init import set_present
-from megatron.core.kernels.gemms.residual_gemm import adds_residual
+from megatron.core.operations import kernel_for
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, attach, given_input
@@ -321,7 +321,8 @@ class RowParallelLinear(ParallelLinear):
         nor where hooks see them."""
         adds = self.compiled and self.training and self.adds_residual and self.gemms.adds_residual
         local = type(self) is RowParallelLinear and self.boundary.leave is start_nothing
-        return adds and local and not observed(self) and adds_residual(matrix_of(self.weight))
+        kernel = kernel_for("residual_gemm", None, matrix_of(self.weight))
+        return adds and local and not observed(self) and kernel is not None
 
 
 class ReplicatedParallelLinear(ParallelLinear):

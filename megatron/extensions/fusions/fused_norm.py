@@ -15,13 +15,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.dropout import DropoutMask, add_update
-from megatron.core.kernels.norms import gradients_of_norm as _backward
-from megatron.core.kernels.norms import norm_cast, norm_gradients
-from megatron.core.kernels.norms import normalized as _normalized
 from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, gradient_of_output
 from megatron.core.tensor_parallel.layers import observed
 from megatron.core.tensor_parallel.linear_gemms import rows_of
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
+from megatron.extensions.fusions.kernels.norms import gradients_of_norm as _backward
+from megatron.extensions.fusions.kernels.norms import norm_cast, norm_gradients
+from megatron.extensions.fusions.kernels.norms import normalized as _normalized
 
 
 class ResidualSum(NamedTuple):

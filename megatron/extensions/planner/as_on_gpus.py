@@ -97,7 +97,7 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: 
         (dispatcher, "on_device", lambda x: True),
         (collectives, "sums_exchanged", lambda x: False),
         (casts, "multiplies_in_fp8", lambda x: True),
-        (weight_grads, "add_product_", lambda *operands: None),
+        (weight_grads, "add_fp8_product_", lambda *operands: None),
         (experts, "add_each_product_", lambda *operands: None),
         (core_attention, "kernels_of", planned_kernels_of),
         (weight_grad, "adds_in_one_kernel", lambda out: out.dtype == torch.float32),

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.attention.flash_dropout.kernel import FlashDropoutKernel, fits
 from megatron.core.attention.flash_kernels import FlashCUDAKernel, fits_flash, of_any_widths
 from megatron.core.attention.tile_kernels import Gradients, Kernel, Outputs, Rows, TorchKernel
 from megatron.core.attention.tiles import Tile
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel, fits
 
 
 class PlannedFlash:

@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core import compiled_regions
+from megatron.core import compiled_regions, operations
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import add_update
-from megatron.core.fp8 import recipes
-from megatron.core.kernels.gemms import cublaslt
-from megatron.core.kernels.gemms.residual_gemm import residual_gemm, residual_gemm_twin
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.operations import KERNELS
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import layers, linear_gemms, residual_choice
-from megatron.extensions.fusions import fused_norm
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.linear_gemms import residual_gemm
+from megatron.extensions.fusions import fused_norm, residual_choice
+from megatron.extensions.fusions.kernels.gemms import cublaslt
+from megatron.extensions.fusions.kernels.gemms import residual_gemm as fused
 from tests.gpt_cases import FP64, STYLES, random_batch
 
 COMPILED = replace(FP64, compile=True)
@@ -100,11 +101,10 @@ def addends(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def noted(x: Tensor, weight: Tensor, addend: Tensor, *args: Any) -> Tensor:
         found.append(addend)
-        return residual_gemm(x, weight, addend, *args)
+        return fused.RESIDUAL_GEMM.run(x, weight, addend, *args)
 
-    for module in (linear_gemms, recipes):
-        monkeypatch.setattr(module, "residual_gemm", noted)
-    monkeypatch.setattr(layers, "adds_residual", lambda weight: True)
+    kernel = replace(fused.RESIDUAL_GEMM, run=noted, takes=lambda *operands: True)
+    monkeypatch.setattr(operations, "_imported", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
     return found
 
 
@@ -173,7 +173,7 @@ def test_additions_are_in_the_gemm_where_it_is_right_and_not_much_slower(
     model = GPTModel(config, replace(ModelParallelConfig(bf16=True), compile=True))
 
     def product(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-        sums = residual_gemm_twin(x, weight, *args)
+        sums = residual_gemm.__wrapped__(x, weight, *args)  # type: ignore[attr-defined]
         if x.shape[1] == config.ffn_size:
             sums[-1, -1] += 1e3
         return sums

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives
+from megatron.core import collectives, stochastic_rounding
 from megatron.core.config.param_groups import ParamGroup
-from megatron.core.kernels import stochastic_rounding
 from megatron.core.optimizer import matrix_exchange, muon, precision_aware, qk_clip
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_state import Axis
