@@ -7,8 +7,10 @@ registry stands how its parts are built. `config` is the section of the run's co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, wraps
+from typing import Any, Protocol, TypeVar, cast
 
 from megatron.core.registry import NoFacts, Registry
 
@@ -192,3 +194,44 @@ for _family in (
 HF_FAMILIES.register("gemma2", "megatron.extensions.hugging_face.families:GEMMA2")
 HF_FAMILIES.register("gemma3_text", "megatron.extensions.hugging_face.families:GEMMA3")
 HF_FAMILIES.register("llama4_text", "megatron.extensions.hugging_face.families:LLAMA4")
+
+
+class Kernel(Protocol):
+    """What may compute an operation in place of plain torch."""
+
+    def suits(self, *operands: Any) -> bool:
+        """Whether it computes with these operands: their device, precision and sizes."""
+
+    def __call__(self, *operands: Any) -> Any: ...
+
+
+KERNELS: Registry[Kernel, NoFacts] = Registry("kernel", NoFacts, attributes=("suits",))
+"""Name of an operation -> the kernel that may compute it. The library itself has none."""
+
+LEFT_OUT: set[str] = set()
+"""Kernels that this process does not use: those that are wrong, fail or are slower than torch."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def kernel_for(name: str, *operands: Any) -> Kernel | None:
+    """The kernel to compute an operation with these operands by; None for plain torch."""
+    if name in LEFT_OUT or name not in KERNELS:
+        return None
+    kernel = _kernel(name)
+    return kernel if kernel.suits(*operands) else None
+
+
+def operation(plain: Function) -> Function:
+    """Decorator of a function of plain torch, called by position, which a kernel of its name may compute."""
+
+    @wraps(plain)
+    def compute(*operands: Any) -> Any:
+        return (kernel_for(plain.__name__, *operands) or plain)(*operands)
+
+    return cast("Function", compute)
+
+
+@cache
+def _kernel(name: str) -> Kernel:
+    return KERNELS[name]

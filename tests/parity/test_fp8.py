@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import compiled_regions, operations
+from megatron.core import compiled_regions, parts
 from megatron.core.collectives import Pending
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.parallel_state import Axis
@@ -138,7 +138,7 @@ def test_casts_within_other_kernels_change_no_bit(
     monkeypatch.setattr(activations, "_regions_of", activations.functions_of)  # which remembers those before
     flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
     within = train_in_world(world_size, flags, steps=2)
-    monkeypatch.setattr(operations, "LEFT_OUT", {"mlp"})
+    monkeypatch.setattr(parts, "LEFT_OUT", {"mlp"})
     monkeypatch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
     monkeypatch.setattr(FusedTransformerLayer, "_cast_of", lambda self, sublayer: None)
     assert first_difference(train_in_world(world_size, flags, steps=2), within, 0.0) is None

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.dropout import uniform_of
 from megatron.core.optimizer.precision_aware import PackedShard
 from megatron.core.optimizer.state_formats import FORMATS, StoredState, join_master, split_master
-from megatron.core.stochastic_rounding import uniform_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, rounding_sum
 from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
-from megatron.core.operations import operation
+from megatron.core.parts import operation
 
 SMALLEST_AMAX = 2.0**-100
 """Lower bound on the amax that sets a multiplier, so that multipliers stay finite."""

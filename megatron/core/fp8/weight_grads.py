@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.core.fp8.casts import Scaled, scaled_mm
-from megatron.core.operations import operation
+from megatron.core.parts import operation
 
 
 @operation

@@ -20,8 +20,8 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.host_to_device import HostCopy, has_values, integers_on
 from megatron.core.moe.parameters import expert_metas
-from megatron.core.operations import operation
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import operation
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.weight_grad import (

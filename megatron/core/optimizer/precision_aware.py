@@ -19,6 +19,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import SCALE_BLOCK, BufferLayout, StateRange
+from megatron.core.dropout import mixed, uniform_of
 from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard
 from megatron.core.optimizer.state_formats import (
     StoredState,
@@ -27,7 +28,6 @@ from megatron.core.optimizer.state_formats import (
     on_host,
     split_master,
 )
-from megatron.core.stochastic_rounding import mixed, uniform_of
 
 CHUNK = 2**18
 """Elements of an update that is not compiled: its temporary tensors stay in the cache of a CPU."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.param_layout import SCALE_BLOCK
-from megatron.core.stochastic_rounding import round_to_bf16
+from megatron.core.dropout import round_to_bf16
 
 SMALLEST = -126
 """Exponent of the smallest scale; blocks of smaller numbers are zero to fp32 too."""

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_gather
 from megatron.core.compiled_regions import region
-from megatron.core.operations import kernel_for, operation
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import kernel_for, operation
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 
 CHUNK, CPU_CHUNK = 2**24, 2**20

@@ -31,9 +31,9 @@ from megatron.core.collectives import (
 from megatron.core.fp8.build import build_gemms
 from megatron.core.fp8.recipes import DelayedGemms, Fp8Context
 from megatron.core.init import set_present
-from megatron.core.operations import kernel_for
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import kernel_for
 from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, attach, given_input
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear

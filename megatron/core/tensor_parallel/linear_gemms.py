@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.operations import operation
+from megatron.core.parts import operation
 from megatron.core.tensor_parallel.weight_grad import add_product_
 
 Operand = tuple[Tensor, ...]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.operations import kernel_for
+from megatron.core.parts import kernel_for
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.given_casts import InputCast
 from megatron.core.tensor_parallel.layers import TPContext, input_cast_of, observed

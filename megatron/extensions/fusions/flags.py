@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import Section
-from megatron.core.operations import KERNELS
-from megatron.core.parts import ATTENTION_BACKENDS, LAYERS, NORMALIZATIONS
+from megatron.core.parts import ATTENTION_BACKENDS, KERNELS, LAYERS, NORMALIZATIONS
 from megatron.training.extensions import extension_flags
 from megatron.training.hooks import CALLBACKS
 

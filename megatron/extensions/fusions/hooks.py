@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.operations import KERNELS, LEFT_OUT
+from megatron.core.parts import KERNELS, LEFT_OUT
 from megatron.extensions.fusions.attention.choice import choose_attention
 from megatron.extensions.fusions.flags import Fusions
 from megatron.extensions.fusions.kernel_choice import RunShapes, choose_kernels, device_clock

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.offload.saved_activations import tensors_in
-from megatron.core.operations import KERNELS, LEFT_OUT
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import KERNELS, LEFT_OUT
 from megatron.training.config.run_config import RunConfig
 
 WARM_UP, REPEATS = 3, 10

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core import compiled_regions, operations
+from megatron.core import compiled_regions, parts
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import add_update
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.operations import KERNELS
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import KERNELS
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
 from megatron.extensions.fusions import fused_norm, residual_choice
@@ -104,7 +104,7 @@ def addends(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return fused.RESIDUAL_GEMM.run(x, weight, addend, *args)
 
     kernel = replace(fused.RESIDUAL_GEMM, run=noted, takes=lambda *operands: True)
-    monkeypatch.setattr(operations, "_imported", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
+    monkeypatch.setattr(parts, "_kernel", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
     return found
 
 

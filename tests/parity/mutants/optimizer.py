@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives, stochastic_rounding
+from megatron.core import collectives, dropout
 from megatron.core.config.param_groups import ParamGroup
 from megatron.core.optimizer import matrix_exchange, muon, precision_aware, qk_clip
 from megatron.core.optimizer.matrix_plan import MatrixPlan
@@ -53,7 +53,7 @@ def _noise_by_place(key: Tensor, salt: int) -> Tensor:
     return _true_uniform_of(torch.arange(len(key), dtype=torch.int32), salt)
 
 
-_true_uniform_of = stochastic_rounding.uniform_of
+_true_uniform_of = dropout.uniform_of
 
 
 def _of_this_rank_alone(x: Tensor, axis: Axis, op: Any) -> Tensor:
