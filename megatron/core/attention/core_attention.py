@@ -109,8 +109,7 @@ class CoreAttention(nn.Module):
 
     torch's fused attention computes plain causal attention within a rank. Tiles
     (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism, ALiBi, sinks, caps
-    of scores and attention dropout, whose mask is the same at every layout. GPUs have a kernel for dropout, which takes
-    all tiles at once (`megatron.extensions.fusions.attention.flash_dropout`).
+    of scores and attention dropout, whose mask is the same at every layout.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:

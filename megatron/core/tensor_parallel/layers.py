@@ -34,7 +34,7 @@ from megatron.core.init import set_present
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import kernel_for
-from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, attach, given_input
+from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient, attach, given_input
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import (
@@ -289,16 +289,6 @@ class ColumnParallelLinear(ParallelLinear):
     # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(), column_boundary(ctx), ctx)
-
-
-def input_cast_of(module: nn.Module, linear: ParallelLinear) -> InputCast | None:
-    """The casts that a `linear`, which alone reads the input of `module`, can be given in place of it. Hooks see the
-    input."""
-    if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
-        return None
-    if observed(module, linear) or not torch.is_grad_enabled():
-        return None
-    return InputCast(linear.gemms, linear.weight.requires_grad)
 
 
 def observed(*modules: nn.Module) -> bool:

@@ -11,8 +11,7 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import kernel_for
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.given_casts import InputCast
-from megatron.core.tensor_parallel.layers import TPContext, input_cast_of, observed
+from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.activations import FusedActivation, build_activation
 from megatron.core.transformer.parameters import mlp_linears
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
@@ -33,7 +32,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: BatchContext | None = None, addend: Tensor | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With an `addend` [s, b, h] their sum,
-        where the module `takes_addend`."""
+        where the last layer `takes_addend`."""
         return recomputed(self._run, x, addend) if self.recompute and self.training else self._run(x, addend)
 
     def _run(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
@@ -47,14 +46,6 @@ class MLP(nn.Module):
         if drops:
             return with_input_recomputed(activate, x, partial(self.linear_fc2, addend=addend))
         return self.linear_fc2(activate(x), addend=addend)
-
-    def input_cast(self) -> InputCast | None:
-        """The casts of its input that it reads in place of that; None if it reads the input."""
-        return None if type(self) is not MLP or self.recompute else input_cast_of(self, self.linear_fc1)
-
-    def takes_addend(self) -> bool:
-        """Whether it can add its output to the residual stream."""
-        return type(self) is MLP and not observed(self) and self.linear_fc2.takes_addend()
 
 
 class SharedExpert(MLP):

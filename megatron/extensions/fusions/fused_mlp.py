@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fp8.recipes import DelayedGemms, given_operands
-from megatron.core.tensor_parallel.given_casts import OutputGradient, attach, given_input
+from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient, attach, given_input
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParallelLinear,

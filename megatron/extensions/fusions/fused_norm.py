@@ -15,13 +15,32 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.dropout import DropoutMask, add_update
-from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, gradient_of_output
+from megatron.core.fp8.cast_transpose import CastOrder, CastPair
+from megatron.core.fp8.recipes import DelayedGemms
+from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient, gradient_of_output
 from megatron.core.tensor_parallel.layers import observed
 from megatron.core.tensor_parallel.linear_gemms import rows_of
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
 from megatron.extensions.fusions.kernels.norms import gradients_of_norm as _backward
 from megatron.extensions.fusions.kernels.norms import norm_cast, norm_gradients
 from megatron.extensions.fusions.kernels.norms import normalized as _normalized
+
+
+class InputCast(NamedTuple):
+    """The casts that a layer wants of its input."""
+
+    gemms: DelayedGemms
+    needs_dw: bool
+
+    def order(self) -> CastOrder:
+        return self.gemms.input_order(self.needs_dw)
+
+    def stand_in(self, pair: CastPair, like: Tensor) -> Tensor:
+        """A tensor of NaN with the shape of `like` [s, b, h], in the memory of one number, that carries the casts to
+        the layer and the gradient back. Only a layer that reads `given_input` may have it as its input."""
+        found = self.gemms.no_value(like.dtype).expand(like.shape)
+        found.given_casts = self.gemms.given_input(pair, like.shape[:-1])  # type: ignore[attr-defined]
+        return found
 
 
 class ResidualSum(NamedTuple):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.dropout import DropoutMask, dropout_mask
-from megatron.core.tensor_parallel.given_casts import InputCast
+from megatron.core.fp8.recipes import DelayedGemms
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, observed
 from megatron.core.transformer.block import Stream, added
 from megatron.core.transformer.layer import HiddenDropout, TransformerLayer
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recompute import with_recomputed
-from megatron.extensions.fusions.fused_norm import FusedLayerNorm, ResidualSum, add_and_norm
+from megatron.core.transformer.self_attention import SelfAttention
+from megatron.extensions.fusions.fused_norm import FusedLayerNorm, InputCast, ResidualSum, add_and_norm
 
 
 class FusedTransformerLayer(TransformerLayer):
@@ -48,8 +52,7 @@ class FusedTransformerLayer(TransformerLayer):
 
     def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
         """The casts that a sublayer wants of its input in place of it. Norms that are computed again make none."""
-        wants = getattr(sublayer, "input_cast", None)
-        return wants() if wants is not None and not (self.recompute_norms and self.training) else None
+        return None if self.recompute_norms and self.training else input_cast_of(sublayer)
 
     def _add_attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
         if self._adds_within(self.self_attention, self.post_attention_layernorm, self.attention_dropout):
@@ -67,8 +70,7 @@ class FusedTransformerLayer(TransformerLayer):
         """Whether the last GEMM of a sublayer adds to the residual stream: if nothing comes between the two, and no
         norm before is computed again."""
         direct = isinstance(post, nn.Identity) and dropout.p == 0 and self.multiplier == 1
-        takes = getattr(sublayer, "takes_addend", None)
-        return direct and not (self.parallel or self.recompute_norms) and takes is not None and takes()
+        return direct and not (self.parallel or self.recompute_norms) and takes_addend(sublayer)
 
     def _sum(self, x: Tensor, y: Tensor, dropout: HiddenDropout, context: BatchContext) -> ResidualSum:
         if self.multiplier != 1 or not (dropout.training and dropout.p > 0):
@@ -82,6 +84,28 @@ class FusedTransformerLayer(TransformerLayer):
         if self.recompute_norms and self.training:
             return with_recomputed((normed,), norm, x, sublayer, context)
         return sublayer(normed, context)
+
+
+def input_cast_of(sublayer: nn.Module) -> InputCast | None:
+    """The casts that the first layer of a sublayer, which alone reads its input, can be given in place of that. Hooks
+    see the input."""
+    linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
+    if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
+        return None
+    again = isinstance(sublayer, MLP) and sublayer.recompute
+    if again or observed(sublayer, linear) or not torch.is_grad_enabled():
+        return None
+    return InputCast(linear.gemms, linear.weight.requires_grad)
+
+
+def takes_addend(sublayer: nn.Module) -> bool:
+    """Whether a sublayer can add its output to the residual stream in its last layer."""
+    linear = getattr(sublayer, LAST.get(type(sublayer), ""), None)
+    return isinstance(linear, RowParallelLinear) and not observed(sublayer) and linear.takes_addend()
+
+
+FIRST = {SelfAttention: "linear_qkv", MLP: "linear_fc1"}
+LAST = {SelfAttention: "linear_proj", MLP: "linear_fc2"}
 
 
 def _mask(dropout: HiddenDropout, x: Tensor, context: BatchContext) -> DropoutMask:

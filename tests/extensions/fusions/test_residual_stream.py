@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.linear_gemms import residual_gemm
 from megatron.extensions.fusions import fused_norm, residual_choice
 from megatron.extensions.fusions.kernels.gemms import cublaslt
 from megatron.extensions.fusions.kernels.gemms import residual_gemm as fused
+from megatron.extensions.fusions.layer import takes_addend
 from tests.gpt_cases import FP64, STYLES, random_batch
 
 COMPILED = replace(FP64, compile=True)
@@ -127,14 +128,14 @@ def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], ad
     """A partial sum is reduced first; a hook sees what a module adds."""
     model = GPTModel(replace(STYLES["llama"], num_layers=3), COMPILED)
     blocks = list(model.decoder.layers)
-    assert all(block.mlp.takes_addend() and block.self_attention.takes_addend() for block in blocks)
+    assert all(takes_addend(block.mlp) and takes_addend(block.self_attention) for block in blocks)
     blocks[0].mlp.linear_fc2.boundary = layers.ROW
     blocks[0].self_attention.linear_proj.boundary = layers.ROW_SEQUENCE
     for module in (blocks[1].mlp, blocks[1].self_attention.linear_proj):
         module.register_forward_hook(lambda module, args, output: None)
-    assert not any(block.mlp.takes_addend() or block.self_attention.takes_addend() for block in blocks[:2])
+    assert not any(takes_addend(block.mlp) or takes_addend(block.self_attention) for block in blocks[:2])
     residual_choice.keep_additions_in_norms([model])
-    assert not blocks[2].mlp.takes_addend()
+    assert not takes_addend(blocks[2].mlp)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
@@ -189,7 +190,7 @@ def test_additions_are_in_the_gemm_where_it_is_right_and_not_much_slower(
     names = {shape.inputs: residual_choice.place_of(choice) for shape, choice in found.items()}
     assert names == {config.hidden_size: "GEMM", config.ffn_size: "norm"}
     for block in model.decoder.layers:
-        assert block.self_attention.takes_addend() and not block.mlp.takes_addend()
+        assert takes_addend(block.self_attention) and not takes_addend(block.mlp)
     near, slow = (residual_choice.Choice({"GEMM": seconds, "norm": 1.0}) for seconds in (1.05, 1.2))
     assert [residual_choice.place_of(choice) for choice in (near, slow)] == ["GEMM", "norm"]
 

@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import compiled_regions
+from megatron.core import compiled_regions, parts
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.given_casts import OutputGradient
+from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient
 from megatron.core.tensor_parallel.layers import ParallelLinear
+from megatron.core.transformer import activations
 from megatron.extensions.fusions.layer import FusedTransformerLayer
+from megatron.testing.snapshot import first_difference, train_in_world
 from tests.gpt_cases import GPT, LLAMA, random_batch, with_dropout
+from tests.parity.test_fp8 import flags_of
 
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MODELS = {
@@ -113,3 +117,38 @@ def test_hooks_see_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None
             module.register_forward_hook(see)
     model(None, random_batch(LLAMA)).backward()
     assert len(seen) > 2 * 2 * 2 * 5 and all(x.isfinite().all() for x in seen)
+
+
+def swiglu_in_fp32(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def swiglu_gradient_in_fp32(x: Tensor, grad: Tensor) -> Tensor:
+    wide = x.float().requires_grad_()
+    with torch.enable_grad():
+        gate, up = wide.chunk(2, dim=-1)
+        return torch.autograd.grad(F.silu(gate) * up, wide, grad.float())[0].to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, "--recompute-granularity full --recompute-method uniform"),
+        (2, "--tp 2 --sequence-parallel"),
+        (2, "--pp 2 --pipeline-schedule zb-h1"),
+    ],
+)
+def test_casts_within_other_kernels_change_no_bit(
+    world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regions run uncompiled, and as a compiler computes them: rounded once, at their end."""
+    monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
+    monkeypatch.setitem(activations.FUNCTIONS, "swiglu", (swiglu_in_fp32, swiglu_gradient_in_fp32))
+    monkeypatch.setattr(activations, "_regions_of", activations.functions_of)  # which remembers those before
+    flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
+    within = train_in_world(world_size, flags, steps=2)
+    monkeypatch.setattr(parts, "LEFT_OUT", {"mlp"})
+    monkeypatch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
+    monkeypatch.setattr(FusedTransformerLayer, "_cast_of", lambda self, sublayer: None)
+    assert first_difference(train_in_world(world_size, flags, steps=2), within, 0.0) is None

@@ -1,13 +1,11 @@
 """Casts and sums of a linear layer's tensors that its neighbours make, where they have these in registers.
 
-A norm casts its output, the layer's input: a tensor without values stands in for it (`stand_in`). In the backward, what
-reads the layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). Where no neighbour
-does, the layer does it itself.
+What computes a layer's input may cast it: a tensor without values then stands in for it (`given_input`). In the
+backward, what reads the layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). Where no
+neighbour does, the layer does it itself.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,23 +13,6 @@ from torch import Tensor
 from megatron.core.fp8.cast_transpose import CastOrder, CastPair
 from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.tensor_parallel.linear_gemms import LinearGemms, Operands
-
-
-class InputCast(NamedTuple):
-    """The casts that a layer wants of its input."""
-
-    gemms: DelayedGemms
-    needs_dw: bool
-
-    def order(self) -> CastOrder:
-        return self.gemms.input_order(self.needs_dw)
-
-    def stand_in(self, pair: CastPair, like: Tensor) -> Tensor:
-        """A tensor of NaN with the shape of `like` [s, b, h], in the memory of one number, that carries the casts to
-        the layer and the gradient back. Only a layer that reads `given_input` may have it as its input."""
-        found = self.gemms.no_value(like.dtype).expand(like.shape)
-        found.given_casts = self.gemms.given_input(pair, like.shape[:-1])  # type: ignore[attr-defined]
-        return found
 
 
 def given_input(x: Tensor) -> Operands | None:
