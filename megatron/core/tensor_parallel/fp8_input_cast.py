@@ -1,8 +1,8 @@
 """Casts and sums of a linear layer's tensors that its neighbours make, where they have these in registers.
 
-What computes a layer's input may cast it: a tensor without values then stands in for it (`given_input`). In the
-backward, what reads the layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). Where no
-neighbour does, the layer does it itself.
+What computes a layer's input may cast it: a tensor without values then stands in for the input (`given_input`). In the
+backward, what reads the layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`).
+Where no neighbour does, the layer does it itself.
 """
 
 from __future__ import annotations
