@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, wraps
+from typing import Any, Protocol, TypeVar, cast
 
 from megatron.core.registry import NoFacts, Registry
 
@@ -53,6 +54,16 @@ LINEAR_ATTENTIONS: Registry[Any, NoFacts] = Registry("--experimental-attention-v
 keeps it in `context.cache.states`."""
 
 LINEAR_ATTENTIONS.register("gated_delta_net", "megatron.core.transformer.gated_delta_net:GatedDeltaNet")
+
+ATTENTION_BACKENDS: Registry[Any, NoFacts] = Registry(
+    "--attention-backend", NoFacts, attributes=("causal", "tiles", "dropout", "always_tiles")
+)
+"""A `megatron.core.attention.core_attention.AttentionBackend`: the kernels of attention."""
+
+_ATTENTION = "megatron.core.attention.core_attention"
+ATTENTION_BACKENDS.register("auto", f"{_ATTENTION}:AttentionBackend")
+ATTENTION_BACKENDS.register("flash", f"{_ATTENTION}:AttentionBackend")
+ATTENTION_BACKENDS.register("unfused", f"{_ATTENTION}:Unfused")
 
 MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
@@ -367,3 +378,44 @@ class WatchFacts:
 WATCHES: Registry[Any, WatchFacts] = Registry("watch", WatchFacts, "config, watchdog")
 """`Watch(config, watchdog)`: what else the watchdog of a rank looks at; see
 `megatron.training.reliability.watchdog.Watch`."""
+
+
+class Kernel(Protocol):
+    """What may compute an operation in place of plain torch."""
+
+    def suits(self, *operands: Any) -> bool:
+        """Whether it computes with these operands: their device, precision and sizes."""
+
+    def __call__(self, *operands: Any) -> Any: ...
+
+
+KERNELS: Registry[Kernel, NoFacts] = Registry("kernel", NoFacts, attributes=("suits",))
+"""Name of an operation -> the kernel that may compute it. The library itself has none."""
+
+LEFT_OUT: set[str] = set()
+"""Kernels that this process does not use: those that are wrong, fail or are slower than torch."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def kernel_for(name: str, *operands: Any) -> Kernel | None:
+    """The kernel to compute an operation with these operands by; None for plain torch."""
+    if name in LEFT_OUT or name not in KERNELS:
+        return None
+    kernel = _kernel(name)
+    return kernel if kernel.suits(*operands) else None
+
+
+def operation(plain: Function) -> Function:
+    """Decorator of a function of plain torch, called by position, which a kernel of its name may compute."""
+
+    @wraps(plain)
+    def compute(*operands: Any) -> Any:
+        return (kernel_for(plain.__name__, *operands) or plain)(*operands)
+
+    return cast("Function", compute)
+
+
+@cache
+def _kernel(name: str) -> Kernel:
+    return KERNELS[name]

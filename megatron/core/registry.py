@@ -33,6 +33,12 @@ class _Entry(Generic[F]):
     built_in: bool
 
 
+@dataclass(frozen=True)
+class _Substitute:
+    part: str
+    when: Callable[..., bool]
+
+
 class Registry(Collection[str], Generic[P, F]):
     """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
 
@@ -50,6 +56,7 @@ class Registry(Collection[str], Generic[P, F]):
     ) -> None:
         self.flag, self._make_facts, self._form, self._attributes = flag, facts, form, attributes
         self._entries: dict[str, _Entry[F]] = {}
+        self._substitutes: dict[str, list[_Substitute]] = {}
 
     @overload
     def register(self, name: str, part: None = None, **facts: Any) -> Callable[[Given], Given]: ...
@@ -85,6 +92,18 @@ class Registry(Collection[str], Generic[P, F]):
 
         return add if part is None else add(part)
 
+    def substitute(self, name: str, part: str, when: Callable[..., bool]) -> None:
+        """Makes `build` call `part`, "module:attribute", in place of the part `name` where `when` of the arguments is
+        true: the same function of the same parameters, computed in another way. Configurations keep `name`."""
+        self._substitutes.setdefault(name, []).append(_Substitute(part, when))
+
+    def build(self, name: str, *args: Any) -> Any:
+        """Calls the part, or the first of its substitutes that these arguments suit."""
+        for substitute in self._substitutes.get(name, ()):
+            if substitute.when(*args):
+                return _imported(substitute.part)(*args)
+        return self[name](*args)  # type: ignore[operator]
+
     def __contains__(self, name: object) -> bool:
         return name in self._known
 
@@ -105,8 +124,7 @@ class Registry(Collection[str], Generic[P, F]):
         entry = self._entry(name)
         if not isinstance(entry.part, str):
             return entry.part
-        module, _, attribute = entry.part.partition(":")
-        part = getattr(import_module(module), attribute)
+        part = _imported(entry.part)
         self._check(name, part, entry.facts)
         return part
 
@@ -148,3 +166,8 @@ class Registry(Collection[str], Generic[P, F]):
                 f"{self.flag} {name}: must be one of {', '.join(self)}; {remedy} give the --extension that registers it"
             )
         return self._entries[name]
+
+
+def _imported(where: str) -> Any:
+    module, _, attribute = where.partition(":")
+    return getattr(import_module(module), attribute)

@@ -52,6 +52,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn("inference", "Generation of text from checkpoints, and its server."),
     BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
+    BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several."),
 )
 """The one list of built-in extensions."""
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.core.batch import Batch
+    from megatron.core.config.parallel import ModelParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
     from megatron.training.initialize import Runtime
@@ -195,6 +196,14 @@ class Callback:
 
     def on_setup(self, runtime: Runtime) -> None:
         """Once the ranks have met, before the model is built: for reading inputs. A ValueError ends the run."""
+
+    def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
+        """Before the model is built: the settings to build it with, `parallel` or others with the same results, as
+        those of another kernel. `config` is that of the longest phase. Collective."""
+        return parallel
+
+    def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
+        """Once this rank's stages are built, before gradients and states have memory. Collective."""
 
     def meters(self, run: Any) -> Sequence[Meter]:
         """What it counts in `run`, a `TrainingRun` that is built and has loaded its checkpoint. Collective."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from megatron.core import compiled_regions
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.distributed.param_layout import unit_of
@@ -199,25 +197,6 @@ def test_recomputed_layers_are_gathered_once_in_the_backward() -> None:
     (found, _) = run_world(2, steps, flags)
     ends = found["sizes"]["output_layer"] + found["sizes"]["embedding.word_embeddings"]
     assert bytes_of(found, "all_gather") == 2 * found["psi"] - ends
-
-
-def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
-    """Whether each layer leaves its last addition to the next norm, and the most units that are whole at once."""
-    with local_run(config(flags, world_size), rank, world_size) as run:
-        train_step(run)
-        watch = Watch(run)
-        train_step(run)
-        layers: Any = run.stages[0].decoder.layers  # type: ignore[union-attr]
-        streams = [layer.takes_stream() for layer in layers]
-        layers[0].register_forward_hook(lambda *seen: None)
-        return [*streams, layers[0].takes_stream()], (watch.params, watch.grads)
-
-
-def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
-    """The backward of a layer with two inputs and outputs begins and ends where that of a tensor does."""
-    with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
-        found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
-    assert found == [([True] * 4 + [False], (2, 2))] * 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])

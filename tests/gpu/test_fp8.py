@@ -20,8 +20,8 @@ from torch import nn
 from megatron.core.parallel_state import Axis
 from megatron.core.config import PrecisionConfig
 from megatron.core.fp8 import casts as fp8
-from megatron.core.kernels.cast_transpose import amax_of, amax_of_rows_and_columns, cast_transpose
-from megatron.core.kernels.cast_transpose import cast_transpose_noting_amax
+from megatron.core.fp8.cast_transpose import amax_of, amax_of_rows_and_columns, cast_transpose
+from megatron.core.fp8.cast_transpose import cast_transpose_noting_amax
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.fp8.build import build_gemms
@@ -104,9 +104,8 @@ def test_products_are_those_of_the_cpu() -> None:
 KERNELS = """
 from itertools import product
 import torch
-from megatron.core.fp8.weight_grad_choice import runs_of
-from megatron.core.fp8.weight_grads import ProductShape
-from tests.pure.test_kernels_cast import FORMATS, WANTED, check_operators, matrices
+from megatron.extensions.fusions.weight_grad_choice import ProductShape, runs_of
+from tests.extensions.fusions.test_kernels_cast import FORMATS, WANTED, check_operators, matrices
 
 for x, dtype, wanted in product(matrices(), FORMATS, WANTED):
     check_operators(x.cuda(), dtype, wanted)

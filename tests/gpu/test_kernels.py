@@ -13,9 +13,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a 
 RESIDUALS = """
 from itertools import product
 import torch
-from megatron.core.kernels.gemms import cublaslt
-from megatron.core.kernels.gemms.residual_gemm import residual_gemm, residual_gemm_twin, residual_sum
-from megatron.core.tensor_parallel.residual_choice import GEMM, NORM, ResidualShape, runs_of
+from megatron.extensions.fusions.kernels.gemms import cublaslt
+from megatron.core.tensor_parallel.linear_gemms import residual_gemm
+from megatron.extensions.fusions.kernels.gemms.residual_gemm import residual_sum
+from megatron.extensions.fusions.residual_choice import GEMM, NORM, ResidualShape, runs_of
 
 device, hopper = torch.device("cuda"), torch.cuda.get_device_capability() >= (8, 9)
 for bias, fp8, dtype in product((False, True), (False, True), (torch.bfloat16, torch.float16)):
@@ -24,7 +25,7 @@ for bias, fp8, dtype in product((False, True), (False, True), (torch.bfloat16, t
     for run in runs_of(ResidualShape(512, 384, 256, bias, fp8), dtype, device).values():
         run()  # compares its sums
 x, weight, addend = (torch.randn(size, device=device).bfloat16() for size in ((384, 512), (256, 512), (384, 256)))
-expected = residual_gemm_twin(x, weight, addend, None, None)
+expected = residual_gemm.__wrapped__(x, weight, addend, None, None)
 for found in (residual_gemm(x, weight, addend), residual_sum(x, weight, addend, None, None)):
     torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=2.0**-5)
 print("agree")
@@ -32,7 +33,7 @@ print("agree")
 
 LOSSES = """
 import torch
-from megatron.core.kernels import cross_entropy as twins
+from megatron.extensions.fusions.kernels import cross_entropy as twins
 
 for n, width, vocab_size, z_loss in ((300, 50304, 50257, 0.0), (77, 128256, 128256, 1e-4), (5, 1000, 999, 0.0)):
     torch.manual_seed(n)
@@ -44,21 +45,21 @@ for n, width, vocab_size, z_loss in ((300, 50304, 50257, 0.0), (77, 128256, 1282
     torch.testing.assert_close(found.cpu(), expected, rtol=2.0**-7, atol=1e-9)
     factors = torch.randint(0, 3, (n,)).float() / 2
     twins.scale_rows_(found, factors.cuda())
-    twins.scale_rows_twin_(expected, factors)
+    twins.scale_rows_.__wrapped__(expected, factors)
     torch.testing.assert_close(found.cpu(), expected, rtol=2.0**-7, atol=1e-9)
 print("agree")
 """
 
 
 GROUPED = """
-from tests.pure.test_kernels_grouped import check_twins
+from tests.extensions.fusions.test_kernels_grouped import check_twins
 check_twins("cuda")
 print("agree")
 """
 
 CASTS = """
-from tests.pure.test_kernels_norms import check_heads, check_norms
-from tests.pure.test_kernels_swiglu import check_casts
+from tests.extensions.fusions.test_kernels_norms import check_heads, check_norms
+from tests.extensions.fusions.test_kernels_swiglu import check_casts
 check_norms("cuda")
 check_heads("cuda")
 check_casts("cuda")

@@ -14,16 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import compiled_regions
 from megatron.core.collectives import Pending
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.layers import ParallelLinear
-from megatron.core.transformer import activations, mlp
-from megatron.core.transformer.layer import TransformerLayer
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
 from megatron.training.checks.bad_steps import BadStepError
@@ -107,41 +102,6 @@ def test_weight_gradients_computed_later_are_the_same(recipe: str) -> None:
 )
 def test_recomputation_changes_no_bit(recipe: str, how: str) -> None:
     assert first_difference(train(recipe, 1, f"--recompute-granularity {how}"), train(recipe), 0.0) is None
-
-
-def swiglu_in_fp32(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
-
-
-def swiglu_gradient_in_fp32(x: Tensor, grad: Tensor) -> Tensor:
-    wide = x.float().requires_grad_()
-    with torch.enable_grad():
-        gate, up = wide.chunk(2, dim=-1)
-        return torch.autograd.grad(F.silu(gate) * up, wide, grad.float())[0].to(x.dtype)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [
-        (1, "--recompute-granularity full --recompute-method uniform"),
-        (2, "--tp 2 --sequence-parallel"),
-        (2, "--pp 2 --pipeline-schedule zb-h1"),
-    ],
-)
-def test_casts_within_other_kernels_change_no_bit(
-    world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regions run uncompiled, and as a compiler computes them: rounded once, at their end."""
-    monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
-    monkeypatch.setitem(activations.FUNCTIONS, "swiglu", (swiglu_in_fp32, swiglu_gradient_in_fp32))
-    monkeypatch.setattr(activations, "_regions_of", activations.functions_of)  # which remembers those before
-    flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
-    within = train_in_world(world_size, flags, steps=2)
-    monkeypatch.setattr(mlp, "casts_swiglu", lambda *parts: False)
-    monkeypatch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
-    monkeypatch.setattr(TransformerLayer, "_cast_of", lambda self, sublayer: None)
-    assert first_difference(train_in_world(world_size, flags, steps=2), within, 0.0) is None
 
 
 LATENT = (

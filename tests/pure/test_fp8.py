@@ -15,15 +15,15 @@ from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8 import blockwise
 from megatron.core.fp8 import casts as fp8
 from megatron.core.fp8.build import RECIPES, build_gemms
-from megatron.core.fp8.casts import E4M3, E5M2, LARGEST, Scaled
-from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.recipes import BOTH, ROWS, Fp8Context, WeightCasts, build_fp8
-from megatron.core.kernels.cast_transpose import (
+from megatron.core.fp8.cast_transpose import (
     amax_of,
     cast_transpose,
     cast_transpose_noting_amax,
     multiplier_of,
 )
+from megatron.core.fp8.casts import E4M3, E5M2, LARGEST, Scaled
+from megatron.core.fp8.delayed_scaling import DelayedScaling
+from megatron.core.fp8.recipes import BOTH, ROWS, Fp8Context, WeightCasts, build_fp8
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts

@@ -19,7 +19,6 @@ from megatron.core.moe.experts import EACH, GroupedBiasFunction, Segments, Weigh
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import FUNCTIONS, Bounded, FusedActivation, Kind, gelu_tanh, squared_relu
-from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
 from megatron.core.transformer.latent_attention import rotated_heads
 from megatron.core.transformer.norm import _divided_by_root_mean_square
@@ -95,35 +94,13 @@ def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Te
     return plain[kind](x if bias is None else x + bias)
 
 
-def with_dropout(x: Tensor, compiled: bool, normed: bool) -> Tensor:
-    """x + dropout of a half of it, and the norm of that."""
-    x, update, weight = *x.chunk(2, -1), x[0, 0, :20].sin()
+def with_dropout(x: Tensor, compiled: bool) -> Tensor:
+    """x + dropout of a half of it."""
+    x, update = x.chunk(2, -1)
     arguments = 0.3, 1234567, SAMPLES, 7
     if not compiled:
-        total = x + dropout(update, *arguments)
-        return torch.cat((total.sin(), F.rms_norm(total, (20,), weight, 1e-3)), -1) if normed else total.sin()
-    mask = dropout_mask(update, *arguments)
-    if not normed:
-        return add_update(x, update, mask).sin()
-    total, z = fused_norm(x, update, weight, None, 1e-3, centered=False, one_plus=False, mask=mask)
-    return torch.cat((total.sin(), z), -1)
-
-
-def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
-    """Sum and norm of the two halves of x, each multiplied, so that their gradients differ. `compiled` with a norm of
-    1 + weight as well, which must be that of the weight below 1."""
-    x, update, weight, bias = *x.chunk(2, -1), x[0, 0, :20].sin(), x[0, 1, :20].cos()
-    if compiled:
-        norm = partial(fused_norm, x, update if added else None, centered=centered, eps=1e-3)
-        (total, normed), (_, same) = (
-            norm(weight=w, bias=bias if centered else None, one_plus=one)
-            for w, one in ((weight, False), (weight - 1, True))
-        )
-        normed = (normed + same) / 2
-    else:
-        total = x + update if added else x
-        normed = F.layer_norm(total, (20,), weight, bias, 1e-3) if centered else F.rms_norm(total, (20,), weight, 1e-3)
-    return torch.cat((total.sin() if added else total * 3, normed), -1)
+        return (x + dropout(update, *arguments)).sin()
+    return add_update(x, update, dropout_mask(update, *arguments)).sin()
 
 
 def delta_net(x: Tensor, compiled: bool) -> Tensor:
@@ -170,13 +147,8 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "split, biased rotary": partial(split, rotates=True, biased=True),
     "split and interleaved rotary": partial(split, rotates=True, interleaved=True),
     "heads of latents": latent_heads,
-    "norm": lambda x, compiled: with_norm(x, compiled, centered=False),
-    "centered norm": lambda x, compiled: with_norm(x, compiled, centered=True),
-    "norm alone": lambda x, compiled: with_norm(x, compiled, centered=False, added=False),
-    "centered norm alone": lambda x, compiled: with_norm(x, compiled, centered=True, added=False),
     "delta net": delta_net,
-    "norm of dropout": partial(with_dropout, normed=True),
-    "sum with dropout": partial(with_dropout, normed=False),
+    "sum with dropout": with_dropout,
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
 }
@@ -192,7 +164,7 @@ def forward_and_backward(name: str, x: Tensor, compiled: bool) -> tuple[Tensor, 
 
 PART = (
     *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "split, biased rotary"),
-    *("heads of latents", "norm", "centered norm", "norm of dropout", "cross_entropy"),
+    *("heads of latents", "sum with dropout", "cross_entropy"),
 )
 """Of regions that are alike the one with the most in it."""
 

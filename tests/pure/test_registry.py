@@ -81,3 +81,11 @@ def test_a_part_must_have_the_form_of_its_kind() -> None:
     for built_in in vars(parts).values():
         if isinstance(built_in, Registry):
             assert all(built_in[name] is not None for name in built_in)
+
+
+def test_a_substitute_is_built_where_it_suits() -> None:
+    registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
+    registry.register("root", "math:sqrt")
+    registry.substitute("root", "math:isqrt", when=lambda x: isinstance(x, int))
+    assert (registry.build("root", 6.25), registry.build("root", 17)) == (2.5, 4)
+    assert registry["root"](16) == 4.0, "the name still stands for the part itself"

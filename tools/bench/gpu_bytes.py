@@ -142,6 +142,7 @@ def one_step(config: RunConfig, trace: Any, counter: Any) -> Counter[Kernel]:
     """The kernels of a run's first step."""
     import torch
 
+    from megatron.extensions.fusions.hooks import KernelChoice
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
@@ -149,8 +150,8 @@ def one_step(config: RunConfig, trace: Any, counter: Any) -> Counter[Kernel]:
 
     with (
         mock.patch("megatron.training.initialize.choose_device", return_value=torch.device("cuda", 0)),
-        mock.patch("megatron.training.setup.attention_shape", return_value=None),  # its kernel is given
-        mock.patch("megatron.training.setup.choose_gemms"),  # there is nothing to time
+        mock.patch.object(KernelChoice, "choose", lambda self, config, parallel, runtime: parallel),  # is given
+        mock.patch.object(KernelChoice, "on_model"),  # there is nothing to time
     ):
         run = build_run(config, initialize(config, Launch(), StartupPhases()))
     counter.prepare(run.stages.values(), fp8=config.parallel.fp8_format is not None)

@@ -96,7 +96,7 @@ def site() -> tuple[str, str]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(LIBRARY) and "/core/kernels/" not in name:
+        if name.startswith(LIBRARY) and "/fusions/kernels/" not in name:
             return name[len(LIBRARY) + 1 :], frame.f_code.co_name
         frame = frame.f_back
     return "", ""

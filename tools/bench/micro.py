@@ -117,8 +117,7 @@ def added_in_fp8(rows: int, out: int, size_in: int, kernel: str) -> Callable[[Ru
     def make(config: RunConfig, device: Any) -> Call:
         import torch
 
-        from megatron.core.fp8.weight_grad_choice import runs_of
-        from megatron.core.fp8.weight_grads import ProductShape
+        from megatron.extensions.fusions.weight_grad_choice import ProductShape, runs_of
 
         # On CPU torch's own product stands in for the kernels of GPUs.
         run = kernel if device.type == "cuda" else "torch"
@@ -153,9 +152,8 @@ def attention_call(
     name: str, ranks: int = 1, documents: bool = False, dropout: float = 0.0
 ) -> Callable[[RunConfig, Any], Call]:
     def make(config: RunConfig, device: Any) -> Call:
-        from megatron.core.attention.backend_choice import attention_run
         from megatron.core.attention.partition import rank_spans
-        from megatron.training.setup import attention_shape
+        from megatron.extensions.fusions.attention.choice import attention_run, attention_shape
 
         shape = attention_shape(config)
         assert shape is not None
@@ -262,7 +260,7 @@ def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
 
         from megatron.core.batch import Batch
         from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.transformer.norm import add_and_norm
+        from megatron.extensions.fusions.fused_norm import ResidualSum, add_and_norm
 
         model, samples = config.model, config.training.micro_batch_size
         stage = GPTModel(model, config.parallel, layers=(0,), first=False, last=False, device=device, initialize=False)
@@ -274,7 +272,7 @@ def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
         width = model.ffn_size * (2 if model.gated else 1) if kind == "activation" else model.hidden_size
         update = random(device, model.seq_length, samples, width)
         run: Callable[[Tensor], Tensor | tuple[Tensor, ...]] = {
-            "norm": lambda x: add_and_norm(layer.pre_mlp_layernorm, x, update),
+            "norm": lambda x: add_and_norm(layer.pre_mlp_layernorm, ResidualSum(x, update)),
             "activation": layer.mlp.activation,
             "layer": lambda x: stage(x, batch),
         }[kind]

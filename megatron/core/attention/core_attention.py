@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.attention.all_gather import gathered_attention
-from megatron.core.attention.cudnn_kernels import CudnnKernel
-from megatron.core.attention.flash3 import Flash3, flash3_attention
-from megatron.core.attention.flash_dropout.kernel import FlashDropoutKernel
 from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.kv_cache import Cached, cached_attention
 from megatron.core.attention.local_attention import local_attention
@@ -28,41 +25,70 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import site_key
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import ATTENTION_BACKENDS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 
 class FusedAttention(nn.Module):
     """torch's scaled_dot_product_attention: fused kernels that never keep the [s, s] scores."""
 
-    def __init__(self, scale: float, flash3: bool = False) -> None:
-        """`flash3`: causal attention is that of the package of FlashAttention-3."""
+    def __init__(self, scale: float) -> None:
         super().__init__()
-        self.scale, self.flash3 = scale, Flash3(scale) if flash3 else None
+        self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]"""
-        if self.flash3 is not None:
-            return flash3_attention(q, k, v, self.flash3)
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3)
 
 
+class AttentionBackend:
+    """The kernels of attention by --attention-backend: here those of torch."""
+
+    always_tiles = False
+    """Whether tiles compute plain causal attention too."""
+
+    @staticmethod
+    def causal(scale: float, device: torch.device) -> nn.Module:
+        """Plain causal attention within a rank, as `FusedAttention` computes it."""
+        return FusedAttention(scale)
+
+    @staticmethod
+    def tiles(
+        scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
+    ) -> tuple[Kernel, Kernel]:
+        """The kernels of tiles for plain causal attention, and for documents and windows."""
+        kernel = flash_kernel(scale, dtype, device, head_dim, value_head_dim)
+        return kernel, kernel
+
+    @staticmethod
+    def dropout(scale: float, dropout: Dropout) -> Kernel:
+        """The kernel of attention with dropout. All have the same masks."""
+        return TorchKernel(scale, dropout)
+
+
+class Unfused(AttentionBackend):
+    """Plain torch."""
+
+    always_tiles = True
+
+    @staticmethod
+    def tiles(
+        scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
+    ) -> tuple[Kernel, Kernel]:
+        return TorchKernel(scale), TorchKernel(scale)
+
+
 def kernels_of(
     backend: str, scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
 ) -> tuple[Kernel, Kernel]:
-    """The kernels of tiles for plain causal attention, and for documents and windows, by --attention-backend."""
-    if backend == "unfused":
-        return TorchKernel(scale), TorchKernel(scale)
-    flash = flash_kernel(scale, dtype, device, head_dim, value_head_dim, backend)
-    return CudnnKernel(scale) if backend == "cudnn" and device.type == "cuda" else flash, flash
+    return ATTENTION_BACKENDS[backend].tiles(scale, dtype, device, head_dim, value_head_dim)
 
 
 def dropout_kernel(backend: str, scale: float, dropout: Dropout) -> Kernel:
-    """The kernel of attention with dropout, by --attention-backend: the fused one where it has been found to run, else
-    plain torch. Both have the same masks."""
-    return FlashDropoutKernel(scale, dropout) if backend == "triton" else TorchKernel(scale, dropout)
+    return ATTENTION_BACKENDS[backend].dropout(scale, dropout)
 
 
 def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:
@@ -83,8 +109,7 @@ class CoreAttention(nn.Module):
 
     torch's fused attention computes plain causal attention within a rank. Tiles
     (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism, ALiBi, sinks, caps
-    of scores and attention dropout, whose mask is the same at every layout. GPUs have a kernel for dropout, which takes
-    all tiles at once (`megatron.core.attention.flash_dropout`).
+    of scores and attention dropout, whose mask is the same at every layout.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
@@ -94,7 +119,7 @@ class CoreAttention(nn.Module):
         self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, site_key(ctx.seed, f"{name}.attention_dropout")
         self.backend = backend = ctx.attention_backend
-        self.fused = FusedAttention(self.scale, backend == "flash3" and ctx.device.type == "cuda")
+        self.fused = ATTENTION_BACKENDS[backend].causal(self.scale, ctx.device)
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
         self.local_heads, self.first_head = heads, heads * ctx.tp.rank
@@ -116,7 +141,7 @@ class CoreAttention(nn.Module):
         self.softmax_offset = build_sinks(config, ctx, sinks)
         self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
         self.of_tiles = config.attends_in_tiles
-        self.always_tiles = self.of_tiles or unequal or backend == "unfused"
+        self.always_tiles = self.of_tiles or unequal or ATTENTION_BACKENDS[backend].always_tiles
         self.max_logits: Tensor | None = None
         self.dtype, self.device = ctx.dtype, ctx.device
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.attention.flash3 import Flash3
 from megatron.core.attention.tile_kernels import (
     Gradients,
     Kernel,
@@ -38,16 +37,16 @@ def flash_kernel(
     device: torch.device,
     head_dim: int,
     value_head_dim: int | None = None,
-    backend: str = "auto",
+    on_gpus: Callable[[float], VarlenFlash] = Flash2,
 ) -> Kernel:
-    """The flash kernel that supports the device, dtype and head sizes, on GPUs FlashAttention-3 if `backend` is flash3.
-    All kernels agree to rounding."""
+    """The flash kernel that supports the device, dtype and head sizes, by the functions `on_gpus(scale)` on GPUs. All
+    kernels agree to rounding."""
     found: Kernel = TorchKernel(scale)
     widths = head_dim, value_head_dim or head_dim
     if device.type == "cpu":
         found = FlashCPUKernel(scale)
     elif device.type == "cuda" and fits_flash(dtype, *widths) and torch.cuda.get_device_capability(device) >= (8, 0):
-        found = FlashCUDAKernel(Flash3(scale) if backend == "flash3" else Flash2(scale))
+        found = FlashCUDAKernel(on_gpus(scale))
     return found if type(found) is TorchKernel else of_any_widths(found, *widths)
 
 

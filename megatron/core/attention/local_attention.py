@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core.attention.flash_dropout.kernel import FlashDropoutKernel, flash_dropout_attention
 from megatron.core.attention.partition import Spans
 from megatron.core.attention.ring import Ring, RingAttention
 from megatron.core.attention.tile_kernels import Causal
@@ -19,13 +18,13 @@ def local_attention(
     """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] -> [n, b, heads, dv]
 
     The keys are at positions 0 to s - 1, the queries at the positions `queries`, by default the same. One
-    variable-length launch where the kernel has one and the queries are whole samples; one launch of the fused kernel
-    with dropout; else tiles, as a ring of one.
+    variable-length launch where the kernel has one and the queries are whole samples; one launch of a kernel that takes
+    all tiles `at_once`; else tiles, as a ring of one.
     """
     whole = (range(k.shape[0]),)
-    if isinstance(causal.kernel, FlashDropoutKernel):
-        tiles = causal_tiles(queries or whole, whole, causal.documents, causal.window)
-        return flash_dropout_attention(q, k, v, causal.kernel, tiles, sinks)
+    if (at_once := getattr(causal.kernel, "at_once", None)) is not None:
+        out: Tensor = at_once(q, k, v, causal_tiles(queries or whole, whole, causal.documents, causal.window), sinks)
+        return out
     if queries is None and causal.kernel.packed is not None:
         return packed_attention(q, k, v, causal.documents, causal.window, causal.kernel.packed, sinks)
     return RingAttention.apply(q, k, v, sinks, Ring(Axis(), queries or whole, (whole,), causal))

@@ -8,7 +8,7 @@ from math import lcm
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.pipeline_layout import layers_of_stages
 from megatron.core.config.precision import PrecisionConfig
-from megatron.core.parts import ACTIVATION_STORES, MICROBATCH_RUNNERS, PIPELINE_SCHEDULES
+from megatron.core.parts import ACTIVATION_STORES, ATTENTION_BACKENDS, MICROBATCH_RUNNERS, PIPELINE_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
     compile: bool | None = None
     """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
 
-    attention_backend: str = flag("auto", choices=("auto", "flash", "flash3", "cudnn", "triton", "unfused"))
+    attention_backend: str = flag("auto", choices=ATTENTION_BACKENDS)
     """GPUs: the attention kernel. auto: the fastest, by timing them when the run starts. flash: torch's
     FlashAttention-2. flash3: the package of FlashAttention-3. cudnn: cuDNN. triton: the only fused kernel with
     attention dropout, and only for that. unfused: plain torch, also on CPU."""

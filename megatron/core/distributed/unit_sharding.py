@@ -121,7 +121,7 @@ class UnitSharding:
                 self.units.append(unit := Unit(module, needed, len(self.units)))
                 module.register_forward_pre_hook(partial(self._before_forward, unit))
                 after = partial(self._after_forward, unit)
-                after.takes_stream = True  # type: ignore[attr-defined]
+                after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
         """The unit whose backward adds to a bucket last: of those that run here, the first in the model."""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.compiled_regions import Region, region
+from megatron.core.fp8.cast_transpose import multiplier_of, round_scaled, transpose
 from megatron.core.fp8.casts import E4M3, LARGEST, TILE, Scaled
 from megatron.core.fp8.recipes import INPUT, WEIGHT, Fp8Gemms, Wanted
-from megatron.core.kernels.cast_transpose import multiplier_of, round_scaled, transpose
 from megatron.core.tensor_parallel.linear_gemms import Operand, rows_of
 
 

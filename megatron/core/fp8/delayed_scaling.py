@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.config.precision import PrecisionConfig
+from megatron.core.fp8.cast_transpose import multiplier_of
 from megatron.core.fp8.casts import E4M3, LARGEST, formats
 from megatron.core.fp8.recipes import DelayedGemms
-from megatron.core.kernels.cast_transpose import multiplier_of
 from megatron.core.parallel_state import Axis
 
 

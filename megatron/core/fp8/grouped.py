@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
 from megatron.core.fp8.blockwise import cast_by_blocks
+from megatron.core.fp8.cast_transpose import multiplier_of, round_scaled, transposed
 from megatron.core.fp8.casts import E4M3, LARGEST, TILE, Scaled, scaled_mm
 from megatron.core.fp8.recipes import Fp8Context
-from megatron.core.kernels.cast_transpose import multiplier_of, round_scaled, transposed
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
 from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8.casts import E4M3, LARGEST, Scaled, formats, scaled_mm
-from megatron.core.fp8.weight_grads import WeightGradProducts
-from megatron.core.kernels.cast_transpose import (
+from megatron.core.fp8 import weight_grads
+from megatron.core.fp8.cast_transpose import (
     CastOrder,
     CastPair,
     amax_of,
@@ -29,11 +28,10 @@ from megatron.core.kernels.cast_transpose import (
     multiplier_of,
     transpose,
 )
-from megatron.core.kernels.gemms.residual_gemm import residual_gemm
-from megatron.core.kernels.swiglu_cast import swiglu_cast, swiglu_gradient_cast
+from megatron.core.fp8.casts import E4M3, LARGEST, Scaled, formats, scaled_mm
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.linear_gemms import Cuts, Operand, Operands, matrix_of, rows_of
+from megatron.core.tensor_parallel.linear_gemms import Cuts, Operand, Operands, matrix_of, residual_gemm, rows_of
 
 MadeCasts = dict[tuple[int, str], "Scaled"]
 """Casts by weight (its id) and kind."""
@@ -155,7 +153,6 @@ class Fp8Gemms(nn.Module):
         assert fp8.config.fp8_format is not None
         self.tp, self.cuts, self.casts, self.compiled = tp, cuts, fp8.casts, compiled
         self.grad_format = formats(fp8.config.fp8_format)[1]
-        self.products = WeightGradProducts()
 
     def format_of(self, which: int) -> torch.dtype:
         """Format of INPUT, WEIGHT or GRAD."""
@@ -196,7 +193,7 @@ class Fp8Gemms(nn.Module):
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         columns = self.cast_gathered(x, COLUMNS) if self.cuts.sequence else Scaled(*x)
-        self.products.add_(out, Scaled(*dy), columns, overwrite)
+        weight_grads.add_fp8_product_(out, Scaled(*dy), columns, overwrite)
 
     def _operands(self, x: Tensor, which: int, needs_dw: bool) -> Operands:
         return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])
@@ -245,7 +242,8 @@ def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
     return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
 
-def _given(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
+def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
+    """Casts that a kernel made in place of `cast_input` or `cast_grad`, of an activation [*tokens, n]."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -314,17 +312,6 @@ class DelayedGemms(PerTensorGemms):
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         return _scaled(cast_transpose_noting_amax(x.detach(), *self._order(which, wanted), self.compiled), wanted)
 
-    def cast_swiglu(self, x: Tensor, needs_dw: bool) -> Operands:
-        """`cast_input` of SwiGLU(x), from one read of x [s, b, 2 in]."""
-        order = self._order(INPUT, BOTH if needs_dw else ROWS)
-        return _given(swiglu_cast(rows_of(x).detach(), *order, self.compiled), x.shape[:-1])
-
-    def cast_swiglu_gradient(self, x: Tensor, grad: Tensor, needs_dw: bool) -> Operands:
-        """`cast_grad` of the gradient of x [s, b, out], the output of this layer, of which SwiGLU is taken. `grad`
-        [s, b, out / 2] is that of SwiGLU(x)."""
-        x_rows, grad_rows, order = rows_of(x).detach(), rows_of(grad).detach(), self.grad_order(needs_dw)
-        return _given(swiglu_gradient_cast(x_rows, grad_rows, *order, self.compiled), x.shape[:-1])
-
     def input_order(self, needs_dw: bool) -> CastOrder:
         """The casts that `cast_input` makes, for a kernel that computes the input."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
@@ -332,7 +319,7 @@ class DelayedGemms(PerTensorGemms):
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
         """`cast_input` by such a kernel, of an input [*tokens, in]."""
         if not self.cuts.sequence:
-            return _given(pair, tokens)
+            return given_operands(pair, tokens)
         assert pair.rows is not None and pair.row_scale is not None
         local = pair.rows.view(torch.uint8).view(*tokens, -1), pair.row_scale  # as `cast_to_gather`
         return Operands(local, local)
@@ -343,7 +330,7 @@ class DelayedGemms(PerTensorGemms):
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
         """`cast_grad` by such a kernel, of a gradient [*tokens, out]."""
-        return _given(pair, tokens)
+        return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
         """One NaN, made once: what tensors that have casts in place of values consist of."""

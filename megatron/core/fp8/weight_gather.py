@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
 from megatron.core.fp8.blockwise import BlockwiseGemms, amax_of_blocks, in_blocks
+from megatron.core.fp8.cast_transpose import amax_of, round_scaled
 from megatron.core.fp8.casts import E4M3, TILE, by_block
 from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, TensorwiseGemms
-from megatron.core.kernels.cast_transpose import amax_of, round_scaled
 from megatron.core.parallel_state import Axis
 
 

@@ -19,10 +19,9 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.host_to_device import HostCopy, has_values, integers_on
-from megatron.core.kernels.availability import runs_triton
-from megatron.core.kernels.gemms.grouped_products import add_grouped_products_, clear_rows_behind_
 from megatron.core.moe.parameters import expert_metas
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import operation
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.weight_grad import (
@@ -92,12 +91,16 @@ class Segments:
 
     def clear_spare_(self, x: Tensor) -> Tensor:
         """Sets the spare rows of x [n, width] to zero: kernels leave there what the memory held."""
-        if self.spare and runs_triton(x):
+        if self.spare:
             clear_rows_behind_(x, self.ends)
-        elif self.spare:
-            rows = torch.arange(x.shape[0], device=x.device)
-            x.masked_fill_((rows >= self.ends[-1])[:, None], 0.0)
         return x
+
+
+@operation
+def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
+    """Sets the rows of x [n, width] from ends[-1] on to zero."""
+    rows = torch.arange(x.shape[0], device=x.device)
+    x.masked_fill_((rows >= ends[-1])[:, None], 0.0)
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]
@@ -129,12 +132,10 @@ def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) ->
             add_product_(expert, dy_rows, x_rows)
 
 
+@operation
 def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """`add_each_product_` in one kernel, where there is one."""
-    if runs_triton(x):
-        add_grouped_products_(out, dy, x, segments.ends)
-    else:
-        add_each_product_(out, dy, x, segments)
+    """`add_each_product_`, for a kernel that does it at once."""
+    add_each_product_(out, dy, x, segments)
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:

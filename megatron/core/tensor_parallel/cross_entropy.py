@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_gather
 from megatron.core.compiled_regions import region
-from megatron.core.kernels.cross_entropy import loss_and_gradient_, makes_gradients, scale_rows_
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import kernel_for, operation
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
@@ -57,6 +57,11 @@ def vocab_parallel_argmax(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     return ids.masked_fill(values < values.amax(0), torch.inf).amin(0).long()
 
 
+LOSS_AND_GRADIENT = "loss_and_gradient_"
+"""A kernel, (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n], that leaves the gradients of
+the losses in place of the logits. Plain torch has no operation like it: it computes the gradient in the backward."""
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -69,12 +74,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         compiled: bool,
         z_loss_coeff: float,
     ) -> Tensor:
-        ctx.made = compiled and overwrite and tp.size == 1 and ctx.needs_input_grad[0] and makes_gradients(logits)
-        if ctx.made:
+        whole = compiled and overwrite and tp.size == 1 and ctx.needs_input_grad[0]
+        make = kernel_for(LOSS_AND_GRADIENT, logits) if whole else None
+        ctx.made = make is not None
+        if make is not None:
             flat = logits.view(-1, logits.shape[-1]), labels.flatten()
-            losses = loss_and_gradient_(*flat, vocab_size, z_loss_coeff).view(labels.shape)
             ctx.save_for_backward(logits)
-            return losses
+            return make(*flat, vocab_size, z_loss_coeff).view(labels.shape)
         start, stop = local_rows(logits.shape[-1] * tp.size, tp)
         columns = max(0, min(vocab_size, stop) - start)
         elsewhere = (labels < start) | (labels >= start + columns)
@@ -115,6 +121,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 _gradient_(out[:, :columns], top, factor, g, label, ctx.compiled)
             out[:, columns:].zero_()
         return grad.detach(), None, None, None, None, None, None
+
+
+@operation
+def scale_rows_(x: Tensor, factors: Tensor) -> None:
+    """x [n, width] *= factors [n]; rows whose factor is 0 become 0 whatever they hold."""
+    x.copy_(torch.where(factors[:, None] == 0, 0, x.float() * factors[:, None]))
 
 
 def _gradient_(z: Tensor, top: Tensor, factor: Tensor, at_label: Tensor, label: Tensor, compiled: bool) -> None:

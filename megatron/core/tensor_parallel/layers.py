@@ -31,10 +31,10 @@ from megatron.core.collectives import (
 from megatron.core.fp8.build import build_gemms
 from megatron.core.fp8.recipes import DelayedGemms, Fp8Context
 from megatron.core.init import set_present
-from megatron.core.kernels.gemms.residual_gemm import adds_residual
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, attach, given_input
+from megatron.core.parts import kernel_for
+from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient, attach, given_input
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import (
@@ -291,16 +291,6 @@ class ColumnParallelLinear(ParallelLinear):
         super().__init__(linear.name, linear.metas(), column_boundary(ctx), ctx)
 
 
-def input_cast_of(module: nn.Module, linear: ParallelLinear) -> InputCast | None:
-    """The casts that a `linear`, which alone reads the input of `module`, can be given in place of it. Hooks see the
-    input."""
-    if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
-        return None
-    if observed(module, linear) or not torch.is_grad_enabled():
-        return None
-    return InputCast(linear.gemms, linear.weight.requires_grad)
-
-
 def observed(*modules: nn.Module) -> bool:
     """Whether hooks wait for what goes into these modules or comes out of them, forward or backward."""
     return any(module._forward_hooks or module._backward_hooks for module in modules)
@@ -321,7 +311,8 @@ class RowParallelLinear(ParallelLinear):
         nor where hooks see them."""
         adds = self.compiled and self.training and self.adds_residual and self.gemms.adds_residual
         local = type(self) is RowParallelLinear and self.boundary.leave is start_nothing
-        return adds and local and not observed(self) and adds_residual(matrix_of(self.weight))
+        kernel = kernel_for("residual_gemm", None, matrix_of(self.weight))
+        return adds and local and not observed(self) and kernel is not None
 
 
 class ReplicatedParallelLinear(ParallelLinear):

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.gemms.residual_gemm import residual_gemm
+from megatron.core.parts import operation
 from megatron.core.tensor_parallel.weight_grad import add_product_
 
 Operand = tuple[Tensor, ...]
@@ -67,6 +68,23 @@ class LinearGemms(Protocol):
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """out [out, in] += dYᵀ X; with `overwrite` out = dYᵀ X"""
+
+
+@operation
+def residual_gemm(
+    x: Tensor,
+    weight: Tensor,
+    addend: Tensor,
+    bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """addend [n, m] + x [n, k] weight [m, k]ᵀ + bias [m] -> [n, m], summed in fp32 and rounded once to the addend's
+    dtype. fp8 operands have `scales` [], of x and of the weight."""
+    wide = torch.promote_types(addend.dtype, torch.float32)
+    total = F.linear(x.to(wide), weight.to(wide))
+    total = total if scales is None else total * (scales[0] * scales[1])
+    total = total if bias is None else total + bias.to(wide)
+    return (total + addend.to(wide)).to(addend.dtype)
 
 
 class PlainGemms:

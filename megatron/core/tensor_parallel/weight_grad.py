@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
-from megatron.core.kernels.stochastic_rounding import mixed, round_to_bf16, uniform_of
+from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 
 ROUNDED_AT_ONCE = 2**22
 """Elements of a sum in bf16 that are rounded at a time: bounds the memory of temporary tensors."""

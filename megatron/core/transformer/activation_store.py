@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -93,3 +93,16 @@ def unpacked(x: Any) -> Tensor:
     """The tensor that `packed` was given."""
     tensor: Tensor = x if isinstance(x, Tensor) else x.stored_tensor()
     return tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a tensor, a tuple, a mapping, or an object's attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif hasattr(value, "__dict__"):
+        yield from tensors_in(vars(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,30 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LAYERS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.activation_store import ActivationStore
-from megatron.core.transformer.layer import Stream, TransformerLayer
-from megatron.core.transformer.norm import add_and_norm, build_norm
+from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import Segment, recompute_segments, recomputed
 from megatron.core.transformer.rotary import RotaryEmbedding, query_scales
+
+
+class Pending(Protocol):
+    """A residual stream whose last addition is left to the module that reads it."""
+
+    def added(self) -> Tensor:
+        """The sum [s, b, h]."""
+
+
+Stream = Tensor | Pending
+"""A layer may take and return its stream with an addition pending where its `takes_pending()` is true. Such a layer is
+called with `pending=True`. A norm behind the layers may take one too."""
+
+
+def added(stream: Stream) -> Tensor:
+    return stream if isinstance(stream, Tensor) else stream.added()
+
+
+def takes_pending(module: nn.Module) -> bool:
+    takes = getattr(module, "takes_pending", None)
+    return takes is not None and takes()
 
 
 class TransformerBlock(nn.Module):
@@ -38,8 +59,8 @@ class TransformerBlock(nn.Module):
         offload: ActivationStore | None = None,
     ) -> None:
         super().__init__()
-        build = LAYERS[config.layer_module]
-        self.layers = nn.ModuleList(build(layer.format(n), config.of_layer(n), ctx.of_layer(n)) for n in numbers)
+        of_layers = ((layer.format(n), config.of_layer(n), ctx.of_layer(n)) for n in numbers)
+        self.layers = nn.ModuleList(LAYERS.build(config.layer_module, *of_layer) for of_layer in of_layers)
         for built, number in zip(self.layers, numbers, strict=True):
             built.number = number  # type: ignore[assignment]
         self.final_layernorm = build_norm(norm, config.hidden_size, config, ctx) if final_norm else nn.Identity()
@@ -54,8 +75,8 @@ class TransformerBlock(nn.Module):
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
-        """By id of a layer: called with the residual stream behind it, in each pass. A hook on the layer would make it
-        add its last update itself."""
+        """By id of a layer: called with the residual stream behind it, in each pass. A hook on the layer would
+        leave no addition pending."""
 
     def set_positions(self, config: TransformerConfig) -> None:
         """Replaces the tables by those of `config`, whose layers must share rotations as the built ones do."""
@@ -67,19 +88,18 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
         context = self._complete(context, x)
+        stream: Stream = x
         if self.offload is not None and self.training and torch.is_grad_enabled():
             stream = self._offloaded(x, context, self.offload)
         else:
-            stream = Stream(x)
             for segment in self.segments:
                 stream = self._run_segment(segment, stream, context)
-        if stream.update is None:
-            return self.final_layernorm(stream.x)
-        return add_and_norm(self.final_layernorm, *stream)[1]
+        return self.final_layernorm(stream if takes_pending(self.final_layernorm) else added(stream))
 
     def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationStore) -> Stream:
         """All layers, with offload of what segments save."""
-        stream, through = Stream(x), offload.begin(x, context)
+        stream: Stream = x
+        through = offload.begin(x, context)
         for segment in self.segments:
             own = (tensor for index in segment.layers for tensor in _own_tensors(self.layers[index]))
             with through.part(segment.offload, own):
@@ -90,18 +110,16 @@ class TransformerBlock(nn.Module):
 
     def _run_segment(self, segment: Segment, stream: Stream, context: BatchContext) -> Stream:
         if segment.recompute and self.training:
-            return Stream(recomputed(self._recomputed, segment.layers, stream.added(), context))
+            return recomputed(self._recomputed, segment.layers, added(stream), context)
         return self._run(segment.layers, stream, context)
 
     def _recomputed(self, layers: range, x: Tensor, context: BatchContext) -> Tensor:
-        return self._run(layers, Stream(x), context).added()
+        return added(self._run(layers, x, context))
 
     def _run(self, layers: range, stream: Stream, context: BatchContext) -> Stream:
         for layer in (self.layers[index] for index in layers):
-            if isinstance(layer, TransformerLayer) and layer.takes_stream():
-                stream = layer(stream, context)
-            else:
-                stream = Stream(layer(stream.added(), context))
+            pending = takes_pending(layer)
+            stream = layer(stream, context, pending=True) if pending else layer(added(stream), context)
             if (watch := self.watch.get(id(layer))) is not None:
                 watch(stream)
         return stream

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import kernel_for
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.given_casts import InputCast
-from megatron.core.tensor_parallel.layers import TPContext, input_cast_of, observed
+from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.activations import FusedActivation, build_activation
-from megatron.core.transformer.fused_mlp import cast_mlp, casts_swiglu
 from megatron.core.transformer.parameters import mlp_linears
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 
@@ -30,38 +28,24 @@ class MLP(nn.Module):
         self.linear_fc2 = row_parallel(fc2, ctx)
         fuses = isinstance(self.activation, FusedActivation) and self.activation.compiled
         self.activation_adds_bias = fuses and self.linear_fc1.bias is not None
-        self.casts_swiglu = casts_swiglu(self.linear_fc1, self.activation, self.linear_fc2)
         self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
     def forward(self, x: Tensor, context: BatchContext | None = None, addend: Tensor | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With an `addend` [s, b, h] their sum,
-        where the module `takes_addend`."""
+        where the last layer `takes_addend`."""
         return recomputed(self._run, x, addend) if self.recompute and self.training else self._run(x, addend)
 
     def _run(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        if self._fuses():
-            return cast_mlp(x, self.linear_fc1, self.linear_fc2, addend)
+        drops = self.recompute_activation and self.training
+        if not drops and (kernel := kernel_for("mlp", self.linear_fc1, self.activation, self.linear_fc2)) is not None:
+            return kernel(x, self.linear_fc1, self.linear_fc2, addend)
         activate: Callable[..., Tensor] = self.activation
         if self.activation_adds_bias:
             activate = partial(activate, bias=self.linear_fc1.bias)
         x = self.linear_fc1(x, add_bias=not self.activation_adds_bias)
-        if self.recompute_activation and self.training:
+        if drops:
             return with_input_recomputed(activate, x, partial(self.linear_fc2, addend=addend))
         return self.linear_fc2(activate(x), addend=addend)
-
-    def input_cast(self) -> InputCast | None:
-        """The casts of its input that it reads in place of that; None if it reads the input."""
-        return None if type(self) is not MLP or self.recompute else input_cast_of(self, self.linear_fc1)
-
-    def takes_addend(self) -> bool:
-        """Whether it can add its output to the residual stream."""
-        return type(self) is MLP and not observed(self) and self.linear_fc2.takes_addend()
-
-    def _fuses(self) -> bool:
-        """Whether the activation is computed within the casts of its operands."""
-        drops = self.recompute_activation and self.training
-        fuses = self.casts_swiglu and torch.is_grad_enabled() and not drops
-        return fuses and not observed(self.linear_fc1, self.linear_fc2)
 
 
 class SharedExpert(MLP):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,12 +9,9 @@ from torch import Tensor, nn
 from megatron.core.collectives import copy_to, reduce_from
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dropout import DropoutMask, add_update
 from megatron.core.parts import NORMALIZATIONS
-from megatron.core.tensor_parallel.given_casts import InputCast
-from megatron.core.tensor_parallel.layers import TPContext, make_parameter, observed
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.parameters import sequence_partial
-from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, norm_metas, wide_norm_meta
 
 
@@ -24,48 +19,18 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; 16-bit inputs are normalised in fp32."""
 
     has_bias = True
-    centered = True
 
     def __init__(
         self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]
     ) -> None:
         super().__init__()
         self.shape, self.eps = (size,), config.norm_epsilon
-        self.one_plus, self.compiled = config.apply_layernorm_1p, ctx.compiled
+        self.one_plus = config.apply_layernorm_1p
         metas = norm_metas(name, size, partial_over, config, bias=self.has_bias)
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
 
-    def forward(
-        self,
-        x: Tensor,
-        update: Tensor | None = None,
-        mask: DropoutMask | None = None,
-        residual: bool = False,
-        cast: InputCast | None = None,
-    ) -> Any:
-        """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
-        if self.fuses():
-            found = fused_norm(
-                x,
-                update,
-                self.weight,
-                self.bias,
-                self.eps,
-                centered=self.centered,
-                one_plus=self.one_plus,
-                mask=mask,
-                cast=cast,
-            )
-            return found if residual else found[1]
-        x = x if update is None else add_update(x, update, mask)
-        return (x, self.normalized(x)) if residual else self.normalized(x)
-
-    def fuses(self) -> bool:
-        """Whether the addition before the norm is a part of its kernels."""
-        return self.compiled and torch.is_grad_enabled()
-
-    def normalized(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not self.one_plus:
             return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
         wide, weight = _one_plus(x, self.weight)
@@ -77,9 +42,8 @@ class RMSNorm(LayerNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv:1910.07467); 16-bit inputs in fp32."""
 
     has_bias = False
-    centered = False
 
-    def normalized(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not self.one_plus:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         wide, weight = _one_plus(x, self.weight)
@@ -140,24 +104,6 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
     )
 
 
-def add_and_norm(
-    norm: nn.Module,
-    x: Tensor,
-    update: Tensor | None = None,
-    mask: DropoutMask | None = None,
-    cast: InputCast | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(x + update, its norm), of any norm; in one kernel forward and backward by those that can. With a `mask` it drops
-    parts of the update. With a `cast`, of the layer that alone reads the norm, the norm may be a stand-in.
-
-    Use the first result in place of x, without an update too: then the backward adds its gradient to the norm's.
-    """
-    if isinstance(norm, LayerNorm) and type(norm).forward is LayerNorm.forward:
-        return norm(x, update, mask, residual=True, cast=None if observed(norm) else cast)
-    x = x if update is None else add_update(x, update, mask)
-    return x, norm(x)
-
-
 def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(x, 1 + weight) for --apply-layernorm-1p, in fp32 if x has 16 bits: small weights would be lost beside 1."""
     wide = x.float() if x.itemsize == 2 else x
@@ -172,4 +118,4 @@ def build_norm(
     By default it acts on hidden states between the linear layers (`sequence_partial`).
     """
     partial_over = sequence_partial(ctx.sequence_parallel) if partial_over is None else partial_over
-    return NORMALIZATIONS[config.normalization](name, size, config, ctx, partial_over)
+    return NORMALIZATIONS.build(config.normalization, name, size, config, ctx, partial_over)

@@ -10,8 +10,8 @@ from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.given_casts import InputCast, gradient_of_output
-from megatron.core.tensor_parallel.layers import TPContext, input_cast_of, observed
+from megatron.core.tensor_parallel.fp8_input_cast import gradient_of_output
+from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_query_key_norms
 from megatron.core.transformer.parameters import (
     attention_linears,
@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism. With an
-        `addend` [s, b, h] their sum, where the module `takes_addend`."""
+        `addend` [s, b, h] their sum, where the last layer `takes_addend`."""
         q, gate, k, v = self._project(x, context)
         v = v if self.value_scale == 1 else v * self.value_scale
         if self.tempered:
@@ -75,14 +75,6 @@ class SelfAttention(nn.Module):
         else:
             out = self.core(q, k, v, context)
         return self.linear_proj(out if gate is None else self.gated(out, gate), addend=addend)
-
-    def input_cast(self) -> InputCast | None:
-        """The casts of its input that it reads in place of that; None if it reads the input."""
-        return input_cast_of(self, self.linear_qkv) if type(self) is SelfAttention else None
-
-    def takes_addend(self) -> bool:
-        """Whether it can add its output to the residual stream."""
-        return type(self) is SelfAttention and not observed(self) and self.linear_proj.takes_addend()
 
     def clip_factors(self, eta: Tensor, alpha: float) -> dict[nn.Module, Tensor]:
         """Factors [groups, rows] of the rows of projections that multiply the logits of each head by at most eta

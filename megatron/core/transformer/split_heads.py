@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
-from megatron.core.kernels.heads_cast import casts_heads, heads_gradient_cast
-from megatron.core.tensor_parallel.given_casts import OutputGradient
+from megatron.core.parts import kernel_for
+from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient
 from megatron.core.transformer.activations import PARTIAL_SUMS
 from megatron.core.transformer.rotary import apply_rotary, apply_rotary_interleaved
 
@@ -69,9 +69,11 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tables, (groups, interleaved) = ctx.saved_tensors, ctx.settings
         order, of_bias = None if ctx.of_qkv is None else ctx.of_qkv.order(), None
-        if order is not None and ctx.bias is None and not interleaved and casts_heads(grads, tables):
-            pair = heads_gradient_cast(grads, tables, order)
-            joined = ctx.of_qkv.put_stand_in(pair, ctx.shape, grads[0].dtype)
+        cast = None
+        if order is not None and ctx.bias is None and not interleaved:
+            cast = kernel_for("heads_gradient_cast", grads, tables, order)
+        if cast is not None:
+            joined = ctx.of_qkv.put_stand_in(cast(grads, tables, order), ctx.shape, grads[0].dtype)
         elif ctx.bias is None:
             joined = region(_joined, ctx.compiled, static=True)(grads, tables, groups, interleaved)
         else:

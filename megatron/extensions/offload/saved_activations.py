@@ -20,7 +20,7 @@ of a layer that is recomputed as a whole, or what is left beside recomputed modu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.host_to_device import HostBuffer, HostPool
-from megatron.core.transformer.activation_store import saving_by, unpacked
+from megatron.core.transformer.activation_store import saving_by, tensors_in, unpacked
 from megatron.extensions.offload.flags import ActivationFlags
 
 
@@ -258,16 +258,3 @@ def _bytes_of(x: Tensor) -> Tensor:
     """All of the memory that x is a view of, uint8 [bytes], as far as it has whole elements of x."""
     elements = x.untyped_storage().nbytes() // x.dtype.itemsize
     return x.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a tensor, a tuple, a mapping, or an object's attributes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif hasattr(value, "__dict__"):
-        yield from tensors_in(vars(value))

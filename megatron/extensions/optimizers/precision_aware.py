@@ -19,7 +19,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import BufferLayout, StateRange
-from megatron.core.kernels.stochastic_rounding import mixed, uniform_of
+from megatron.core.dropout import mixed, uniform_of
 from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard
 from megatron.extensions.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 from megatron.extensions.optimizers.state_formats import (

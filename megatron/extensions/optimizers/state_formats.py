@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.stochastic_rounding import round_to_bf16
+from megatron.core.dropout import round_to_bf16
 from megatron.extensions.optimizers.flags import SCALE_BLOCK
 
 SMALLEST = -126

@@ -18,7 +18,6 @@ from torch.utils._device import _device_constructors
 
 from megatron.core import collectives
 from megatron.core.attention import core_attention
-from megatron.core.attention.flash_dropout.kernel import FlashDropoutKernel, fits
 from megatron.core.attention.flash_kernels import FlashCUDAKernel, fits_flash, of_any_widths
 from megatron.core.attention.tile_kernels import Gradients, Kernel, Outputs, Rows, TorchKernel
 from megatron.core.attention.tiles import Tile
@@ -27,6 +26,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8 import casts, weight_grads
 from megatron.core.moe import dispatcher, experts
 from megatron.core.tensor_parallel import weight_grad
+from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel, fits
 
 
 class PlannedFlash:
@@ -189,7 +189,7 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: 
         (dispatcher, "on_device", lambda x: True),
         (collectives, "sums_exchanged", lambda x: False),
         (casts, "multiplies_in_fp8", lambda x: True),
-        (weight_grads, "add_product_", lambda *operands: None),
+        (weight_grads, "add_fp8_product_", lambda *operands: None),
         (experts, "add_each_product_", lambda *operands: None),
         (core_attention, "kernels_of", planned_kernels_of),
         (weight_grad, "adds_in_one_kernel", lambda out: out.dtype == torch.float32),

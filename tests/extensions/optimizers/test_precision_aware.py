@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.kernels.stochastic_rounding import uniform_of
+from megatron.core.dropout import uniform_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, rounding_sum
 from megatron.extensions.optimizers.precision_aware import PackedShard
 from megatron.extensions.optimizers.state_formats import FORMATS, StoredState, join_master, split_master

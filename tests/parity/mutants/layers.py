@@ -10,30 +10,11 @@ from torch import Tensor
 
 from megatron.core.transformer import (
     activations,
-    fused_norm,
     norm,
     split_heads,
 )
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
-
-
-def _backward_of_the_norm_alone(x: Tensor, of_total: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    return _true_backward(x, None, *args)
-
-
-def _weight_gradient_of_plain_rows(x: Tensor, of_total: Tensor | None, dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    dx, _, *of_bias = _true_backward(x, of_total, dy, *args)
-    return dx, (dy * x).sum((0, 1)), *of_bias
-
-
-def _normalized_without_the_sum(x: Tensor, update: Tensor, mask: Any, *args: Any) -> tuple[Tensor, ...]:
-    return x, *fused_norm._normalized(x + update, *args)
-
-
-def _update_as_if_all_were_kept(mask: Any, *args: Any) -> tuple[Tensor | None, ...]:
-    dx, *of_parameters = _true_backward(*args)
-    return dx, None, *of_parameters
 
 
 def _rotated_forward_again(grads: Sequence[Tensor], tables: Sequence[Tensor], *rest: Any) -> list[Tensor]:
@@ -61,9 +42,6 @@ _true_biased_backward = activations._biased_backward
 
 _true_parts = split_heads._parts
 
-_true_backward = fused_norm._backward
-
-
 MUTANTS: Mutants = {
     "sum of squares of a rank's own heads": (
         [(norm, "reduce_from", lambda x, axis: x)],
@@ -75,22 +53,6 @@ MUTANTS: Mutants = {
     "gradient of the sum of squares from a rank's own heads": (
         [(norm, "copy_to", lambda x, axis: x)],
         [Combination.of(world="2", tp="2", block="wide norms")],
-    ),
-    "gradient of the residual stream lost in the fused norm": (
-        [(fused_norm, "_backward", _backward_of_the_norm_alone)],
-        [Combination.of(world="2", tp="2sp", regions="fused", style=style) for style in ("llama", "gpt")],
-    ),
-    "gradient of the fused norm's weight from rows that are not normalized": (
-        [(fused_norm, "_backward", _weight_gradient_of_plain_rows)],
-        [Combination.of(world="1", regions="fused", style="llama"), Combination.of(world="2", regions="fused")],
-    ),
-    "gradient of what dropout drops before the fused norm": (
-        [(fused_norm, "_backward_of_both", _update_as_if_all_were_kept)],
-        [Combination.of(world="2", tp="2sp", regions="fused"), Combination.of(world="1", regions="fused")],
-    ),
-    "update left out of the stream by the fused norm": (
-        [(fused_norm, "_added_and_normalized", _normalized_without_the_sum)],
-        [Combination.of(world="2", regions="fused", style="llama"), Combination.of(world="2", regions="fused")],
     ),
     "gradient of a bias before an activation from a part of the rows": (
         [(activations, "_biased_backward", _bias_gradient_of_some_rows)],

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import collectives
+from megatron.core import collectives, dropout
 from megatron.core.config.param_groups import ParamGroup
-from megatron.core.kernels import stochastic_rounding
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.transformer import (
@@ -56,7 +55,7 @@ def _noise_by_place(key: Tensor, salt: int) -> Tensor:
     return _true_uniform_of(torch.arange(len(key), dtype=torch.int32), salt)
 
 
-_true_uniform_of = stochastic_rounding.uniform_of
+_true_uniform_of = dropout.uniform_of
 
 
 def _of_this_rank_alone(x: Tensor, axis: Axis, op: Any) -> Tensor:

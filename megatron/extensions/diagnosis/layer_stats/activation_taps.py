@@ -19,8 +19,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.load_balancing import Balance
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
-from megatron.core.transformer.block import TransformerBlock
-from megatron.core.transformer.layer import Stream
+from megatron.core.transformer.block import Stream, TransformerBlock, added
 from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.diagnosis.layer_stats.records import OUTPUT
 
@@ -117,7 +116,7 @@ class ActivationTaps:
     @torch.no_grad()
     def _output(self, key: Key, stream: Stream) -> None:
         if self._measures():
-            self._add(key, stream.added())
+            self._add(key, added(stream))
 
     def _module_output(self, key: Key, module: nn.Module, args: Any, output: Any) -> None:
         if self._measures() and isinstance(output, Tensor) and output.is_floating_point():

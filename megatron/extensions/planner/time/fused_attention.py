@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.attention.flash_dropout.bands import band_of
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Sequences
 from megatron.core.config.layers import Span
+from megatron.extensions.fusions.attention.flash_dropout.bands import band_of
 from megatron.extensions.planner.as_on_gpus import PlannedDropoutKernel
 from megatron.extensions.planner.time.recorder import Recorder
 

@@ -168,7 +168,7 @@ def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[Fak
     ]
     if on_gpu:
         stand_ins += [
-            (weight_grads, "add_product_", _recorded_weight_grad(recorder)),
+            (weight_grads, "add_fp8_product_", _recorded_weight_grad(recorder)),
             (experts, "add_each_product_", _recorded_expert_grads(recorder)),
             (casts, "dequantized_mm", _recorded_scaled_mm(recorder)),
             (casts, "multiplies_in_fp8", lambda x: False),
@@ -186,7 +186,7 @@ def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[Fak
 
 
 def _recorded_weight_grad(recorder: Recorder) -> Any:
-    def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
+    def add_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
         """out [o, i] += dy [o, n] x [i, n]^T"""
         recorder.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
 

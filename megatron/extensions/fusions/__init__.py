@@ -1,0 +1,5 @@
+"""Fused forms of what the trunk computes step by step, used with --compile, as on GPUs.
+
+`--no-fusions` turns them off. `layer.py` and `fused_norm.py` are built in place of parts of the trunk's registries, and
+compute the same functions of the same parameters. Read `layer.py` first.
+"""

@@ -1,0 +1,1 @@
+"""Kernels of attention beside those of torch, and the choice between them on a GPU: read `choice.py` first."""

@@ -1,0 +1,67 @@
+"""The flag of fusions, and what they take the place of. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.flag_spec import Section
+from megatron.core.parts import ATTENTION_BACKENDS, KERNELS, LAYERS, NORMALIZATIONS
+from megatron.training.extensions import extension_flags
+from megatron.training.hooks import CALLBACKS
+
+_HERE = "megatron.extensions.fusions"
+
+
+@extension_flags("fusions", may_change=True, rules=f"{_HERE}.rules:rules")
+@dataclass(frozen=True)
+class Fusions:
+    fusions: bool = True
+    """Use fused layers and kernels where regions are compiled, as on GPUs (see --compile). Each kernel is compared with
+    plain torch at start; one that is wrong, fails or is slower is left out. --no-fusions uses none."""
+
+
+def fuses(config: Section, ctx: Any) -> bool:
+    """Whether a part with this configuration and context is built in its fused form."""
+    return bool(ctx.compiled) and config.options(Fusions).fusions
+
+
+LAYERS.substitute(
+    "transformer_layer",
+    f"{_HERE}.layer:FusedTransformerLayer",
+    when=lambda name, config, ctx: fuses(config, ctx),
+)
+for _norm in ("LayerNorm", "RMSNorm"):
+    NORMALIZATIONS.substitute(
+        _norm,
+        f"{_HERE}.fused_norm:Fused{_norm}",
+        when=lambda name, size, config, ctx, partial_over: fuses(config, ctx),
+    )
+for _operation, _kernel in {
+    "loss_and_gradient_": "cross_entropy:LOSS",
+    "scale_rows_": "cross_entropy:SCALE",
+    "add_products_grouped_": "gemms.grouped_products:ADD_PRODUCTS",
+    "clear_rows_behind_": "gemms.grouped_products:CLEAR_ROWS",
+    "residual_gemm": "gemms.residual_gemm:RESIDUAL_GEMM",
+    "cast_transpose": "cast_transpose:CAST",
+    "cast_transpose_noting_amax": "cast_transpose:CAST_NOTING",
+    "amax_of_rows_and_columns": "cast_transpose:AMAX",
+    "transpose": "cast_transpose:TRANSPOSE",
+    "norm_cast": "norms:NORM_CAST",
+    "norm_gradients": "norms:NORM_GRADIENTS",
+    "swiglu_cast": "swiglu_cast:SWIGLU_CAST",
+    "swiglu_gradient_cast": "swiglu_cast:SWIGLU_GRADIENT_CAST",
+    "heads_gradient_cast": "heads_cast:HEADS_CAST",
+}.items():
+    KERNELS.register(_operation, f"{_HERE}.kernels.{_kernel}")
+KERNELS.register("add_fp8_product_", f"{_HERE}.weight_grad_choice:WEIGHT_GRADS")
+KERNELS.register("mlp", f"{_HERE}.fused_mlp:MLP_KERNEL")
+
+for _backend in ("flash3", "cudnn", "triton"):
+    ATTENTION_BACKENDS.register(_backend, f"{_HERE}.attention.backends:{_backend.title()}Backend")
+
+CALLBACKS.register(
+    "kernel choice",
+    f"{_HERE}.hooks:KernelChoice",
+    when=lambda config: not (config.parallel.cpu and config.options(Fusions).fusions),
+)

@@ -1,0 +1,231 @@
+"""RMSNorm and LayerNorm together with the residual stream: x + update and its norm in one kernel, and in the backward
+the gradient of both, with those of weight and bias, in one pass over the operands.
+
+For `--compile`. torch's own norms are kernels of their own: beside them a residual addition reads and writes the stream
+once more forward and backward, and the weight's gradient reads both operands again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.compiled_regions import region
+from megatron.core.dropout import DropoutMask, add_update
+from megatron.core.fp8.cast_transpose import CastOrder, CastPair
+from megatron.core.fp8.recipes import DelayedGemms
+from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient, gradient_of_output
+from megatron.core.tensor_parallel.layers import observed
+from megatron.core.tensor_parallel.linear_gemms import rows_of
+from megatron.core.transformer.norm import LayerNorm, RMSNorm
+from megatron.extensions.fusions.kernels.norms import gradients_of_norm as _backward
+from megatron.extensions.fusions.kernels.norms import norm_cast, norm_gradients
+from megatron.extensions.fusions.kernels.norms import normalized as _normalized
+
+
+class InputCast(NamedTuple):
+    """The casts that a layer wants of its input."""
+
+    gemms: DelayedGemms
+    needs_dw: bool
+
+    def order(self) -> CastOrder:
+        return self.gemms.input_order(self.needs_dw)
+
+    def stand_in(self, pair: CastPair, like: Tensor) -> Tensor:
+        """A tensor of NaN with the shape of `like` [s, b, h], in the memory of one number, that carries the casts to
+        the layer and the gradient back. Only a layer that reads `given_input` may have it as its input."""
+        found = self.gemms.no_value(like.dtype).expand(like.shape)
+        found.given_casts = self.gemms.given_input(pair, like.shape[:-1])  # type: ignore[attr-defined]
+        return found
+
+
+class ResidualSum(NamedTuple):
+    """The residual stream with an addition that the next norm makes: x + dropout of the update."""
+
+    x: Tensor
+    update: Tensor | None = None
+    mask: DropoutMask | None = None
+
+    def added(self) -> Tensor:
+        return self.x if self.update is None else add_update(self.x, self.update, self.mask)
+
+
+class FusedLayerNorm(LayerNorm):
+    """`LayerNorm` of a stream whose addition it makes in its own kernels, where there will be a backward."""
+
+    centered = True
+
+    def forward(
+        self,
+        x: Tensor | ResidualSum,
+        update: Tensor | None = None,
+        mask: DropoutMask | None = None,
+        residual: bool = False,
+        cast: InputCast | None = None,
+    ) -> Any:
+        """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
+        stream = x if isinstance(x, ResidualSum) else ResidualSum(x, update, mask)
+        if self.fuses():
+            found = fused_norm(
+                stream.x,
+                stream.update,
+                self.weight,
+                self.bias,
+                self.eps,
+                self.centered,
+                self.one_plus,
+                stream.mask,
+                cast,
+            )
+        else:
+            total = stream.added()
+            found = total, super().forward(total)
+        return found if residual else found[1]
+
+    def fuses(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def takes_pending(self) -> bool:
+        return self.fuses() and not observed(self)
+
+
+class FusedRMSNorm(FusedLayerNorm, RMSNorm):
+    """`RMSNorm` in the same way."""
+
+    centered = False
+
+
+def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
+    """(the sum, its norm), of any norm; in one kernel forward and backward by those that can. With a `cast`, of the
+    layer that alone reads the norm, the norm may be a stand-in.
+
+    Use the first result in place of `stream.x`, without an update too: then the backward adds its gradient to the
+    norm's.
+    """
+    if isinstance(norm, FusedLayerNorm):
+        found: tuple[Tensor, Tensor] = norm(*stream, residual=True, cast=None if observed(norm) else cast)
+        return found
+    x = stream.added()
+    return x, norm(x)
+
+
+def fused_norm(
+    x: Tensor,
+    update: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    one_plus: bool,
+    mask: DropoutMask | None = None,
+    cast: InputCast | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(x + update, its norm over the last dim): x, update [..., h], weight, bias [h] -> [..., h] twice, in fp32 for
+    16-bit operands. Without an update (x, its norm): use that x in place of the given one, so that its gradient is
+    added within the backward of the norm.
+
+    With a `mask` that is x + dropout of the update, for x [s, b, h].
+
+    `centered` is LayerNorm (arXiv:1607.06450), else RMSNorm (arXiv:1910.07467). `one_plus` adds 1 to the weight.
+
+    With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update, or x without one,
+    is the output of a linear layer, the backward makes what that has use for of its gradient.
+    """
+    output = x if update is None else update
+    cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)
+    return _FusedNorm.apply(x, update, weight, bias, mask, eps, centered, one_plus, cast, of_update)
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        mask: DropoutMask | None,
+        eps: float,
+        centered: bool,
+        one_plus: bool,
+        cast: InputCast | None,
+        of_update: OutputGradient | None,
+    ) -> tuple[Tensor, Tensor]:
+        settings = weight, bias, eps, centered, one_plus
+        if cast is not None:
+            made = norm_cast(_rows(x), None if update is None else _rows(update), *settings, cast.order())
+            total = x if update is None else made.total.view(x.shape)
+            normed, statistics = cast.stand_in(made.pair, x), [part.view(*x.shape[:-1], 1) for part in made.statistics]
+        elif update is None:
+            total, (normed, *statistics) = x, region(_normalized, True, static=True)(x, *settings)
+        else:
+            total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, mask, *settings)
+        bits = () if mask is None else mask[1:]
+        ctx.save_for_backward(total, weight, *bits, *statistics)
+        ctx.p, ctx.of_update, ctx.one_plus = None if mask is None else mask.p, of_update, one_plus
+        ctx.adds = update is not None
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_total: Tensor | None, of_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, *kept = ctx.saved_tensors
+        mask = None if ctx.p is None else DropoutMask(ctx.p, *kept[:2])
+        statistics = tuple(kept if mask is None else kept[2:])
+        if of_normed is None:
+            of_normed = torch.zeros_like(total)
+        operands = total, of_total, of_normed, weight, statistics, ctx.one_plus
+        if ctx.of_update is not None and ctx.needs_input_grad[ctx.adds]:
+            dx, of_update, of_weight, *of_bias = _with_casts_and_sum(ctx.of_update, *operands)
+        else:
+            dx, of_update, of_weight, *of_bias = region(_backward_of_both, True, static=True)(mask, *operands)
+        of_update = dx if of_update is None else of_update
+        return dx, of_update if ctx.needs_input_grad[1] else None, of_weight, *(of_bias or [None]), *[None] * 6
+
+
+def _rows(x: Tensor) -> Tensor:
+    return rows_of(x).contiguous()
+
+
+def _with_casts_and_sum(
+    of_update: OutputGradient,
+    total: Tensor,
+    of_total: Tensor | None,
+    of_normed: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, ...],
+    one_plus: bool,
+) -> tuple[Tensor | None, ...]:
+    """`_backward_of_both` without a mask, that hands the casts and the sum of the update's gradient over."""
+    of_sum = None if of_total is None else _rows(of_total)
+    of_rows, sums, order = tuple(part.view(-1, 1) for part in statistics), of_update.needs_sum, of_update.order()
+    found = norm_gradients(_rows(total), of_sum, _rows(of_normed), weight, of_rows, one_plus, sums, order)
+    dx = found.of_total.view(total.shape)
+    of_update.put(dx, found.pair, found.row_sum)
+    return dx, None, *found.of_parameters
+
+
+def _added_and_normalized(
+    x: Tensor,
+    update: Tensor,
+    mask: DropoutMask | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    one_plus: bool,
+) -> tuple[Tensor, ...]:
+    """(x + update, and of it what `_normalized` returns)"""
+    total = x + (update if mask is None else mask.applied(update))
+    return total, *_normalized(total, weight, bias, eps, centered, one_plus)
+
+
+def _backward_of_both(mask: DropoutMask | None, *args: Any) -> tuple[Tensor | None, ...]:
+    """`_backward`, with the gradient of the update after that of x where dropout makes them differ, else None."""
+    dx, *of_parameters = _backward(*args)
+    return dx, None if mask is None else mask.applied(dx), *of_parameters

@@ -1,0 +1,113 @@
+"""A transformer layer whose additions to the residual stream are made by the norms or GEMMs beside them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.dropout import DropoutMask, dropout_mask
+from megatron.core.fp8.recipes import DelayedGemms
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, observed
+from megatron.core.transformer.block import Stream, added
+from megatron.core.transformer.layer import HiddenDropout, TransformerLayer
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.recompute import with_recomputed
+from megatron.core.transformer.self_attention import SelfAttention
+from megatron.extensions.fusions.fused_norm import FusedLayerNorm, InputCast, ResidualSum, add_and_norm
+
+
+class FusedTransformerLayer(TransformerLayer):
+    """`TransformerLayer` that hands its stream to the next one as a `ResidualSum`, whose addition the next norm makes.
+
+    A norm casts its output to fp8 where the sublayer reads that. A sublayer that can adds to the stream in its last
+    GEMM.
+    """
+
+    def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With `pending` the last addition is left
+        to what reads the stream."""
+        stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)
+        return stream if pending else stream.added()
+
+    def takes_pending(self) -> bool:
+        """Whether a norm adds the update in its kernels. Hooks see the sum, but for those that say that they take a
+        stream."""
+        norm = self.input_layernorm
+        observed = self._backward_hooks or not all(
+            getattr(hook, "takes_pending", False) for hook in self._forward_hooks.values()
+        )
+        return isinstance(norm, FusedLayerNorm) and norm.fuses() and not observed
+
+    def _next(self, stream: ResidualSum, context: BatchContext) -> ResidualSum:
+        x, normed = add_and_norm(self.input_layernorm, stream, self._cast_of(self.self_attention))
+        stream = self._add_attention(x, normed, context)
+        cast = self._cast_of(self.mlp)
+        if self.parallel:
+            x, normed = add_and_norm(self.pre_mlp_layernorm, ResidualSum(x), cast)
+            _, update, mask = self._add_mlp(x, normed, context)
+            return ResidualSum(stream._replace(x=x).added(), update, mask)
+        x, normed = add_and_norm(self.pre_mlp_layernorm, stream, cast)
+        return self._add_mlp(x, normed, context)
+
+    def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
+        """The casts that a sublayer wants of its input in place of it. Norms that are computed again make none."""
+        return None if self.recompute_norms and self.training else input_cast_of(sublayer)
+
+    def _add_attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
+        if self._adds_within(self.self_attention, self.post_attention_layernorm, self.attention_dropout):
+            return ResidualSum(self.self_attention(normed, context, addend=x))
+        y = self._of_normed(self.input_layernorm, x, normed, self.self_attention, context)
+        return self._sum(x, self.post_attention_layernorm(y), self.attention_dropout, context)
+
+    def _add_mlp(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
+        if self._adds_within(self.mlp, self.post_mlp_layernorm, self.mlp_dropout):
+            return ResidualSum(self.mlp(normed, context, addend=x))
+        y = self._of_normed(self.pre_mlp_layernorm, x, normed, self.mlp, context)
+        return self._sum(x, self.post_mlp_layernorm(y), self.mlp_dropout, context)
+
+    def _adds_within(self, sublayer: nn.Module, post: nn.Module, dropout: HiddenDropout) -> bool:
+        """Whether the last GEMM of a sublayer adds to the residual stream: if nothing comes between the two, and no
+        norm before is computed again."""
+        direct = isinstance(post, nn.Identity) and dropout.p == 0 and self.multiplier == 1
+        return direct and not (self.parallel or self.recompute_norms) and takes_addend(sublayer)
+
+    def _sum(self, x: Tensor, y: Tensor, dropout: HiddenDropout, context: BatchContext) -> ResidualSum:
+        if self.multiplier != 1 or not (dropout.training and dropout.p > 0):
+            return ResidualSum(x, self._scaled(dropout(y, context)))
+        return ResidualSum(x, y, _mask(dropout, y, context))
+
+    def _of_normed(
+        self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: nn.Module, context: BatchContext
+    ) -> Tensor:
+        """The sublayer of normed = norm(x)."""
+        if self.recompute_norms and self.training:
+            return with_recomputed((normed,), norm, x, sublayer, context)
+        return sublayer(normed, context)
+
+
+def input_cast_of(sublayer: nn.Module) -> InputCast | None:
+    """The casts that the first layer of a sublayer, which alone reads its input, can be given in place of that. Hooks
+    see the input."""
+    linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
+    if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
+        return None
+    again = isinstance(sublayer, MLP) and sublayer.recompute
+    if again or observed(sublayer, linear) or not torch.is_grad_enabled():
+        return None
+    return InputCast(linear.gemms, linear.weight.requires_grad)
+
+
+def takes_addend(sublayer: nn.Module) -> bool:
+    """Whether a sublayer can add its output to the residual stream in its last layer."""
+    linear = getattr(sublayer, LAST.get(type(sublayer), ""), None)
+    return isinstance(linear, RowParallelLinear) and not observed(sublayer) and linear.takes_addend()
+
+
+FIRST = {SelfAttention: "linear_qkv", MLP: "linear_fc1"}
+LAST = {SelfAttention: "linear_proj", MLP: "linear_fc2"}
+
+
+def _mask(dropout: HiddenDropout, x: Tensor, context: BatchContext) -> DropoutMask:
+    places = context.places_of(x, dropout.sequence_rank)
+    return dropout_mask(x, dropout.p, dropout.key, context.sample_index, places)

@@ -1,0 +1,255 @@
+"""The fastest attention kernel is taken, on all ranks the same one. Clocks here are made up."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
+from megatron.extensions.fusions.attention import choice as sdpa
+from megatron.extensions.fusions.attention.choice import (
+    BACKENDS,
+    DROPOUT_BACKENDS,
+    AttentionShape,
+    Choice,
+    attention_run,
+    attention_shape,
+    choose_attention,
+    choose_kernel,
+    compare,
+    described,
+)
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.initialize import Runtime
+from megatron.training.reliability.launch import Launch
+from tests.harness import run_world
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.float32)
+
+
+class Operands:
+    """What a run keeps in memory."""
+
+
+def missing() -> None:
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def clock_of(seconds: dict[str, float]) -> Callable[[Callable[[], object]], float]:
+    """Takes what a run returns for its name."""
+    return lambda run: seconds[str(run())]
+
+
+RUNS = {"flash": lambda: "flash", "cudnn": lambda: "cudnn"}
+
+
+@pytest.mark.parametrize(("seconds", "winner"), [((2.0, 1.0), "cudnn"), ((1.0, 2.0), "flash"), ((1.0, 1.0), "flash")])
+def test_the_fastest_wins(seconds: tuple[float, float], winner: str) -> None:
+    choice = compare(dict(RUNS), clock_of(dict(zip(RUNS, seconds, strict=True))), CPU, Axis())
+    assert choice.winner == winner
+    assert f"attention kernel: {winner} " in described(choice) and f"cudnn {1e3 * seconds[1]:.2f} ms" in described(
+        choice
+    )
+
+
+def test_one_that_is_missing_loses() -> None:
+    choice = compare({**RUNS, "flash": missing}, clock_of({"cudnn": 9.0}), CPU, Axis())
+    assert choice.seconds == {"flash": math.inf, "cudnn": 9.0} and choice.winner == "cudnn"
+    assert "flash unavailable" in described(choice)
+    assert compare({"flash": missing}, clock_of({}), CPU, Axis()).winner is None
+
+
+def test_operands_of_one_kernel_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most = weakref.WeakSet[Operands](), list[int]()
+
+    def made(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
+        operands = Operands()
+        alive.add(operands)
+        most.append(len(alive))
+        return lambda: operands
+
+    def clock(run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(sdpa, "attention_run", made)
+    compare({name: sdpa._lazily(SHAPE, CPU, name) for name in BACKENDS}, clock, CPU, Axis())
+    assert most == [1] * len(BACKENDS)
+
+
+def choice_of(rank: int, world_size: int, seconds: list[dict[str, float]]) -> Choice:
+    state = initialize_model_parallel()
+    runs = {name: missing if seconds[rank][name] == math.inf else run for name, run in RUNS.items()}
+    return compare(runs, clock_of(seconds[rank]), CPU, state.world)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "winner"),
+    [
+        ([{"flash": 1.0, "cudnn": 2.0}, {"flash": 5.0, "cudnn": 3.0}], "cudnn"),
+        ([{"flash": 1.0, "cudnn": 2.0}, {"flash": math.inf, "cudnn": 3.0}], "cudnn"),
+    ],
+)
+def test_ranks_agree_on_what_the_slowest_has(seconds: list[dict[str, float]], winner: str) -> None:
+    first, second = run_world(2, choice_of, seconds)
+    assert first == second and first.winner == winner
+
+
+def test_the_winner_is_what_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, bool] = {}
+    for name in ("cudnn", "flash", "mem_efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: told.__setitem__(name, on))
+    taken = iter([2.0, 3.0, 1.0, 1.0, 3.0, 2.0, 3.0, 1.0, 2.0])  # flash, flash3, cudnn
+    monkeypatch.setattr(sdpa, "device_clock", lambda run: next(taken))
+    assert choose_kernel(SHAPE, CPU, Axis()).winner == "cudnn"
+    assert told == {"cudnn": True, "flash": False, "mem_efficient": False}
+    assert choose_kernel(SHAPE, CPU, Axis()).winner == "flash"
+    assert told == {"cudnn": False, "flash": True, "mem_efficient": True}
+    told.clear()
+    assert choose_kernel(SHAPE, CPU, Axis()).winner == "flash3" and not told
+    monkeypatch.setattr(sdpa, "device_clock", lambda run: missing())
+    assert choose_kernel(SHAPE, CPU, Axis()).winner is None and not told
+
+
+def test_a_fixed_one_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "use", lambda winner: None)
+    monkeypatch.setattr(sdpa, "device_clock", lambda run: 1.0)
+    assert choose_kernel(SHAPE, CPU, Axis(), "cudnn").seconds == {"cudnn": 1.0}
+    monkeypatch.setattr(sdpa, "device_clock", lambda run: missing())
+    with pytest.raises(ValueError, match=r"--attention-backend flash3: on some rank this kernel is not installed"):
+        choose_kernel(SHAPE, CPU, Axis(), "flash3")
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        (SHAPE, 16),
+        (replace(SHAPE, tiles=True, window=5), 16),
+        (replace(SHAPE, tiles=True, queries=(range(4), range(12, 16))), 8),
+        (replace(SHAPE, dropout=0.1), 16),
+    ],
+    ids=["whole", "window", "context", "dropout"],
+)
+def test_what_is_timed_runs(shape: AttentionShape, rows: int) -> None:
+    """By the kernels of CPUs, which stand in for those of GPUs."""
+    gradients = attention_run(shape, CPU, "unfused")()
+    assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]
+    varlen = shape.window is not None
+    assert shape.backends == (DROPOUT_BACKENDS if shape.dropout else ("flash", "flash3") if varlen else BACKENDS)
+
+
+def test_a_cpu_has_no_kernels_of_gpus() -> None:
+    runtime = Runtime(Launch(), CPU, ParallelState())
+    assert choose_attention(config_of("--attention-backend flash"), runtime) == "flash"
+    assert choose_attention(config_of(""), runtime) == "auto"
+    assert choose_attention(config_of("--attention-backend fused"), runtime) == "auto"
+
+
+def config_of(flags: str) -> RunConfig:
+    return resolve(parse_args([*BASE.split(), *flags.split()]), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--cpu --attention-dropout 0", "--attention-backend cudnn: has no effect beside --cpu: it is a kernel of"),
+        ("", "--attention-backend cudnn: has no effect beside --attention-dropout 0.1: the kernel triton"),
+        ("--attention-dropout 0 --position-embedding-type alibi", "ALiBi"),
+        ("--attention-dropout 0 --window-size 8", "--window-size in all layers: FlashAttention does that"),
+        ("--attention-dropout 0 --reset-attention-mask --tokenizer-type NullTokenizer", "--reset-attention-mask"),
+    ],
+)
+def test_what_a_kernel_does_not_compute_is_said(flags: str, problem: str) -> None:
+    config = config_of(f"--attention-backend cudnn {flags}")
+    assert not validate(config, 1)
+    (found,) = notices(config, 1)
+    assert problem in str(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--attention-dropout 0", ""),
+        ("--attention-dropout 0 --cpu", ""),
+        ("--attention-dropout 0 --window-size 8", ""),
+        ("--attention-dropout 0 --reset-attention-mask --tokenizer-type NullTokenizer", ""),
+        ("", "beside --attention-dropout 0.1: the kernel triton computes dropout"),
+        ("--cpu", "beside --attention-dropout 0.1: plain torch computes dropout"),
+        ("--attention-dropout 0 --position-embedding-type alibi", "--position-embedding-type alibi: plain torch"),
+        ("--attention-dropout 0 --attn-logit-softcapping 30", "--attn-logit-softcapping 30.0: plain torch"),
+    ],
+)
+def test_what_flash_attention_does_not_compute_is_said(flags: str, problem: str) -> None:
+    config = config_of(f"--attention-backend flash {flags}")
+    assert not validate(config, 1)
+    said = [str(found) for found in notices(config, 1)]
+    assert len(said) == bool(problem)
+    for line in said:
+        assert line.startswith("--attention-backend flash: has no effect") and problem in line
+
+
+def test_kernels_of_gpus_compute_in_16_bits() -> None:
+    config = resolve(parse_args([*BASE.replace("--bf16", "").split(), *"--attention-backend local".split()]), 1)
+    assert config.parallel.attention_backend == "unfused" and not validate(config, 1)
+    for backend in ("cudnn", "flash"):
+        config = replace(config, parallel=replace(config.parallel, attention_backend=backend))
+        assert any("it computes in 16 bits" in str(problem) for problem in notices(config, 1))
+
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 64 --lr 1 --mock-data "
+    "--train-iters 1 --micro-batch-size 3 --bf16"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape"),
+    [
+        ("--attention-dropout 0", AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16)),
+        (
+            "--attention-dropout 0 --tp 2 --group-query-attention --num-query-groups 4",
+            AttentionShape(32, 3, 4, 2, 8, 8, torch.bfloat16),
+        ),
+        ("--attention-dropout 0 --fp32", None),
+        ("", AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, dropout=0.1)),
+        (
+            "--deterministic-mode",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, dropout=0.1, untimed=True),
+        ),
+        (
+            "--attention-dropout 0 --cp 2",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, queries=(range(0, 8), range(24, 32)), tiles=True),
+        ),
+        (
+            "--attention-dropout 0 --cp 2 --cp-comm-type a2a",
+            AttentionShape(32, 3, 4, 4, 8, 8, torch.bfloat16, tiles=True),
+        ),
+        (
+            "--attention-dropout 0 --window-size 8",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, window=8, tiles=True),
+        ),
+        (
+            "--attention-dropout 0 --reset-attention-mask --tokenizer-type NullTokenizer",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, documents=True, tiles=True),
+        ),
+        (
+            "--attention-dropout 0 --deterministic-mode --attention-backend flash",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, untimed=True),
+        ),
+        ("--attention-dropout 0 --position-embedding-type alibi", None),
+        ("--attention-dropout 0 --attn-logit-softcapping 50", None),
+        ("--attention-dropout 0 --deterministic-mode", None),
+    ],
+)
+def test_shapes(flags: str, shape: AttentionShape | None) -> None:
+    """None where torch's attention is not what runs, or nothing is to depend on measurements."""
+    argv = BASE.replace("--bf16", "") if "--fp32" in flags else BASE
+    assert attention_shape(resolve(parse_args([*argv.split(), *flags.split()]), 2)) == shape

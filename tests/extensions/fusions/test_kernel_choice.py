@@ -1,0 +1,177 @@
+"""Kernels beside torch at the start of a run: one that is wrong, raises or is slow is left out, with one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core import parts
+from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
+from megatron.core.parts import KERNELS, LEFT_OUT, kernel_for, operation
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.extensions.fusions.hooks import KernelChoice
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, choose_kernels
+from megatron.extensions.fusions.layer import FusedTransformerLayer
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from megatron.training.initialize import Runtime
+from megatron.training.reliability.launch import Launch
+from tests.harness import run_world, train_in_world
+
+CPU = torch.device("cpu")
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data --cpu "
+    "--micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 0"
+)
+
+
+@operation
+def doubled_(x: Tensor, total: Tensor) -> Tensor:
+    """2 x, and its sum added to the total."""
+    y = 2 * x
+    total.add_(y.sum())
+    return y
+
+
+def right(x: Tensor, total: Tensor) -> Tensor:
+    total.add_(2 * x.sum())
+    return x + x
+
+
+def wrong(x: Tensor, total: Tensor) -> Tensor:
+    return right(x, total).zero_()
+
+
+def wrong_sum(x: Tensor, total: Tensor) -> Tensor:
+    return x + x
+
+
+def not_a_number(x: Tensor, total: Tensor) -> Tensor:
+    return right(x, total) * torch.nan
+
+
+def raises(x: Tensor, total: Tensor) -> Tensor:
+    raise ValueError("no kernel\nfor this GPU")
+
+
+def missing(x: Tensor, total: Tensor) -> Tensor:
+    import no_such_package  # noqa: F401
+
+    return x
+
+
+def kernel(run: Callable[..., Tensor]) -> FusedKernel:
+    def samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
+        yield shapes.random(shapes.tokens, shapes.hidden), torch.zeros(())
+
+    return FusedKernel(run, doubled_, lambda x, total: True, samples, 1e-5)
+
+
+def clock_of(slow: float) -> Callable[[Callable[[], object]], float]:
+    """A clock by which the kernel, timed first, takes `slow` times as long as torch."""
+    seconds = iter([slow, 1.0] * 9)
+
+    def clock(run: Callable[[], object]) -> float:
+        run()
+        return next(seconds)
+
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def own_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield
+    LEFT_OUT.clear()
+
+
+def shapes() -> RunShapes:
+    config = resolve(parse_args(MODEL.split()), 1)
+    found = RunShapes.of(config, CPU)
+    assert (found.tokens, found.hidden, found.heads, found.vocab, found.fp8) == (32, 32, 4, 64, None)
+    return found
+
+
+def chosen(run: Callable[..., Tensor], slow: float = 0.5, world: Axis | None = None) -> list[str]:
+    said: list[str] = []
+    choose_kernels(shapes(), world or Axis(), clock_of(slow), said.append, {"doubled_": kernel(run)})
+    assert ({"doubled_"} if said else set()) == LEFT_OUT
+    return said
+
+
+@pytest.mark.parametrize(
+    ("run", "slow", "line"),
+    [
+        (right, 0.5, None),
+        (right, 1.05, None),
+        (wrong, 0.5, "differs by 1.0e+00, and may by 1.0e-05"),
+        (wrong_sum, 0.5, "differs by 1.0e+00, and may by 1.0e-05"),
+        (not_a_number, 0.5, "differs by 1.0e+09, and may by 1.0e-05"),
+        (raises, 0.5, "raises ValueError: no kernel for this GPU"),
+        (missing, 0.5, "raises ModuleNotFoundError: No module named 'no_such_package'"),
+        (right, 1.31, "1.31 times the time of torch"),
+    ],
+)
+def test_a_kernel_that_loses_is_left_out_with_one_line(
+    run: Callable[..., Tensor], slow: float, line: str | None
+) -> None:
+    assert chosen(run, slow) == ([] if line is None else [f" kernel doubled_ left out: {line}"])
+
+
+def test_nothing_is_timed_in_deterministic_runs() -> None:
+    said: list[str] = []
+    choose_kernels(shapes(), Axis(), None, said.append, {"doubled_": kernel(right)})
+    choose_kernels(shapes(), Axis(), None, said.append, {"doubled_": kernel(wrong)})
+    assert len(said) == 1 and "differs" in said[0]
+
+
+def test_what_is_left_out_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS._entries, "doubled_", KERNELS._entries["norm_cast"])
+    monkeypatch.setattr(parts, "_kernel", lambda name: kernel(wrong))
+    x = torch.ones(2, 3)
+    assert doubled_(x, torch.zeros(())).sum() == 0 and kernel_for("doubled_", x, x) is not None
+    LEFT_OUT.add("doubled_")
+    assert doubled_(x, torch.zeros(())).sum() == 12 and kernel_for("doubled_", x, x) is None
+
+
+def _on_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    world = initialize_model_parallel().world
+    return chosen(raises if rank else right, world=world), chosen(right, 1.31 if rank else 0.5, world)
+
+
+def test_all_ranks_leave_out_what_loses_on_one() -> None:
+    (first, slow), (second, also_slow) = run_world(2, _on_rank)
+    assert first == [" kernel doubled_ left out: raises an error on another rank"]
+    assert second == [" kernel doubled_ left out: raises ValueError: no kernel for this GPU"]
+    assert slow == also_slow == [" kernel doubled_ left out: 1.31 times the time of torch"]
+
+
+def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
+    """Each computes on a CPU what it does on a GPU, by its plain form."""
+    flags = "--num-experts 4 --moe-ffn-hidden-size 32 --swiglu --disable-bias-linear"
+    fp8 = f"{flags} --bf16 --fp8-format hybrid --fp8-recipe delayed"
+    found = RunShapes.of(resolve(parse_args(f"{MODEL} {fp8}".split()), 1), CPU)
+    by_layer = {"residual_gemm", "add_fp8_product_", "mlp"}
+    for name in KERNELS:
+        operands = list(KERNELS[name].samples(found))  # type: ignore[attr-defined]
+        assert bool(operands) != (name in by_layer), name
+        for each in operands:
+            KERNELS[name].plain(*each)  # type: ignore[attr-defined]
+
+
+def test_no_fusions_turns_all_off() -> None:
+    config = resolve(parse_args(f"{MODEL} --compile --attention-backend cudnn --no-fusions".split()), 1)
+    runtime = Runtime(Launch(), CPU, ParallelState())
+    assert KernelChoice(config).choose(config, config.parallel, runtime).attention_backend == "auto"
+    assert set(KERNELS) == LEFT_OUT
+    KernelChoice(config).on_model(config, {}, runtime)
+
+
+def test_a_run_without_fusions_computes_what_one_with_them_does() -> None:
+    with_fusions, without = (
+        train_in_world(1, [*MODEL.split(), "--fp64", "--no-compile", *flags], 1) for flags in ([], ["--no-fusions"])
+    )
+    assert all(torch.equal(with_fusions.tensors[key], without.tensors[key]) for key in with_fusions.tensors)
+    assert issubclass(FusedTransformerLayer, TransformerLayer)

@@ -1,0 +1,320 @@
+"""Triton's norms with casts and sums, and its cast of the gradient of attention's projection, against their twins in
+torch, and what they are compiled to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
+from megatron.core.transformer.rotary import rotate_queries_and_keys
+from megatron.extensions.fusions.kernels import heads_cast as heads
+from megatron.extensions.fusions.kernels import norms as twins
+from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits, stack_of, stack_tool
+
+FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
+WANTED = ((True, True), (True, False), (False, True))
+EPS = 1e-3
+
+
+class Case(NamedTuple):
+    x: Tensor
+    update: Tensor | None
+    of_total: Tensor | None
+    of_normed: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    one_plus: bool
+
+
+def cases() -> Iterator[Case]:
+    """Rows and columns that fill no tile, rows that no program holds, more of them than programs take at a time, and
+    values that are not finite."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = (5, 24, torch.bfloat16), (37, 600, torch.bfloat16), (70, 512, torch.float32), (6, 8200, torch.bfloat16)
+    for (n, h, dtype), centered in product(sizes, (False, True)):
+        x, update, of_total, of_normed = (torch.randn(n, h, generator=generator).to(dtype) for _ in range(4))
+        weight, bias = (torch.randn(h, generator=generator).to(dtype) for _ in range(2))
+        added = centered != (n == 5)
+        parts = (update, of_total) if added else (None, None)
+        yield Case(2 * x + 1, *parts, of_normed, weight, bias if centered else None, centered)
+    bad = torch.randn(6, 24, generator=generator).bfloat16()
+    bad[3, 5] = torch.inf
+    yield Case(bad, bad, bad, bad, bad[0], bad[1], False)
+
+
+def plain(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(total, its norm, gradients of the total and of the parameters), by autograd in fp32 and rounded."""
+    dtype = case.x.dtype
+    total = case.x if case.update is None else case.x + case.update
+    leaves = [part.float().clone().requires_grad_() for part in (total, case.weight, case.bias) if part is not None]
+    wide, weight = leaves[0], leaves[1] + case.one_plus
+    if case.bias is None:
+        normed = F.rms_norm(wide, wide.shape[1:], weight, EPS)
+    else:
+        normed = F.layer_norm(wide, wide.shape[1:], weight, leaves[2], EPS)
+    gradients = list(torch.autograd.grad(normed, leaves, case.of_normed.float()))
+    if case.of_total is not None:
+        gradients[0] = gradients[0] + case.of_total.float()
+    return total, normed.detach().to(dtype), [gradient.to(dtype) for gradient in gradients]
+
+
+def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
+    """Within a rounding of `found`'s format, of a few terms for sums."""
+    eps = torch.finfo(found.dtype).eps if found.dtype != torch.float32 else 1e-5
+    scale = expected.float().nan_to_num().abs().max().item() if steps > 1 else 0.1
+    expected = expected.float()
+    torch.testing.assert_close(found.float(), expected, rtol=eps, atol=steps * eps * max(scale, 0.1), equal_nan=True)
+
+
+def assert_cast(pair: CastPair, of: Tensor, order: CastOrder) -> None:
+    """The casts are those of what the kernel rounded, but for numbers next to a tie."""
+    expected, amax = cast_transpose_with_amax_twin(of, order.multiplier.cpu(), order.wanted, order.dtype)
+    largest = torch.maximum(torch.tensor(0.25), amax)
+    torch.testing.assert_close(order.noted.cpu(), largest, rtol=2**-7, atol=0, equal_nan=True)
+    for found, two in zip(pair, expected, strict=True):
+        one = None if found is None else found.cpu()
+        assert (one is None) == (two is None)
+        if one is not None and two is not None and one.ndim == 2:
+            assert one.shape == two.shape and one.is_contiguous()
+            differ = one.float().nan_to_num(500.0) != two.float().nan_to_num(500.0)
+            assert differ.float().mean() <= 0.01 and differ.sum() <= max(3, 0.004 * differ.numel())
+            torch.testing.assert_close(one.float(), two.float(), rtol=0.3, atol=1e-3, equal_nan=True)
+        elif one is not None and two is not None:
+            assert same_bits(one, two)
+
+
+def check_norms(device: str = "cpu") -> None:
+    """The twin is what autograd and a cast make, and the kernel the twin, but for the order of sums. On a GPU the
+    kernel alone runs."""
+    interpreted = device == "cpu"
+    if interpreted:
+        for operator in (twins._norm_cast, twins._norm_gradients):
+            operator.register_kernel("cpu", operator._init_fn)
+        twins.region = lambda function, compiled, static: function
+    for number, case in enumerate(cases()):
+        total, normed, gradients = plain(case)
+        dtype, wanted = FORMATS[number % 2], WANTED[number % 3]
+        own = Case(*(part.to(device) if isinstance(part, Tensor) else part for part in case))
+
+        def ordered(dtype: torch.dtype = dtype, wanted: tuple[bool, bool] = wanted) -> CastOrder:
+            return CastOrder(torch.tensor(3.7).to(device), torch.tensor(0.25).to(device), wanted, dtype)
+
+        for triton in (False, True) if interpreted else (True,):
+            if interpreted:
+                twins.runs_triton = lambda x, triton=triton: triton
+            order = ordered()
+            settings = own.weight, own.bias, EPS, own.bias is not None, own.one_plus
+            found = twins.norm_cast(own.x, own.update, *settings, order)
+            assert same_bits(found.total.cpu(), total) and (own.update is None) == (found.total is own.x)
+            assert_cast(found.pair, normed, order)
+            for sums, casts in ((True, True), (True, False), (False, True)):
+                order = ordered()
+                operands = own.of_total, own.of_normed, own.weight, found.statistics, own.one_plus, sums
+                of_total, of_parameters, row_sum, pair = twins.norm_gradients(
+                    found.total, *operands, order if casts else None
+                )
+                close(of_total.cpu(), gradients[0])
+                for one, two in zip(of_parameters, gradients[1:], strict=True):
+                    close(one.cpu(), two, steps=2)
+                assert (row_sum is None) == (not sums) and (pair is None) == (not casts)
+                if row_sum is not None:
+                    close(row_sum.cpu(), of_total.cpu().float().sum(0).to(row_sum.dtype), steps=2)
+                if pair is not None:
+                    assert_cast(pair, gradients[0], order)
+
+
+def check_heads(device: str = "cpu") -> None:
+    """The twin casts what autograd makes in fp32 and rounds, and the kernel has the bits of the twin. On a GPU, which
+    multiplies and adds at once, the kernel alone runs, and numbers next to a tie may differ."""
+    interpreted = device == "cpu"
+    if interpreted:
+        heads._heads_cast.register_kernel("cpu", heads._heads_cast._init_fn)
+        heads.region = lambda function, compiled, static: function
+    generator = torch.Generator().manual_seed(2)
+    shapes = (75, 2, 2, 3, 64, torch.bfloat16), (7, 1, 3, 1, 128, torch.float32)
+    for number, ((s, b, groups, q, d, dtype), turns) in enumerate(product(shapes, (True, False))):
+
+        def made(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        grads = made(s, b, groups * q, d), made(s, b, groups, d), made(s, b, groups, d)
+        angles = made(s, 1 if number else b, 1, d // 2)
+        tables = (angles.cos(), angles.sin()) if turns else ()
+        q_and_k = [torch.zeros_like(grad, dtype=torch.float32, requires_grad=True) for grad in grads[:2]]
+        turned = rotate_queries_and_keys(*q_and_k, *tables) if turns else q_and_k
+        back = torch.autograd.grad(turned, q_and_k, [grad.float() for grad in grads[:2]])
+        parts = [part.to(dtype).unflatten(2, (groups, -1)) for part in (*back, grads[2])]
+        joined = torch.cat(parts, dim=3).flatten(0, 1).flatten(1)
+        grads, tables = (tuple(part.to(device) for part in parts) for parts in (grads, tables))
+        multiplier, settings = torch.tensor(3.7), (WANTED[number % 3], FORMATS[number % 2])
+        expected, amax = heads.cast_transpose_with_amax_twin(joined, multiplier, *settings)
+        for triton in (False, True) if interpreted else (True,):
+            if interpreted:
+                heads.runs_triton = lambda x, triton=triton: triton
+            order = CastOrder(multiplier.to(device), torch.tensor(0.25).to(device), *settings)
+            assert heads.casts_heads(grads, tables)
+            found = heads.heads_gradient_cast(grads, tables, order)
+            if not interpreted:
+                assert_cast(found, joined, order)
+                continue
+            assert same_bits(order.noted, torch.maximum(torch.tensor(0.25), amax))
+            for one, two in zip(found, expected, strict=True):
+                assert (one is None) == (two is None) and (one is None or two is None or same_bits(one, two))
+    assert not heads.casts_heads(grads, (angles[..., :1], angles[..., :1])), "a part of the channels is rotated"
+    assert not heads.casts_heads((*grads, grads[0]), ()), "gates"
+
+
+def check_interpreted() -> None:
+    round_to_fp8_as_torch()
+    check_norms()
+    check_heads()
+
+
+def test_interpreted_kernels_are_those_of_what_autograd_makes() -> None:
+    run_apart(check_interpreted, interpret=True)
+
+
+class Backward(NamedTuple):
+    h: int
+    centered: bool
+    sums: bool
+    casts: bool
+
+
+FEW = 16
+"""Bytes of spilled registers of a thread that make no difference: a load or two of a kernel."""
+
+NAMED = (
+    Backward(4096, centered=False, sums=False, casts=True),
+    Backward(4096, centered=False, sums=False, casts=False),
+    Backward(8192, centered=False, sums=False, casts=True),
+    Backward(8192, centered=False, sums=False, casts=False),
+    Backward(12288, centered=True, sums=True, casts=True),
+    Backward(12288, centered=True, sums=True, casts=False),
+)
+"""Norms of Llama 8B and 70B, and of GPT-3 with biases."""
+
+CAPABILITIES = (80, "fp8e5"), (90, "fp8e4nv")
+
+
+def norm_types(fp8: str) -> dict[str, str]:
+    types = dict.fromkeys(("x", "update", "weight", "bias", "total", "of_total", "of_normed", "dx", "out"), "*bf16")
+    types |= dict.fromkeys(("multiplier", "inverse", "mean", "part_sums", "parts", "scale", "noted"), "*fp32")
+    types |= {"state": "*i32", "eps": "fp32", "rows": f"*{fp8}", "columns": f"*{fp8}"}
+    return types | dict.fromkeys(("n", "h", "steps", "count", "width"), "i32")
+
+
+def norm_constants(fp8: str, casts: bool, **others: int) -> dict[str, object]:
+    from triton import language as tl
+
+    formats = {"fp8e5": tl.float8e5, "fp8e4nv": tl.float8e4nv}
+    wanted = dict.fromkeys(("NOTES", "ROWS", "COLUMNS"), casts)
+    return {"ADDS": True, "ONE_PLUS": False, "FORMAT": formats[fp8], "LARGEST": 448.0, **wanted, **others}
+
+
+def compiled_forward(h: int, centered: bool, capability: int, fp8: str) -> Any:
+    from megatron.extensions.fusions.kernels import norms_triton as kernels
+
+    constants = norm_constants(fp8, True, CENTERED=centered, BIAS=centered, **kernels.tile_of(h))
+    return compiled(kernels.norm_cast_rows, norm_types(fp8), constants, capability, num_warps=kernels.WARPS)
+
+
+def compiled_backward(case: Backward, capability: int, fp8: str) -> Any:
+    from megatron.extensions.fusions.kernels import norms_triton as kernels
+
+    chunked, tile = kernels.gradient_tile(case.h, case.casts)
+    kernel = kernels.norm_gradient_chunks if chunked else kernels.norm_gradient_rows
+    settings = {"CENTERED": case.centered, "SUMS": case.sums, "CASTS": case.casts, **tile}
+    constants = norm_constants(fp8, case.casts, **settings)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return compiled(kernel, norm_types(fp8), constants, capability, num_warps=kernels.WARPS)
+
+
+def check_compiled_norms() -> None:
+    from megatron.extensions.fusions.kernels import norms_triton as kernels
+
+    for capability, fp8 in CAPABILITIES:
+        forward = compiled_forward(4096, capability == 80, capability, fp8)
+        backward = compiled_backward(NAMED[0], capability, fp8)
+        whole = compiled_backward(NAMED[1], capability, fp8)
+        # A thread has 64 elements of each operand, in a backward 16: loads of 8 elements. By chunks it reads gamma for
+        # each row, and all but the gradient of the sum twice.
+        for built, expected in ((forward, 16), (backward, 14), (whole, 6)):
+            loads = len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"]))
+            assert expected <= loads <= expected + 4, loads
+            assert "st.global.b8" not in built.asm["ptx"] and "ld.global.b16" not in built.asm["ptx"]
+        parts = {"SUMMED": kernels.SUMMED, "PARTS": kernels.SUMMED_PARTS}
+        assert compiled(kernels.add_parts, norm_types(fp8), parts, capability).asm["cubin"]
+
+
+def check_registers(capability: int, fp8: str) -> None:
+    spilled = {}
+    for case in NAMED:
+        spilled[case] = stack_of(compiled_backward(case, capability, fp8))
+        if case.casts:
+            spilled[case.h] = stack_of(compiled_forward(case.h, case.centered, capability, fp8))
+    assert max(spilled.values()) <= FEW, spilled
+
+
+def check_registers_of_sm_80() -> None:
+    check_registers(*CAPABILITIES[0])
+
+
+def check_registers_of_sm_90() -> None:
+    check_registers(*CAPABILITIES[1])
+
+
+def check_compiled_heads() -> None:
+    from triton import language as tl
+
+    from megatron.extensions.fusions.kernels import heads_cast_triton as kernels
+
+    types = {**dict.fromkeys(("dq", "dk", "dv", "cos", "sin"), "*bf16"), "multiplier": "*fp32", "state": "*i32"}
+    types |= {"scale": "*fp32", "noted": "*fp32"}
+    types |= dict.fromkeys(("n", "groups", "q_per_group"), "i32")
+    for capability, name, dtype in (
+        (80, "fp8e5", tl.float8e5),
+        (90, "fp8e5", tl.float8e5),
+        (90, "fp8e4nv", tl.float8e4nv),
+    ):
+        outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
+        constants = {
+            "NOTES": True,
+            "TURNS": True,
+            "ROWS": True,
+            "COLUMNS": True,
+            "FORMAT": dtype,
+            "LARGEST": 448.0,
+            "HALF": 64,
+        }
+        constants |= {"TILE_N": kernels.TILE_N}
+        ptx = compiled(kernels.head_tiles, types | outputs, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
+        # A thread has 32 elements of each half, of cosines and of sines: four loads of 16 bytes of each.
+        assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 16 and "st.global.b8" not in ptx
+        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
+
+
+def check_compiled() -> None:
+    check_compiled_norms()
+    check_compiled_heads()
+
+
+def test_kernels_compile_to_wide_loads_and_stores() -> None:
+    run_apart(check_compiled, interpret=False)
+
+
+@pytest.mark.parametrize("check", [check_registers_of_sm_80, check_registers_of_sm_90])
+def test_norms_of_named_models_keep_their_operands_in_registers(check: Callable[[], None]) -> None:
+    """Each GPU has a process of its own: Triton keeps the conversions of the first one that it compiles for."""
+    pytest.importorskip("triton")
+    if stack_tool() is None:
+        pytest.skip("Triton is installed without cuobjdump, which reports spilled registers")
+    run_apart(check, interpret=False)

@@ -1,0 +1,218 @@
+"""The residual stream between layers: with --compile the next norm adds what a layer leaves to add. Regions run
+uncompiled here; what is compared is the model of plain additions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core import compiled_regions, parts
+from megatron.core.batch import Batch
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dropout import add_update
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import Axis
+from megatron.core.parts import KERNELS
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.linear_gemms import residual_gemm
+from megatron.extensions.fusions import fused_norm, residual_choice
+from megatron.extensions.fusions.kernels.gemms import cublaslt
+from megatron.extensions.fusions.kernels.gemms import residual_gemm as fused
+from megatron.extensions.fusions.layer import takes_addend
+from tests.gpt_cases import FP64, STYLES, random_batch
+
+COMPILED = replace(FP64, compile=True)
+RECOMPUTED = {"recompute_granularity": "full", "recompute_num_layers": 2}
+STREAMS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "pre-norm": ("llama", {}, 0),
+    "dropout": ("gpt", {"hidden_dropout": 0.3}, 0),
+    "multi-token prediction": ("gpt", {"mtp_num_layers": 1}, 0),
+    "norms before and after": ("llama", {"norm_placement": "sandwich"}, 0),
+    "norms after": ("llama", {"norm_placement": "output"}, 6),
+    "parallel": ("gpt", {"parallel_residual": True}, 3),
+    "two layers recomputed": ("llama", {"recompute_method": "block", **RECOMPUTED}, 2),
+    "pairs recomputed": ("llama", {"recompute_method": "uniform", **RECOMPUTED}, 2),
+}
+"""Style, settings, and how many additions of 3 layers are left to kernels of their own."""
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Operands of additions outside of norms."""
+    found: list[Tensor] = []
+
+    def noted(x: Tensor, *args: Any) -> Tensor:
+        found.append(x)
+        return add_update(x, *args)
+
+    monkeypatch.setattr(fused_norm, "add_update", noted)
+    monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
+    return found
+
+
+def loss_and_gradients(stages: list[GPTModel], batch: Batch) -> dict[str, Tensor]:
+    hidden = None
+    for stage in stages:
+        stage.zero_grad()
+        hidden = stage(hidden, batch)
+        assert isinstance(hidden, Tensor)
+    assert hidden is not None
+    hidden.backward()
+    named = {name: parameter for stage in stages for name, (parameter, _) in stage.named_metas().items()}
+    return {"loss": hidden.detach()} | {name: parameter.grad.clone() for name, parameter in named.items()}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_the_next_norm_adds_what_a_layer_leaves_to_add(case: str, added: list[Tensor]) -> None:
+    style, settings, left = STREAMS[case]
+    config = replace(STYLES[style], num_layers=3, **settings)
+    batch = random_batch(config)
+    plain = loss_and_gradients([GPTModel(config, FP64)], batch)
+    added.clear()
+    model = GPTModel(config, COMPILED)
+    torch.testing.assert_close(loss_and_gradients([model], batch), plain, rtol=1e-11, atol=1e-13)
+    assert len(added) == left
+
+
+ADDENDS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "rmsnorm": ("llama", {}, 6),
+    "biases": ("gpt", {}, 6),
+    "dropout": ("gpt", {"hidden_dropout": 0.3}, 0),
+    "multi-token prediction": ("gpt", {"mtp_num_layers": 1}, 8),
+    "norms before and after": ("llama", {"norm_placement": "sandwich"}, 0),
+    "norms after": ("llama", {"norm_placement": "output"}, 0),
+    "parallel": ("gpt", {"parallel_residual": True}, 0),
+    "factor of residuals": ("llama", {"residual_multiplier": 0.5}, 0),
+    "two layers recomputed": ("llama", {"recompute_method": "block", **RECOMPUTED}, 10),
+    "mlp recomputed": ("llama", {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, 9),
+    "activation recomputed": ("llama", {"recompute_granularity": "selective", "recompute_modules": ("mlp_act",)}, 6),
+    "norms recomputed": ("llama", {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}, 0),
+}
+"""Style, settings, and how many of the products of 3 layers are added to the residual stream where they are made."""
+
+
+@pytest.fixture
+def addends(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Operands of such additions, which run on the CPU's tensors as on a GPU's in 16 bits."""
+    found: list[Tensor] = []
+
+    def noted(x: Tensor, weight: Tensor, addend: Tensor, *args: Any) -> Tensor:
+        found.append(addend)
+        return fused.RESIDUAL_GEMM.run(x, weight, addend, *args)
+
+    kernel = replace(fused.RESIDUAL_GEMM, run=noted, takes=lambda *operands: True)
+    monkeypatch.setattr(parts, "_kernel", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
+    return found
+
+
+@pytest.mark.parametrize("case", ADDENDS)
+def test_products_are_added_where_they_are_made(case: str, added: list[Tensor], addends: list[Tensor]) -> None:
+    style, settings, count = ADDENDS[case]
+    config = replace(STYLES[style], num_layers=3, **settings)
+    batch = random_batch(config)
+    plain = loss_and_gradients([GPTModel(config, FP64)], batch)
+    assert not addends, "only with --compile"
+    model = GPTModel(config, COMPILED)
+    torch.testing.assert_close(loss_and_gradients([model], batch), plain, rtol=1e-11, atol=1e-13)
+    assert len(addends) == count
+    model.eval()
+    model(None, batch)
+    assert len(addends) == count
+
+
+def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], addends: list[Tensor]) -> None:
+    """A partial sum is reduced first; a hook sees what a module adds."""
+    model = GPTModel(replace(STYLES["llama"], num_layers=3), COMPILED)
+    blocks = list(model.decoder.layers)
+    assert all(takes_addend(block.mlp) and takes_addend(block.self_attention) for block in blocks)
+    blocks[0].mlp.linear_fc2.boundary = layers.ROW
+    blocks[0].self_attention.linear_proj.boundary = layers.ROW_SEQUENCE
+    for module in (blocks[1].mlp, blocks[1].self_attention.linear_proj):
+        module.register_forward_hook(lambda module, args, output: None)
+    assert not any(takes_addend(block.mlp) or takes_addend(block.self_attention) for block in blocks[:2])
+    residual_choice.keep_additions_in_norms([model])
+    assert not takes_addend(blocks[2].mlp)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
+def test_products_in_fp8_are_added_within_rounding(recipe: str, added: list[Tensor], addends: list[Tensor]) -> None:
+    """Where each operand has one scale. A last bit of a sum decides between two numbers in fp8, 6 % apart."""
+    config = replace(STYLES["llama"], num_layers=2)
+    fp8 = ModelParallelConfig(bf16=True, compile=True, fp8_format="hybrid", fp8_recipe=recipe)
+    batch, found = random_batch(config), list[dict[str, Tensor]]()
+    for adds in (True, False):
+        model = GPTModel(config, fp8)
+        if not adds:
+            residual_choice.keep_additions_in_norms([model])
+        loss = model(None, batch)
+        trained = {name: weight for name, (weight, _) in model.named_metas().items() if weight.requires_grad}
+        gradients = torch.autograd.grad(loss, list(trained.values()))
+        found.append({"loss": loss.detach(), **dict(zip(trained, gradients, strict=True))})
+    assert len(addends) == (4 if recipe in ("delayed", "tensorwise") else 0)
+    for name, one in found[0].items():
+        assert (one - found[1][name]).norm() <= 0.1 * found[1][name].norm(), name
+
+
+def test_sums_are_rounded_once() -> None:
+    torch.manual_seed(1)
+    x, weight, stream, bias = (torch.randn(size).bfloat16() for size in ((64, 48), (32, 48), (64, 32), (32,)))
+    exact = x.double() @ weight.double().t() + bias.double() + stream.double()
+    found = residual_gemm(x, weight, stream, bias)
+    twice = torch.nn.functional.linear(x, weight, bias) + stream
+    assert (found.double() - exact).norm() < (twice.double() - exact).norm()
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=2.0**-8, atol=1e-5)
+
+
+def test_additions_are_in_the_gemm_where_it_is_right_and_not_much_slower(
+    added: list[Tensor], addends: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(STYLES["gpt"], num_layers=2)
+    model = GPTModel(config, replace(ModelParallelConfig(bf16=True), compile=True))
+
+    def product(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        sums = residual_gemm.__wrapped__(x, weight, *args)  # type: ignore[attr-defined]
+        if x.shape[1] == config.ffn_size:
+            sums[-1, -1] += 1e3
+        return sums
+
+    monkeypatch.setattr(cublaslt, "residual_product", product)
+    seconds = iter([0.1, 0.2, 0.3])
+
+    def clock(run: Any) -> float:
+        run()
+        return next(seconds)
+
+    found = residual_choice.choose_additions([model], 64, Axis(), torch.device("cpu"), clock)
+    names = {shape.inputs: residual_choice.place_of(choice) for shape, choice in found.items()}
+    assert names == {config.hidden_size: "GEMM", config.ffn_size: "norm"}
+    for block in model.decoder.layers:
+        assert takes_addend(block.self_attention) and not takes_addend(block.mlp)
+    near, slow = (residual_choice.Choice({"GEMM": seconds, "norm": 1.0}) for seconds in (1.05, 1.2))
+    assert [residual_choice.place_of(choice) for choice in (near, slow)] == ["GEMM", "norm"]
+
+
+def test_stages_send_the_sum(added: list[Tensor]) -> None:
+    config = replace(STYLES["llama"], num_layers=4)
+    batch = random_batch(config)
+    plain = loss_and_gradients([GPTModel(config, FP64)], batch)
+    added.clear()
+    cuts = [(0, 2), (2, 2), (2, 4)]
+    stages = [GPTModel(config, COMPILED, layers=range(*cut), first=cut == (0, 2), last=cut == (2, 4)) for cut in cuts]
+    torch.testing.assert_close(loss_and_gradients(stages, batch), plain, rtol=1e-11, atol=1e-13)
+    assert len(added) == 1
+
+
+def test_hooks_of_a_layer_see_the_sum(added: list[Tensor]) -> None:
+    config = replace(STYLES["llama"], num_layers=3)
+    batch, seen = random_batch(config), dict[bool, list[Tensor]]()
+    for compiled in (False, True):
+        model = GPTModel(config, COMPILED if compiled else FP64)
+        found = seen.setdefault(compiled, [])
+        observed = model.decoder.layers[1]
+        observed.register_forward_hook(lambda module, args, output, found=found: found.extend((args[0], output)))
+        found += loss_and_gradients([model], batch).values()
+    torch.testing.assert_close(seen[True], seen[False], rtol=1e-11, atol=1e-13)
