@@ -33,6 +33,14 @@ class _Entry(Generic[F]):
     built_in: bool
 
 
+def imported(where: Any) -> Any:
+    """What a string "module:attribute" names; anything else as it is."""
+    if not isinstance(where, str):
+        return where
+    module, _, attribute = where.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 class Registry(Collection[str], Generic[P, F]):
     """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
 
@@ -99,8 +107,7 @@ class Registry(Collection[str], Generic[P, F]):
         entry = self._entry(name)
         if not isinstance(entry.part, str):
             return entry.part
-        module, _, attribute = entry.part.partition(":")
-        part = getattr(import_module(module), attribute)
+        part = imported(entry.part)
         self._check(name, part, entry.facts)
         return part
 

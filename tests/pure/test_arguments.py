@@ -17,7 +17,14 @@ import yaml
 from megatron import extensions
 from megatron.extensions.megatron_flags.megatron_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
-from megatron.training.config.flags import all_flags, field_docs, flat_values, sections, spelling_table
+from megatron.training.config.flags import (
+    EXTENSION_SECTIONS,
+    all_flags,
+    field_docs,
+    flat_values,
+    sections,
+    spelling_table,
+)
 from megatron.training.config.reading import OPTIONS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
@@ -101,7 +108,7 @@ def test_what_flags_stand_for_exists() -> None:
 
 
 def test_defaults_without_flags() -> None:
-    assert parse_args([]) == RunConfig()
+    assert parse_args([]) == RunConfig().with_options(*(each.cls() for each in EXTENSION_SECTIONS.values()))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.transformer.activations import FUNCTIONS, Bounded, FusedActivation, Kind, gelu_tanh, squared_relu
 from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
-from megatron.core.transformer.latent_attention import rotated_heads
 from megatron.core.transformer.norm import _divided_by_root_mean_square
 from megatron.core.transformer.rotary import (
     rotate_queries_and_keys,
@@ -65,13 +64,6 @@ def split(x: Tensor, compiled: bool, rotates: bool, interleaved: bool = False, b
         q, k = rotate(q, k, *tables) if rotates else (q, k)
         parts = q, gate, k, v
     return torch.cat([part.flatten(2) * n for n, part in enumerate(parts, 1)], -1)  # type: ignore[union-attr]
-
-
-def latent_heads(x: Tensor, compiled: bool) -> Tensor:
-    heads, tables = x.unflatten(-1, (-1, 10)), (ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype))
-    key = heads[:, :, :1, : 2 * ANGLES.shape[-1]]
-    parts = region(rotated_heads, compiled)(heads[:, :, :2], heads[:, :, 2:4], key, *tables)
-    return torch.cat([part.flatten(2) for part in parts], -1)
 
 
 BOUNDED = Bounded("swiglu", 0.7, 2.0)
@@ -169,7 +161,6 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "split and rotary": partial(split, rotates=True),
     "split, biased rotary": partial(split, rotates=True, biased=True),
     "split and interleaved rotary": partial(split, rotates=True, interleaved=True),
-    "heads of latents": latent_heads,
     "norm": lambda x, compiled: with_norm(x, compiled, centered=False),
     "centered norm": lambda x, compiled: with_norm(x, compiled, centered=True),
     "norm alone": lambda x, compiled: with_norm(x, compiled, centered=False, added=False),
@@ -192,7 +183,7 @@ def forward_and_backward(name: str, x: Tensor, compiled: bool) -> tuple[Tensor, 
 
 PART = (
     *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "split, biased rotary"),
-    *("heads of latents", "norm", "centered norm", "norm of dropout", "cross_entropy"),
+    *("norm", "centered norm", "norm of dropout", "cross_entropy"),
 )
 """Of regions that are alike the one with the most in it."""
 

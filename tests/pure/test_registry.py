@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from megatron.core import parts
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.parameters import extension_parts, is_declared, parameter_metas
+from megatron.core.param_meta import ParamMeta
 from megatron.core.registry import NoFacts, Registry
+from tests.gpt_cases import GPT
 
 
 @dataclass(frozen=True)
@@ -81,3 +86,17 @@ def test_a_part_must_have_the_form_of_its_kind() -> None:
     for built_in in vars(parts).values():
         if isinstance(built_in, Registry):
             assert all(built_in[name] is not None for name in built_in)
+
+
+def test_an_attention_of_an_extension_says_what_its_parameters_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.ATTENTIONS, "_entries", dict(parts.ATTENTIONS._entries))
+    own = replace(GPT, attention_module="own")
+    for listed in (None, f"{__name__}:own_metas"):
+        parts.ATTENTIONS._entries.pop("own", None)
+        parts.ATTENTIONS.register("own", lambda name, config, ctx: None, parameters=listed)
+        assert is_declared(own) == (listed is not None) and extension_parts(own) == ["--attention-module own"]
+    assert "decoder.layers.1.self_attention.scale" in [meta.name for meta in parameter_metas(own)]
+
+
+def own_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    yield ParamMeta(f"{name}.scale", (config.hidden_size,))

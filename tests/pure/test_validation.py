@@ -151,8 +151,6 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ),
         ("--moe-latent-size 8", 1, "--moe-latent-size 8: has no effect without --num-experts"),
         ("--head-wise-attn-gate --attention-output-gate", 1, "--attention-output-gate: cannot be combined with --head"),
-        ("--multi-latent-attention --head-wise-attn-gate", 1, "cannot be combined with --head-wise-attn-gate"),
-        ("--multi-latent-attention --value-channels 8", 1, "cannot be combined with --value-channels 8"),
         (
             "--attn-logit-softcapping 30 --attention-backend flash3 --bf16",
             1,
@@ -242,7 +240,6 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ("--quick-geglu --activation-func gelu", 1, "--activation-func gelu: cannot be combined with --quick-geglu"),
         ("--qk-l2-norm --qk-layernorm", 1, "--qk-l2-norm: cannot be combined with --qk-layernorm"),
         ("--qk-l2-norm", 1, "--qk-l2-norm: has no effect without --position-embedding-type rope"),
-        ("--qk-l2-norm --multi-latent-attention", 1, "--qk-l2-norm: cannot be combined with --multi-latent-attention"),
         (
             "--attention-temperature-coeff 0.1 --multi-latent-attention",
             1,

@@ -29,6 +29,10 @@ class FlagSpec:
     path: str | None = None
     """Of a value that names files: "local" if they lie on a mounted file system, "url" if URLs do as well."""
 
+    effective: str | None = None
+    """Of a field that leaves open what another one says: the property of its section of the configuration that has the
+    value. A checkpoint's is compared with the run's."""
+
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None

@@ -5,12 +5,13 @@ Their modules are built from these functions, and plans count what the functions
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import expm1, log
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")
 HEAD_NORM_PARTIAL_OVER = ("tp",)
@@ -95,46 +96,13 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     )
 
 
-@dataclass(frozen=True)
-class LatentLinears:
-    """Linear layers of multi-latent attention. Only linear_proj has a bias, if linear layers have biases."""
-
-    q_down: ReplicatedLinear | None
-    """linear_q_down_proj; None without a latent of queries."""
-
-    q: ColumnLinear
-    """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank]; without a latent linear_q_proj
-    [..., h]."""
-
-    kv_down: ReplicatedLinear
-    """linear_kv_down_proj [kv_lora_rank + qk_pos_emb_head_dim, h]: the latent, then the rotary key of all heads."""
-
-    kv_up: ColumnLinear
-    """linear_kv_up_proj [heads, qk_head_dim + v_head_dim, kv_lora_rank]: a head's key, then its value."""
-
-    proj: RowLinear
-    """linear_proj [h, heads * v_head_dim]."""
-
-    norms: dict[str, int]
-    """Name -> width of the norms of latents, if there are any."""
-
-
-def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
-    """The linear layers and norms of multi-latent attention (arXiv 2405.04434, equations 37 to 47)."""
-    hidden, heads, rotary = config.hidden_size, config.num_attention_heads, config.qk_pos_emb_head_dim
-    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
-    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
-    q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
-    kv_out = (heads, config.qk_head_dim + config.v_head_dim)
-    norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
-    return LatentLinears(
-        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, init) if q_rank else None,
-        ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False, init),
-        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, init),
-        ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False, init),
-        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, config.add_bias_linear, output_init),
-        {f"{name}.{norm}": width for norm, width in norms.items() if width},
-    )
+def self_attention_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    """The parameters of self-attention."""
+    qkv, proj = attention_linears(name, config)
+    yield from qkv.metas()
+    yield from query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
+    yield from sinks_metas(name, config)
+    yield from proj.metas(sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -175,6 +143,14 @@ def delta_net_parameters(name: str, config: TransformerConfig) -> DeltaNetParame
         ParamMeta(f"{name}.out_norm.weight", (config.linear_value_head_dim,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER),
         RowLinear(f"{name}.out_proj", heads * config.linear_value_head_dim, hidden, False, output_init),
     )
+
+
+def delta_net_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    """The parameters of a gated delta net."""
+    found = delta_net_parameters(name, config)
+    yield from (found.conv1d, found.dt_bias, found.a_log, found.out_norm)
+    yield from found.in_proj.metas()
+    yield from found.out_proj.metas(sequence_parallel)
 
 
 XIELU_BETA = 0.5

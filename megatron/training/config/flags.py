@@ -15,6 +15,8 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.config.flag_spec import FlagSpec, Section
+from megatron.core.config.model import TransformerConfig
+from megatron.core.registry import imported
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -156,22 +158,25 @@ class ExtensionSection:
     rules: Rules | str | None = None
     """Rules about them, or where they are, "module:function": imported when one of the flags is given."""
 
+    part_of: str | None = None
+    """The section of `RunConfig` that they belong to: with "model" they say what a model is, and are compared with a
+    checkpoint's, taken from it, and converted as that section's fields are."""
+
     def problems(self, config: RunConfig, world_size: int) -> Iterable[Problem]:
         """What the rules say of a configuration that has one of the flags; nothing if none is given."""
         if self.rules is None or config.options(self.cls) == self.cls():
             return ()
-        rules = self.rules
-        if isinstance(rules, str):
-            module, _, name = rules.partition(":")
-            rules = getattr(import_module(module), name)
-        return rules(config, world_size)
+        found: Iterable[Problem] = imported(self.rules)(config, world_size)
+        return found
 
 
 EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
 """Title -> flags of an extension."""
 
 
-def add_section(title: str, cls: type, may_change: bool, rules: Rules | str | None = None) -> None:
+def add_section(
+    title: str, cls: type, may_change: bool, rules: Rules | str | None = None, part_of: str | None = None
+) -> None:
     """Makes flags of the fields of an extension's frozen dataclass, in a section of `--help` of their own.
 
     Raises ValueError if the class or a flag will not do.
@@ -189,7 +194,7 @@ def add_section(title: str, cls: type, may_change: bool, rules: Rules | str | No
             )
         if clash := [spelling for spelling, _ in flag.spellings() if spelling in taken]:
             raise ValueError(f"the flags {title!r}: {clash[0]} is a flag already; rename {cls.__name__}.{flag.field}")
-    EXTENSION_SECTIONS[title] = ExtensionSection(cls, may_change, rules)
+    EXTENSION_SECTIONS[title] = ExtensionSection(cls, may_change, rules, part_of)
     for table in (all_flags, sections, spelling_table, field_table):
         table.cache_clear()
 
@@ -214,6 +219,38 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
     """What a configuration has in the field of a flag."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return getattr(config.options(extension.cls) if extension else getattr(config, flag.section), flag.field)
+
+
+def flags_of(section: str) -> tuple[Flag, ...]:
+    """The flags of a section of `RunConfig`, and those of extensions that are a part of it."""
+    extensions = {title for title, extension in EXTENSION_SECTIONS.items() if extension.part_of == section}
+    return tuple(flag for flag in all_flags() if flag.section == section or flag.section in extensions)
+
+
+def named_value(config: RunConfig, field: str) -> Any:
+    """What a configuration has in a field, by its name alone; None where the extension of the flag is not installed."""
+    flag = field_table().get(field)
+    return None if flag is None else value_of(config, flag)
+
+
+def with_named(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration with `values` by fields, in whatever section; those of extensions that are not installed are
+    left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for flag in (field_table()[field] for field in values if field in field_table()):
+        found.setdefault(flag.section, {})[flag.field] = values[flag.field]
+    options = {title: found.pop(title) for title in EXTENSION_SECTIONS if title in found}
+    config = replace(config, **{name: replace(getattr(config, name), **own) for name, own in found.items()})
+    for title, own in options.items():
+        before: Any = config.options(EXTENSION_SECTIONS[title].cls)
+        if (after := replace(before, **own)) != before:
+            config = config.with_options(after)
+    return config
+
+
+def with_fields(model: TransformerConfig, values: Mapping[str, Any]) -> TransformerConfig:
+    """A model's configuration with `values` by fields, those that extensions define included."""
+    return with_named(RunConfig(model=model), values).model
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis
 from megatron.core.transformer import (
     block,
-    latent_attention,
     norm,
     rotary,
     self_attention,
 )
+from megatron.extensions.latent_attention import multi_latent_attention as latent_attention
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 

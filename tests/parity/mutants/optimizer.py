@@ -15,9 +15,7 @@ from megatron.core.optimizer import matrix_exchange, muon, precision_aware, qk_c
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
-from megatron.core.transformer import (
-    latent_attention,
-)
+from megatron.extensions.latent_attention import multi_latent_attention as latent_attention
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 

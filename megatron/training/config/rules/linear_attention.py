@@ -7,7 +7,7 @@ from dataclasses import fields
 from math import gcd, lcm
 
 from megatron.core.config.linear_attention import LinearAttentionConfig
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import field_table, flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.rules.model import pattern_of
 from megatron.training.config.rules.precision import fp8_alignment
@@ -64,12 +64,10 @@ def _pattern(c: RunConfig) -> Iterator[Problem]:
         rule = "leaves no layer with linear attention"
         yield Problem(flag, m.linear_attention_freq, rule, "use another pattern", harmless=True)
     if all(linear):
-        table = field_table()
-        for name in OF_OTHER_ATTENTION:
-            value = getattr(m, name)
-            if value != table[name].default:
+        for other in flags_of("model"):
+            if other.field in OF_OTHER_ATTENTION and (value := value_of(c, other)) != other.default:
                 shown, rule = None if value is True else value, "has no effect where every layer has linear attention"
-                yield Problem(table[name].name, shown, rule, f"remove it, or use {flag}", harmless=True)
+                yield Problem(other.name, shown, rule, f"remove it, or use {flag}", harmless=True)
 
 
 OF_OTHER_ATTENTION = (

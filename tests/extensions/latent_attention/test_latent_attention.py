@@ -19,6 +19,7 @@ from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
 from tests.gpt_cases import FP64, LATENT, STYLES, logits_in_parts, random_batch
@@ -43,6 +44,11 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
         (f"{MLA} --position-embedding-type alibi", "cannot be combined with --position-embedding-type alibi"),
         (f"{MLA} --attention-output-gate", "--multi-latent-attention: cannot be combined with --attention-output-gate"),
         (f"{MLA} --qk-layernorm --qk-layernorm-scope all", "--qk-layernorm-scope all: is not known to --multi-latent"),
+        (f"{MLA} --head-wise-attn-gate", "cannot be combined with --head-wise-attn-gate"),
+        (f"{MLA} --value-channels 8", "cannot be combined with --value-channels 8"),
+        (f"{MLA} --qk-l2-norm", "--qk-l2-norm: cannot be combined with --multi-latent-attention"),
+        (f"{MLA} --attention-temperature-coeff 0.1", "-coeff 0.1: cannot be combined with --multi-latent-attention"),
+        ("--attention-module multi_latent_attention --qk-l2-norm", "cannot be combined with --multi-latent-attention"),
         (f"{MLA} --kv-channels 16", "--kv-channels 16: has no effect with --multi-latent-attention, whose heads are"),
         (f"{MLA} --rotary-interleaved", "--rotary-interleaved: has no effect with --multi-latent-attention, which"),
         (f"{MLA} --add-qkv-bias", "--add-qkv-bias: has no effect with --multi-latent-attention, whose projections"),
@@ -141,12 +147,13 @@ def test_packed_kernels_of_one_width() -> None:
 
 def test_generation_caches_latents() -> None:
     """As many numbers for each token as the latent and the rotary key have, and the logits of the whole text."""
+    widths = LATENT.options(LatentAttentionFlags)
     model, tokens = GPTModel(LATENT, FP64), random_batch(LATENT).tokens
     cache = KeyValueCache()
     parts = logits_in_parts(model, tokens, (6, 1, 4, 5), cache)
     torch.testing.assert_close(torch.cat(parts, 1), model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
     kept = [x.shape[1] * x.shape[3] for layer in cache._layers.values() for x in layer]
-    assert kept == [LATENT.kv_lora_rank + LATENT.qk_pos_emb_head_dim] * LATENT.num_layers
+    assert kept == [widths.kv_lora_rank + widths.qk_pos_emb_head_dim] * LATENT.num_layers
 
 
 @pytest.mark.parametrize(
