@@ -241,11 +241,6 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ("--qk-l2-norm --qk-layernorm", 1, "--qk-l2-norm: cannot be combined with --qk-layernorm"),
         ("--qk-l2-norm", 1, "--qk-l2-norm: has no effect without --position-embedding-type rope"),
         (
-            "--attention-temperature-coeff 0.1 --multi-latent-attention",
-            1,
-            "--attention-temperature-coeff 0.1: cannot be combined with --multi-latent-attention",
-        ),
-        (
             "--attention-temperature-coeff 0.1 --position-embedding-type rope",
             1,
             "--attention-temperature-coeff 0.1: has no effect without --no-rope-freq",
