@@ -56,15 +56,17 @@ LATENT = with_fields(
     },
 )
 
-DELTA_NET = replace(
+DELTA_NET = with_fields(
     LLAMA,
-    experimental_attention_variant="gated_delta_net",
-    linear_attention_freq="2",
-    linear_conv_kernel_dim=3,
-    linear_key_head_dim=6,
-    linear_value_head_dim=5,
-    linear_num_key_heads=4,
-    linear_num_value_heads=8,
+    {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": "2",
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
 )
 
 STYLES = {
@@ -141,16 +143,6 @@ STYLES = {
     "interleaved-rotary": replace(
         GPT, position_embedding_type="rope", rotary_interleaved=True, rotary_seq_len_interpolation_factor=2.5
     ),
-    "delta-net": DELTA_NET,
-    "delta-net-everywhere": replace(
-        GPT,
-        experimental_attention_variant="gated_delta_net",
-        linear_num_key_heads=8,
-        linear_num_value_heads=8,
-        linear_key_head_dim=4,
-        linear_value_head_dim=7,
-        apply_layernorm_1p=True,
-    ),
     "multi-token": replace(LLAMA, mtp_num_layers=2),
     "multi-token-tied": replace(GPT, mtp_num_layers=1, embed_layernorm=True),
 }
@@ -176,6 +168,18 @@ if installed("latent_attention"):
             window_softmax_type="off-by-one",
         ),
     }
+if installed("linear_attention"):
+    STYLES["delta-net"] = DELTA_NET
+    STYLES["delta-net-everywhere"] = with_fields(
+        replace(GPT, apply_layernorm_1p=True),
+        {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 7,
+        },
+    )
 
 
 def with_dropout(config: TransformerConfig, attention: float = 0.15, hidden: float = 0.2) -> TransformerConfig:

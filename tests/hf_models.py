@@ -285,7 +285,7 @@ CASES["qwen3-next-list"] = (
 )
 
 
-NEEDS = {"deepseek": "latent_attention"}
+NEEDS = {"deepseek": "latent_attention", "qwen3-next": "linear_attention"}
 CASES = {
     name: case
     for name, case in CASES.items()

@@ -71,6 +71,15 @@ class MixerFacts:
     rules: str | None = None
     """Where its rules are, in the same form: (RunConfig, world size) -> problems of a model that has it."""
 
+    described: Callable[[Any], str] = lambda config: ""
+    """Model's configuration -> what a plan says of its heads beside their number and width."""
+
+
+@dataclass(frozen=True)
+class LinearAttentionFacts(MixerFacts):
+    whole_sequences: bool = False
+    """Whether it sees the tokens of all context-parallel ranks."""
+
 
 @dataclass(frozen=True)
 class AttentionFacts(MixerFacts):
@@ -93,9 +102,6 @@ class AttentionFacts(MixerFacts):
     scales_scores: bool = False
     """Whether --mscale-all-dim scales attention scores."""
 
-    described: Callable[[Any], str] = lambda config: ""
-    """What a plan says behind the number and width of heads."""
-
 
 ATTENTIONS: Registry[Any, AttentionFacts] = Registry("--attention-module", AttentionFacts, "name, config, ctx")
 """`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
@@ -106,17 +112,11 @@ ATTENTIONS.register(
     parameters="megatron.core.transformer.parameters:self_attention_metas",
 )
 
-LINEAR_ATTENTIONS: Registry[Any, MixerFacts] = Registry(
-    "--experimental-attention-variant", MixerFacts, "name, config, ctx"
+LINEAR_ATTENTIONS: Registry[Any, LinearAttentionFacts] = Registry(
+    "--experimental-attention-variant", LinearAttentionFacts, "name, config, ctx"
 )
 """The same in the layers of --linear-attention-freq. What it reads of earlier tokens has a size of its own; generation
 keeps it in `context.cache.states`."""
-
-LINEAR_ATTENTIONS.register(
-    "gated_delta_net",
-    "megatron.core.transformer.gated_delta_net:GatedDeltaNet",
-    parameters="megatron.core.transformer.parameters:delta_net_metas",
-)
 
 MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""

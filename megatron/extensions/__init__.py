@@ -34,6 +34,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("diagnosis", "Search for NaNs, dump and replay of a step, layer statistics, stragglers, traces, profiles."),
     BuiltIn("evaluation", "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
+    BuiltIn("linear_attention", "Gated delta nets, a linear attention, as in Qwen3-Next."),
 )
 """The one list of built-in extensions."""
 

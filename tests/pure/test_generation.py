@@ -44,7 +44,15 @@ def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
 
 @pytest.mark.parametrize(
     "style",
-    ["llama", "mistral", "chunks-in-some", "gpt-oss", needs("latent_attention", "latent"), "delta-net", "moe"],
+    [
+        "llama",
+        "mistral",
+        "chunks-in-some",
+        "gpt-oss",
+        needs("latent_attention", "latent"),
+        needs("linear_attention", "delta-net"),
+        "moe",
+    ],
 )
 def test_texts_in_few_rows_have_the_logprobs_they_have_alone(style: str) -> None:
     """Requests that wait, end early and are padded, one by one and together. Experts drop no token in generation."""

@@ -122,7 +122,9 @@ def test_cached_decoding_has_the_logits_of_the_whole_text(style: str) -> None:
     assert_cached_as_whole(config, random_batch(config))
 
 
-@pytest.mark.parametrize("mixer", ["llama", needs("latent_attention", "latent"), "delta-net"])
+@pytest.mark.parametrize(
+    "mixer", ["llama", needs("latent_attention", "latent"), needs("linear_attention", "delta-net")]
+)
 @pytest.mark.parametrize("softmax", ["learnable", "off-by-one"])
 @pytest.mark.parametrize(
     "layers", [{"window_size": 5, "window_attn_skip_freq": "2"}, {"attention_chunk_size": 6, "no_rope_freq": "2"}]

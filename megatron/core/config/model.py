@@ -18,7 +18,6 @@ from megatron.core.config.layers import (
     layer_numbers,
     layer_pattern,
 )
-from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.recompute import RecomputeConfig
 from megatron.core.config.rotary import RotaryConfig
@@ -46,7 +45,6 @@ class TransformerConfig(
     MoEConfig,
     RotaryConfig,
     SelfAttentionConfig,
-    LinearAttentionConfig,
     RecomputeConfig,
     Section,
 ):
@@ -131,6 +129,14 @@ class TransformerConfig(
 
     attention_module: str = flag("self_attention", choices=ATTENTIONS)
     """Attention sublayer of each layer."""
+
+    experimental_attention_variant: str | None = flag(None, choices=LINEAR_ATTENTIONS)
+    """Linear attention in the layers of --linear-attention-freq: gated_delta_net is that of Qwen3-Next. Default: every
+    layer has --attention-module."""
+
+    linear_attention_freq: str | None = None
+    """Layers with linear attention beside layers with --attention-module: N for the latter in layers N - 1, 2N - 1,
+    ..., or a list of 1 (linear) and 0 for all layers. Default: every layer has linear attention."""
 
     mlp_module: str = flag("mlp", choices=MLPS)
     """MLP sublayer of each layer without experts."""

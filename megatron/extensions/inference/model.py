@@ -21,7 +21,7 @@ from megatron.core.tokenizers.kept_files import found_tokenizer
 from megatron.extensions.hugging_face.start import load_trained_stages
 from megatron.extensions.inference.generation import Engine, StageRunner
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.model import attention, mixers, tensor_parallel
+from megatron.training.config.rules.model import attention, linear_attention, mixers, tensor_parallel
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.pipeline import pipeline
 from megatron.training.config.rules.world import world
@@ -30,7 +30,7 @@ from megatron.training.config.validation import resolve
 from megatron.training.initialize import StartupPhases, choose_products, initialize, shut_down
 from megatron.training.reliability.launch import Launch
 
-RULES = (world, attention, tensor_parallel, mixers, experts, pipeline)
+RULES = (world, attention, tensor_parallel, linear_attention, mixers, experts, pipeline)
 """Those that relate a model to a layout."""
 
 

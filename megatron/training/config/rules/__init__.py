@@ -20,11 +20,11 @@ from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.cuda_graphs import graphs
 from megatron.training.config.rules.data import data, eval_tasks, fill_in_middle, tokenizer, validation_sets
 from megatron.training.config.rules.length import batch, length, schedule
-from megatron.training.config.rules.linear_attention import linear_attention, linear_attention_in_fp8
 from megatron.training.config.rules.model import (
     attention,
     attention_kernel,
     layers,
+    linear_attention,
     mixers,
     positions,
     tensor_parallel,
@@ -74,7 +74,6 @@ RULES: tuple[Rule, ...] = (
     fp8_scaling,
     fp8_shapes,
     latent_experts_in_fp8,
-    linear_attention_in_fp8,
     batch,
     length,
     schedule,

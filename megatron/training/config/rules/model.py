@@ -9,9 +9,11 @@ from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, MixerFacts
 from megatron.core.registry import imported
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import field_table, flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
+
+VARIANT = "--experimental-attention-variant"
 
 
 def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -254,6 +256,43 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def pattern_of(num_layers: int) -> str:
     """A list of 0 and 1 for so many layers, as an example."""
     return f"([0]*{num_layers - num_layers // 2}+[1]*{num_layers // 2})"
+
+
+def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Which layers have linear attention, and what they do not read."""
+    m, flag, variant = c.model, "--linear-attention-freq", c.model.experimental_attention_variant
+    if variant is None:
+        if m.linear_attention_freq is not None:
+            yield Problem.no_effect(flag, m.linear_attention_freq, VARIANT)
+        return
+    if c.parallel.context_parallel_size > 1 and not LINEAR_ATTENTIONS.facts(variant).whole_sequences:
+        why = "its layers see the tokens of their own rank only"
+        yield Problem.exclusive(
+            "--context-parallel-size", c.parallel.context_parallel_size, f"{VARIANT} {variant}", why
+        )
+    if m.num_layers < 1:
+        return
+    try:
+        linear = m.linear_pattern
+    except ValueError as error:
+        yield Problem(flag, m.linear_attention_freq, str(error), f"use for example 4 or {pattern_of(m.num_layers)}")
+        return
+    if not any(linear):
+        rule = "leaves no layer with linear attention"
+        yield Problem(flag, m.linear_attention_freq, rule, "use another pattern", harmless=True)
+    if all(linear):
+        for other in flags_of("model"):
+            chooses = other.spec.effective == "attention"
+            if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:
+                shown, rule = None if value is True else value, "has no effect where every layer has linear attention"
+                yield Problem(other.name, shown, rule, f"remove it, or use {flag}", harmless=True)
+
+
+OF_OTHER_ATTENTION = (
+    *("attention_module", "group_query_attention", "qk_layernorm", "softmax_scale"),
+    *("attention_output_gate", "add_qkv_bias", "window_size", "attention_chunk_size", "no_rope_freq"),
+)
+"""Fields that linear attention does not read."""
 
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
