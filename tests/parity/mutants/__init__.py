@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 from unittest import mock
 
+from megatron.extensions import BUILT_IN
 from tests.parity.matrix import difference, reference
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants import (
     attention,
     data_parallel,
-    delta_nets,
     experts,
     layers,
     offload,
@@ -35,13 +37,20 @@ SUBJECTS = (
     pipeline,
     attention,
     layers,
-    delta_nets,
     experts,
     optimizer,
     offload,
 )
 
-MUTANTS: Mutants = {name: mutant for subject in SUBJECTS for name, mutant in subject.MUTANTS.items()}
+EXTENSIONS = Path(__file__).parents[2] / "extensions"
+
+OF_EXTENSIONS = tuple(
+    import_module(f"tests.extensions.{extension.name}.mutants")
+    for extension in BUILT_IN
+    if (EXTENSIONS / extension.name / "mutants.py").exists()
+)
+
+MUTANTS: Mutants = {name: mutant for subject in (*SUBJECTS, *OF_EXTENSIONS) for name, mutant in subject.MUTANTS.items()}
 
 
 @contextmanager
