@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from megatron import extensions
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.megatron_flags.megatron_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
 from megatron.training.config.flags import (
@@ -539,3 +540,11 @@ def test_switches_may_say_true_or_false() -> None:
 if __name__ == "__main__":
     GOLDEN.write_text(surface())
     extensions.INDEX.write_text(index())
+
+
+def test_a_part_of_a_kind_that_nothing_registers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LINEAR_ATTENTIONS, "_entries", {})
+    rule = "--experimental-attention-variant x: must name a part, and none is registered; give the --extension that"
+    assert any(rule in line for line in failure("--experimental-attention-variant x", capsys))

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import Flag, all_flags
 from megatron.training.config.validation import notices, resolve, validate
@@ -535,3 +536,11 @@ def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: 
         dims = ParallelDims.from_config(resolved.parallel, world_size)
         assert dims.world_size == world_size
         assert resolved.training.global_batch_size
+
+
+def test_a_linear_attention_of_an_extension_sees_its_own_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LINEAR_ATTENTIONS, "_entries", dict(LINEAR_ATTENTIONS._entries))
+    for name, whole in (("own", False), ("own_whole", True)):
+        LINEAR_ATTENTIONS.register(name, lambda name, config, ctx: None, whole_sequences=whole)
+        found = problems(f"--experimental-attention-variant {name} --cp 2", 2)
+        assert any("its layers see the tokens of their own rank only" in problem for problem in found) != whole
