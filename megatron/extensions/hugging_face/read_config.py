@@ -13,8 +13,7 @@ from typing import Any, get_args, get_type_hints
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family, missing_feature
-from megatron.training.config.flags import dashed, flags_of, home_of, sections, value_of, with_fields
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.flags import dashed, flags_of, home_of, run_of, sections, value_of, with_fields
 
 YARN_SCALING = {
     "factor": "rotary_scaling_factor",
@@ -180,7 +179,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
     """All fields of a model's configuration, those that extensions define included."""
-    run = RunConfig(model=config)
+    run = run_of(config)
     return vars(config) | {flag.field: value_of(run, flag) for flag in flags_of("model")}
 
 

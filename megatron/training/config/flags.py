@@ -248,9 +248,14 @@ def with_named(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def run_of(model: TransformerConfig) -> RunConfig:
+    """A run's configuration that has this model, with the values of extensions' flags that it carries."""
+    return RunConfig(model=model, extension_options=model.extension_options)
+
+
 def with_fields(model: TransformerConfig, values: Mapping[str, Any]) -> TransformerConfig:
     """A model's configuration with `values` by fields, those that extensions define included."""
-    return with_named(RunConfig(model=model), values).model
+    return with_named(run_of(model), values).model
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:

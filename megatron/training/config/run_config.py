@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron.core.config.data import DatasetConfig, FillInMiddleConfig, TokenizerConfig
@@ -370,12 +370,7 @@ class RunConfig(Section):
         return self.data.reset_position_ids and self.model.position_embedding_type == "learned_absolute"
 
     def __post_init__(self) -> None:
-        """Each section has the options of all; the run takes up those that only a section was made with."""
-        sections = {name: section for name, section in vars(self).items() if isinstance(section, Section)}
-        known = {type(options): options for section in sections.values() for options in section.extension_options}
-        known |= {type(options): options for options in self.extension_options}
-        if len(known) > len(self.extension_options):
-            object.__setattr__(self, "extension_options", tuple(known.values()))
-        for name, section in sections.items():
-            if section.extension_options != self.extension_options:
-                object.__setattr__(self, name, replace(section, extension_options=self.extension_options))
+        for each in fields(self):
+            section = getattr(self, each.name)
+            if isinstance(section, Section) and section.extension_options != self.extension_options:
+                object.__setattr__(self, each.name, replace(section, extension_options=self.extension_options))
