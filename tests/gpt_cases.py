@@ -14,6 +14,8 @@ from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training.config.flags import with_fields
+from tests.extensions import installed
 
 FP64 = ModelParallelConfig(fp64=True)
 
@@ -40,31 +42,31 @@ LLAMA = replace(
     untie_embeddings_and_output_weights=True,
 )
 
-LATENT = replace(
-    LLAMA,
-    group_query_attention=False,
-    num_query_groups=None,
-    multi_latent_attention=True,
-    q_lora_rank=12,
-    kv_lora_rank=10,
-    qk_head_dim=6,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=5,
-    qk_layernorm=True,
-    rotary_scaling_factor=4.0,
-    original_max_position_embeddings=8,
-    mscale_all_dim=0.7,
+LATENT = with_fields(
+    replace(LLAMA, group_query_attention=False, num_query_groups=None, qk_layernorm=True, mscale_all_dim=0.7),
+    {
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "multi_latent_attention": True,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 5,
+    },
 )
 
-DELTA_NET = replace(
+DELTA_NET = with_fields(
     LLAMA,
-    experimental_attention_variant="gated_delta_net",
-    linear_attention_freq="2",
-    linear_conv_kernel_dim=3,
-    linear_key_head_dim=6,
-    linear_value_head_dim=5,
-    linear_num_key_heads=4,
-    linear_num_value_heads=8,
+    {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": "2",
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
 )
 
 STYLES = {
@@ -131,22 +133,9 @@ STYLES = {
         window_rotary_percent=0.5,
     ),
     "own-widths": replace(GPT, ffn_hidden_size_pattern="([40]+[24])"),
-    "own-heads-mla": replace(
-        LATENT, window_size=5, window_attn_skip_freq="2", window_num_attention_heads=4, window_softmax_type="off-by-one"
-    ),
     "pythia": replace(GPT, parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5),
     "granite": replace(
         LLAMA, embedding_multiplier=3.0, residual_multiplier=0.3, logits_scaling=4.0, attention_output_gate=True
-    ),
-    "latent": LATENT,
-    "latent-whole-queries": replace(
-        LATENT,
-        q_lora_rank=None,
-        qk_layernorm=False,
-        v_head_dim=16,
-        rope_type="rope",
-        add_bias_linear=True,
-        window_size=7,
     ),
     "yarn": replace(
         LLAMA, rope_type="yarn", rotary_scaling_factor=8.0, original_max_position_embeddings=16, rotary_percent=0.5
@@ -154,19 +143,43 @@ STYLES = {
     "interleaved-rotary": replace(
         GPT, position_embedding_type="rope", rotary_interleaved=True, rotary_seq_len_interpolation_factor=2.5
     ),
-    "delta-net": DELTA_NET,
-    "delta-net-everywhere": replace(
-        GPT,
-        experimental_attention_variant="gated_delta_net",
-        linear_num_key_heads=8,
-        linear_num_value_heads=8,
-        linear_key_head_dim=4,
-        linear_value_head_dim=7,
-        apply_layernorm_1p=True,
-    ),
     "multi-token": replace(LLAMA, mtp_num_layers=2),
     "multi-token-tied": replace(GPT, mtp_num_layers=1, embed_layernorm=True),
 }
+if installed("latent_attention"):
+    STYLES |= {
+        "latent": LATENT,
+        "latent-whole-queries": with_fields(
+            LATENT,
+            {
+                "q_lora_rank": None,
+                "qk_layernorm": False,
+                "v_head_dim": 16,
+                "rope_type": "rope",
+                "add_bias_linear": True,
+                "window_size": 7,
+            },
+        ),
+        "own-heads-mla": replace(
+            LATENT,
+            window_size=5,
+            window_attn_skip_freq="2",
+            window_num_attention_heads=4,
+            window_softmax_type="off-by-one",
+        ),
+    }
+if installed("linear_attention"):
+    STYLES["delta-net"] = DELTA_NET
+    STYLES["delta-net-everywhere"] = with_fields(
+        replace(GPT, apply_layernorm_1p=True),
+        {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 7,
+        },
+    )
 
 
 def with_dropout(config: TransformerConfig, attention: float = 0.15, hidden: float = 0.2) -> TransformerConfig:

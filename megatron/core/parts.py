@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from megatron.core.registry import NoFacts, Registry
 
@@ -43,17 +43,81 @@ for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
     _function = f"megatron.core.transformer.activations:build_{_gated}"
     ACTIVATIONS.register(_gated, _function, gated=True, bounded=True)
 
-ATTENTIONS: Registry[Any, NoFacts] = Registry("--attention-module", NoFacts, "name, config, ctx")
+
+class HeadWidths(NamedTuple):
+    """Channels of heads."""
+
+    key: int
+    """Of a query or key head."""
+
+    rotary: int
+    """Those of a query or key head that --rotary-percent is a fraction of."""
+
+    value: int
+    """Of a value head."""
+
+
+def grouped_widths(config: Any) -> HeadWidths:
+    """Channels of the heads of self-attention."""
+    key = config.kv_channels or config.hidden_size // config.num_attention_heads
+    return HeadWidths(key, key, config.value_channels or key)
+
+
+@dataclass(frozen=True)
+class MixerFacts:
+    parameters: str | None = None
+    """Where its parameters are listed, "module:function" of a module without torch: (name, config, sequence_parallel)
+    -> their ParamMetas. None: plans build the model on fake tensors to see them."""
+
+    rules: str | None = None
+    """Where its rules are, in the same form: (RunConfig, world size) -> problems of a model that has it."""
+
+    described: Callable[[Any], str] = lambda config: ""
+    """Model's configuration -> what a plan says of its heads beside their number and width."""
+
+
+@dataclass(frozen=True)
+class LinearAttentionFacts(MixerFacts):
+    whole_sequences: bool = False
+    """Whether it sees the tokens of all context-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class AttentionFacts(MixerFacts):
+    """Functions are of the model's configuration. The defaults are self-attention's."""
+
+    chosen_by: Callable[[Any], bool] = lambda config: False
+    """Whether a flag of its own chooses it in place of --attention-module."""
+
+    widths: Callable[[Any], HeadWidths] = grouped_widths
+
+    grouped: bool = True
+    """Whether its heads are those of --kv-channels and --num-query-groups, of whose rows linear_qkv consists."""
+
+    rotates: bool = False
+    """Whether it has a rotary embedding whatever --position-embedding-type is."""
+
+    rope_type: str = "rope"
+    """Its --rope-type if none is given."""
+
+    scales_scores: bool = False
+    """Whether --mscale-all-dim scales attention scores."""
+
+
+ATTENTIONS: Registry[Any, AttentionFacts] = Registry("--attention-module", AttentionFacts, "name, config, ctx")
 """`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
 
-ATTENTIONS.register("self_attention", "megatron.core.transformer.self_attention:SelfAttention")
-ATTENTIONS.register("multi_latent_attention", "megatron.core.transformer.latent_attention:MultiLatentAttention")
+ATTENTIONS.register(
+    "self_attention",
+    "megatron.core.transformer.self_attention:SelfAttention",
+    parameters="megatron.core.transformer.parameters:self_attention_metas",
+)
 
-LINEAR_ATTENTIONS: Registry[Any, NoFacts] = Registry("--experimental-attention-variant", NoFacts, "name, config, ctx")
+LINEAR_ATTENTIONS: Registry[Any, LinearAttentionFacts] = Registry(
+    "--experimental-attention-variant", LinearAttentionFacts, "name, config, ctx"
+)
 """The same in the layers of --linear-attention-freq. What it reads of earlier tokens has a size of its own; generation
 keeps it in `context.cache.states`."""
-
-LINEAR_ATTENTIONS.register("gated_delta_net", "megatron.core.transformer.gated_delta_net:GatedDeltaNet")
 
 ATTENTION_BACKENDS: Registry[Any, NoFacts] = Registry(
     "--attention-backend", NoFacts, attributes=("causal", "tiles", "dropout", "always_tiles")
@@ -74,6 +138,33 @@ LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts, "name, conf
 """`Layer(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]; `ctx.layer` is its number."""
 
 LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
+
+
+@dataclass(frozen=True)
+class RecomputedFacts:
+    within: str | None = None
+    """A larger part that includes it."""
+
+    needs: str = ""
+    """What a model without it lacks: a flag."""
+
+
+RECOMPUTED_PARTS: Registry[Any, RecomputedFacts] = Registry("--recompute-modules", RecomputedFacts, "config")
+"""`has(config)`: whether the model has a part that selective recomputation can compute again. Modules that are such a
+part ask `config.recomputes(name)`."""
+
+RECOMPUTED_PARTS.register("core_attn", lambda config: True)
+RECOMPUTED_PARTS.register("layernorm", lambda config: True)
+RECOMPUTED_PARTS.register("mlp_act", lambda config: True, within="mlp")
+RECOMPUTED_PARTS.register("mlp", lambda config: True)
+RECOMPUTED_PARTS.register("moe_act", lambda config: config.num_experts is not None, within="moe", needs="--num-experts")
+RECOMPUTED_PARTS.register("moe", lambda config: config.num_experts is not None, needs="--num-experts")
+RECOMPUTED_PARTS.register(
+    "shared_experts",
+    lambda config: bool(config.moe_shared_expert_intermediate_size),
+    within="moe",
+    needs="--moe-shared-expert-intermediate-size",
+)
 
 
 @dataclass(frozen=True)

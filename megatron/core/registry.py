@@ -33,6 +33,14 @@ class _Entry(Generic[F]):
     built_in: bool
 
 
+def imported(where: Any) -> Any:
+    """What a string "module:attribute" names; anything else as it is."""
+    if not isinstance(where, str):
+        return where
+    module, _, attribute = where.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 @dataclass(frozen=True)
 class _Substitute:
     part: str
@@ -101,7 +109,7 @@ class Registry(Collection[str], Generic[P, F]):
         """Calls the part, or the first of its substitutes that these arguments suit."""
         for substitute in self._substitutes.get(name, ()):
             if substitute.when(*args):
-                return _imported(substitute.part)(*args)
+                return imported(substitute.part)(*args)
         return self[name](*args)  # type: ignore[operator]
 
     def __contains__(self, name: object) -> bool:
@@ -124,7 +132,7 @@ class Registry(Collection[str], Generic[P, F]):
         entry = self._entry(name)
         if not isinstance(entry.part, str):
             return entry.part
-        part = _imported(entry.part)
+        part = imported(entry.part)
         self._check(name, part, entry.facts)
         return part
 
@@ -166,8 +174,3 @@ class Registry(Collection[str], Generic[P, F]):
                 f"{self.flag} {name}: must be one of {', '.join(self)}; {remedy} give the --extension that registers it"
             )
         return self._entries[name]
-
-
-def _imported(where: str) -> Any:
-    module, _, attribute = where.partition(":")
-    return getattr(import_module(module), attribute)

@@ -53,6 +53,8 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("inference", "Generation of text from checkpoints, and its server."),
     BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
     BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several."),
+    BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
+    BuiltIn("linear_attention", "Gated delta nets, a linear attention, as in Qwen3-Next."),
 )
 """The one list of built-in extensions."""
 

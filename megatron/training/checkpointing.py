@@ -50,6 +50,7 @@ from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     all_flags,
     config_of_sections,
+    flags_of,
     named_value,
     value_of,
     values_by_section,
@@ -431,14 +432,16 @@ def changed_fields(
     given and differs with others is left to them, and so are those `ignored`."""
     changed = []
     fixed = {title for title, section in EXTENSION_SECTIONS.items() if not section.may_change}
-    compared, rules = {"model", *fixed}.intersection(sections), resumed_fields()
+    compared, rules = {flag.section for flag in flags_of("model")} | fixed.intersection(sections), resumed_fields()
     for flag in all_flags():
         if flag.section not in compared or flag.field in (*rules["without_effect"], *rules["scheduled"], *ignored):
             continue
         given = [value_of(config, flag) for config in (saved, run)]
-        effective = rules["effective"].get(flag.field)
+        if given[0] == given[1]:
+            continue
+        effective = flag.spec.effective or rules["effective"].get(flag.field)
         values = [getattr(config.model, effective) for config in (saved, run)] if effective else given
-        if given[0] != given[1] and values[0] != values[1]:
+        if values[0] != values[1]:
             before, now = (value if one is None else one for one, value in zip(given, values, strict=True))
             changed.append(f"{flag.name} {before} in the checkpoint, {now} in the run")
     return changed

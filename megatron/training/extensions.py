@@ -30,7 +30,11 @@ class ExtensionError(ValueError):
 
 
 def extension_flags(
-    title: str, may_change: bool = False, rules: Rules | str | None = None, resolve: Resolve | str | None = None
+    title: str,
+    may_change: bool = False,
+    rules: Rules | str | None = None,
+    resolve: Resolve | str | None = None,
+    part_of: str | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Decorator of a frozen dataclass whose fields become flags, each with the string below it for help.
 
@@ -39,11 +43,12 @@ def extension_flags(
     "module:function", which is imported and called only if one of the flags is given. `resolve(config)`, likewise,
     returns the configuration with values of other flags that follow from these.
     A run must have the values of the checkpoint that it loads; `may_change=True` leaves it free to have others, as
-    for a callback, a metric or a learning rate.
+    for a callback, a metric or a learning rate. Flags that are `part_of="model"` say what a model is: they are taken
+    from a checkpoint, and converted, as the model's own are.
     """
 
     def add(cls: type[T]) -> type[T]:
-        add_section(title, cls, may_change, rules, resolve)
+        add_section(title, cls, may_change, rules, resolve, part_of)
         return cls
 
     return add

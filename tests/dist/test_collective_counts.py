@@ -25,10 +25,11 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import initialize_model_parallel
+from megatron.training.config.flags import with_fields
 from tests.harness import run_world
 
 S, B, H, VOCAB = 8, 2, 16, 64
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": {
         "swiglu": True,
@@ -42,16 +43,6 @@ STYLES = {
         "attention_dropout": 0.0,
         "qk_layernorm": True,
     },
-}
-STYLES["latent"] = STYLES["llama"] | {
-    "group_query_attention": False,
-    "num_query_groups": None,
-    "multi_latent_attention": True,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 5,
 }
 NAMES = {
     collectives.ALL_GATHER: "all_gather",
@@ -101,15 +92,15 @@ def all_reduce(nbytes: int, size: int) -> Call:
 
 def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: str) -> tuple[list[Call], list[Call]]:
     """Collectives of one forward and one backward."""
-    config = TransformerConfig(
+    shape = TransformerConfig(
         num_layers=layers,
         hidden_size=H,
         num_attention_heads=8,
         seq_length=S,
         vocab_size=VOCAB,
         make_vocab_size_divisible_by=8,
-        **STYLES[style],
     )
+    config = with_fields(shape, STYLES[style])
     parallel = ModelParallelConfig(tensor_model_parallel_size=size, sequence_parallel=sp, **{dtype: True})
     model = GPTModel(config, parallel, initialize_model_parallel(size))
     for param in model.parameters():
@@ -172,22 +163,3 @@ def test_the_ends_of_a_model(sp: bool) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     assert run_world(1, run_model, 2, False, "gpt", "fp32") == [([], [])]
-
-
-def test_latents_are_gathered_in_place_of_hidden_states() -> None:
-    """Under sequence parallelism attention gathers both latents and the rotary key, 26 channels here."""
-    forward, backward = per_layer(4, True, "latent", "fp32")
-    widths = (12, 10, 4, H)
-    gathers, sum_ = [("all_gather", S * B * width * 4) for width in widths], ("all_to_all", S * B * H * 4)
-    assert Counter(forward) == Counter([*gathers, sum_, sum_])
-    scatters = [("all_to_all", nbytes) for _, nbytes in gathers]
-    regathered = [call for call, width in zip(gathers, widths, strict=True) if width != 4]
-    entering = ("all_gather", S * B * H * 4)  # the gradients of both outputs
-    assert Counter(backward) == Counter([*scatters, *regathered, entering, entering])
-
-
-def test_latents_in_tensor_parallel() -> None:
-    """Without sequence parallelism their gradients are reduced in place of those of the hidden states."""
-    forward, backward = per_layer(4, False, "latent", "fp32")
-    assert forward == [("all_reduce", S * B * H * 4)] * 2
-    assert Counter(backward) == Counter(("all_reduce", S * B * width * 4) for width in (12, 10, 4, H))

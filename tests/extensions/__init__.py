@@ -1,0 +1,18 @@
+"""Tests of the built-in extensions, each in the folder of its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.extensions import BUILT_IN
+
+
+def installed(extension: str) -> bool:
+    return any(built_in.name == extension for built_in in BUILT_IN)
+
+
+def needs(extension: str, *values: Any) -> Any:
+    """A test's parameters that run where a built-in extension is installed."""
+    return pytest.param(*values, marks=pytest.mark.skipif(not installed(extension), reason=f"{extension} is deleted"))

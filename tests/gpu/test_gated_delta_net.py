@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.linear_attention.flash_linear_attention import flash_rule
-from megatron.core.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
+from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 

@@ -21,6 +21,7 @@ from megatron.core.datasets.mock import MockGPTDataset
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.testing.snapshot import first_difference
+from tests.extensions import installed
 from tests.gpt_cases import FP64, STYLES, random_batch
 from tests.harness import Snapshot, run_world, train_in_world
 
@@ -118,7 +119,12 @@ def assert_same(expected: Snapshot, actual: Snapshot) -> None:
     assert first_difference(expected, actual, TOLERANCE) is None
 
 
-NAMED = {f"{style} {size} {flags.replace('--', '')}": (style, size, flags) for style, size, flags in LAYOUTS}
+OF_EXTENSIONS = {"latent": "latent_attention", "delta-net": "linear_attention"}
+NAMED = {
+    f"{style} {size} {flags.replace('--', '')}": (style, size, flags)
+    for style, size, flags in LAYOUTS
+    if all(installed(extension) for part, extension in OF_EXTENSIONS.items() if part in style)
+}
 
 
 @pytest.mark.grid("name", list(NAMED)[::2], list(NAMED))

@@ -27,6 +27,7 @@ from megatron.training.config.validation import resolve
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 from megatron.training.train_step import train_step
+from tests.extensions import needs
 from tests.harness import Snapshot, local_run, train_in_world
 
 BASE = (
@@ -116,7 +117,14 @@ DELTA_NET = (
 )
 
 
-@pytest.mark.parametrize(("recipe", "model"), [("delayed", LATENT), ("rowwise", LATENT), ("rowwise", DELTA_NET)])
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        needs("latent_attention", "delayed", LATENT),
+        needs("latent_attention", "rowwise", LATENT),
+        needs("linear_attention", "rowwise", DELTA_NET),
+    ],
+)
 def test_projections_agree_with_one_process(recipe: str, model: str) -> None:
     one, found = train(recipe, 1, model), train(recipe, 2, f"{model} --tp 2 --sequence-parallel")
     assert not found.replica_errors

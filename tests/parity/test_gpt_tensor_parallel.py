@@ -15,6 +15,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from tests.extensions import needs
 from tests.gpt_cases import FP64, STYLES, packed_documents, random_batch, with_dropout
 from tests.harness import run_world
 
@@ -77,7 +78,7 @@ def test_dropout_masks_do_not_depend_on_the_layout(style: str, tp: int, sequence
     assert_layout_equals_one_process(config, tp, sequence_parallel, random_batch(config))
 
 
-@pytest.mark.parametrize("style", ["gpt", "llama", "delta-net"])
+@pytest.mark.parametrize("style", ["gpt", "llama", needs("linear_attention", "delta-net")])
 @pytest.mark.parametrize("granularity", ["selective", "full"])
 def test_packed_documents_with_recomputation(style: str, granularity: str) -> None:
     config = replace(with_dropout(STYLES[style]), recompute_granularity=granularity)

@@ -38,7 +38,7 @@ def test_matrix_covers_every_choice_and_is_legal() -> None:
         assert {combination[factor] for combination in chosen} == set(options), factor
     covered = set().union(*(pairs_of(combination) for combination in chosen))
     assert (("tp", "4sp"), ("mlp", "moe")) in covered
-    assert {(("pp", "2"), ("heads", "mla")), (("heads", "mla"), ("mlp", "moe"))} <= covered
+    assert {(("pp", "2"), ("heads", "mqa")), (("heads", "mqa"), ("mlp", "moe"))} <= covered
     assert (("schedule", "zb-v"), ("cp", "2ulysses")) in covered
     assert (("cp", "4ring"), ("optimizer", "overlapped")) in covered
     assert (("optimizer", "overlapped"), ("update", "muon")) in covered

@@ -7,6 +7,7 @@ from functools import lru_cache
 import pytest
 import torch
 
+from tests.extensions import needs
 from tests.harness import Snapshot, train_in_world
 
 COMMON = (
@@ -66,10 +67,10 @@ def kept(style: str, layout: str) -> Snapshot:
     [("gpt", "one", flags) for flags in FULL + SELECTIVE]
     + [("llama", "one", flags) for flags in FULL[:1] + SELECTIVE]
     + [("relu", "one", flags) for flags in SELECTIVE[2:5]]
-    + [("latent", "one", flags) for flags in OF_LATENTS]
-    + [("latent", "sequence", OF_LATENTS[2]), ("latent", "context", OF_LATENTS[0])]
-    + [("delta-net", "one", flags) for flags in (FULL[2], SELECTIVE[0])]
-    + [("delta-net", "sequence", flags) for flags in (FULL[0], SELECTIVE[4])]
+    + [needs("latent_attention", "latent", "one", flags) for flags in OF_LATENTS]
+    + [needs("latent_attention", "latent", where, OF_LATENTS[n]) for where, n in (("sequence", 2), ("context", 0))]
+    + [needs("linear_attention", "delta-net", "one", flags) for flags in (FULL[2], SELECTIVE[0])]
+    + [needs("linear_attention", "delta-net", "sequence", flags) for flags in (FULL[0], SELECTIVE[4])]
     + [("moe", "one", flags) for flags in (FULL[0], SELECTIVE[1], *OF_EXPERTS)]
     + [("moe", "sequence", flags) for flags in OF_EXPERTS[::2]]
     + [("gpt", "sequence", flags) for flags in (FULL[0], SELECTIVE[0], SELECTIVE[4], SELECTIVE[5])]

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megatron import extensions
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
 from megatron.training.config.commands import COMMANDS
 from megatron.training.config.flags import (
@@ -423,3 +424,11 @@ def test_an_extension_tells_what_flags_of_another_program_are(
     assert "Theirs has it; remove it" in lines[2]
     monkeypatch.setattr("megatron.training.config.reading.home_of", {"--their-spell-x": "spells"}.get)
     assert "is a flag of the extension spells, which is not installed" in failure("--their-spell-x 1", capsys)[0]
+
+
+def test_a_part_of_a_kind_that_nothing_registers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LINEAR_ATTENTIONS, "_entries", {})
+    rule = "--experimental-attention-variant x: must name a part, and none is registered; give the --extension that"
+    assert any(rule in line for line in failure("--experimental-attention-variant x", capsys))

@@ -28,6 +28,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpointing import Checkpointer, changed_fields, load_model_for_inference
+from megatron.training.config.flags import run_of
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
 from megatron.training.hooks import Callback
 from megatron.training.progress import Progress
@@ -301,7 +302,7 @@ def test_biases_of_latents_that_older_checkpoints_lack_begin_at_0(tmp_path: Path
 
 
 def changed_models(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
-    return changed_fields(RunConfig(model=saved), RunConfig(model=run), ["model"])
+    return changed_fields(run_of(saved), run_of(run), ["model"])
 
 
 def test_equal_models_said_differently_are_equal() -> None:

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import recompute_segments
+from tests.extensions import needs
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch, with_dropout
 
 
@@ -121,7 +122,9 @@ def test_cached_decoding_has_the_logits_of_the_whole_text(style: str) -> None:
     assert_cached_as_whole(config, random_batch(config))
 
 
-@pytest.mark.parametrize("mixer", ["llama", "latent", "delta-net"])
+@pytest.mark.parametrize(
+    "mixer", ["llama", needs("latent_attention", "latent"), needs("linear_attention", "delta-net")]
+)
 @pytest.mark.parametrize("softmax", ["learnable", "off-by-one"])
 @pytest.mark.parametrize(
     "layers", [{"window_size": 5, "window_attn_skip_freq": "2"}, {"attention_chunk_size": 6, "no_rope_freq": "2"}]

@@ -17,6 +17,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stage_parameters import built_metas, count_parameters, stage_metas
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.training.config.flags import with_fields
+from tests.extensions import installed
 from tools.bench.memory import activation_bytes_per_layer
 
 LLAMA: dict[str, Any] = {
@@ -25,25 +27,6 @@ LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
-}
-
-
-LATENT: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 5,
-}
-
-
-DELTA_NET: dict[str, Any] = {
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
 }
 
 
@@ -94,43 +77,6 @@ PUBLISHED = {
 }
 
 
-DEEPSEEK: dict[str, Any] = {
-    **LLAMA,
-    "qk_layernorm": True,
-    "multi_latent_attention": True,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-}
-# Counted by transformers' DeepseekV3ForCausalLM and DeepseekV2ForCausalLM on the meta device.
-PUBLISHED |= {
-    "DeepSeek-V3": (
-        TransformerConfig(
-            **shape(61, 7168, 128, 18432, 129280),
-            **DEEPSEEK,
-            q_lora_rank=1536,
-            num_experts=256,
-            moe_layer_freq="([0]*3+[1]*58)",
-            moe_ffn_hidden_size=2048,
-            moe_shared_expert_intermediate_size=2048,
-        ),
-        671_026_404_352,
-    ),
-    "DeepSeek-V2-Lite": (
-        TransformerConfig(
-            **shape(27, 2048, 16, 10944, 102400),
-            **DEEPSEEK,
-            num_experts=64,
-            moe_layer_freq="([0]*1+[1]*26)",
-            moe_ffn_hidden_size=1408,
-            moe_shared_expert_intermediate_size=2816,
-        ),
-        15_706_484_224,
-    ),
-}
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_published_models(name: str) -> None:
     config, parameters = PUBLISHED[name]
@@ -148,9 +94,6 @@ STYLES: dict[str, dict[str, Any]] = {
         "scale_word_embeddings": True,
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
-    "latent": {**LLAMA, **LATENT, "qk_layernorm": True},
-    "delta net": {**LLAMA, **DELTA_NET, "linear_attention_freq": "2"},
-    "latent, whole queries": {**LATENT, "q_lora_rank": None, "position_embedding_type": "rope"},
     "own heads": {
         **LLAMA,
         **gqa(2),
@@ -166,6 +109,15 @@ STYLES: dict[str, dict[str, Any]] = {
     "yarn": {**LLAMA, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "rotary_percent": 0.5},
     "multi-token": {**LLAMA, "mtp_num_layers": 2, "final_logit_softcapping": 30.0},
 }
+if installed("latent_attention"):
+    WIDTHS = {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
+    LATENT: dict[str, Any] = {"multi_latent_attention": True, **WIDTHS}
+    STYLES["latent"] = {**LLAMA, **LATENT, "q_lora_rank": 12, "qk_layernorm": True}
+    STYLES["latent, whole queries"] = {**LATENT, "position_embedding_type": "rope"}
+if installed("linear_attention"):
+    DELTA_NET: dict[str, Any] = {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 4}
+    DELTA_NET |= {"linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+    STYLES["delta net"] = {**LLAMA, **DELTA_NET, "linear_attention_freq": "2"}
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "gated shared expert": {**LLAMA, **EXPERTS, "moe_shared_expert_gate": True},
     "groups of experts": {
@@ -186,7 +138,7 @@ CUTS += [(2, True, [range(2), range(2, 4)]), (1, False, [range(0), range(3), ran
 def test_parameters_are_those_of_the_built_model(
     style: str, tp: int, sequence_parallel: bool, stages: list[range]
 ) -> None:
-    config = TransformerConfig(**shape(4, 32, 4, 64, 300, 16), **STYLES[style])
+    config = with_fields(TransformerConfig(**shape(4, 32, 4, 64, 300, 16)), STYLES[style])
     pp = len(stages)
     parallel = ModelParallelConfig(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=sequence_parallel

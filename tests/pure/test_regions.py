@@ -19,8 +19,6 @@ from megatron.core.moe.experts import EACH, GroupedBiasFunction, Segments, Weigh
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import FUNCTIONS, Bounded, FusedActivation, Kind, gelu_tanh, squared_relu
-from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
-from megatron.core.transformer.latent_attention import rotated_heads
 from megatron.core.transformer.norm import _divided_by_root_mean_square
 from megatron.core.transformer.rotary import (
     rotate_queries_and_keys,
@@ -66,13 +64,6 @@ def split(x: Tensor, compiled: bool, rotates: bool, interleaved: bool = False, b
     return torch.cat([part.flatten(2) * n for n, part in enumerate(parts, 1)], -1)  # type: ignore[union-attr]
 
 
-def latent_heads(x: Tensor, compiled: bool) -> Tensor:
-    heads, tables = x.unflatten(-1, (-1, 10)), (ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype))
-    key = heads[:, :, :1, : 2 * ANGLES.shape[-1]]
-    parts = region(rotated_heads, compiled)(heads[:, :, :2], heads[:, :, 2:4], key, *tables)
-    return torch.cat([part.flatten(2) for part in parts], -1)
-
-
 BOUNDED = Bounded("swiglu", 0.7, 2.0)
 
 
@@ -101,17 +92,6 @@ def with_dropout(x: Tensor, compiled: bool) -> Tensor:
     if not compiled:
         return (x + dropout(update, *arguments)).sin()
     return add_update(x, update, dropout_mask(update, *arguments)).sin()
-
-
-def delta_net(x: Tensor, compiled: bool) -> Tensor:
-    mixed, number = x.unflatten(-1, (2, 20)), torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]).t()
-    weights = torch.linspace(-1, 1, 2 * 16 * 3, dtype=x.dtype).view(2, 16, 3), *mixed[0, 0, :, 0:4].unbind()
-    operands = region(delta_operands, compiled)(
-        mixed[..., :16], mixed[..., 16:18].flatten(2), mixed[..., 18:].flatten(2), *weights, (4, 4), number, None
-    )
-    q, k, v, g, beta = operands[0]
-    out = region(gated_norm, compiled)(v, v * 2, weights[1], 1e-5)
-    return torch.cat([part.flatten(2) for part in (q, k, g, beta, out)], -1)
 
 
 def experts_of(x: Tensor, compiled: bool) -> Tensor:
@@ -146,8 +126,6 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "split and rotary": partial(split, rotates=True),
     "split, biased rotary": partial(split, rotates=True, biased=True),
     "split and interleaved rotary": partial(split, rotates=True, interleaved=True),
-    "heads of latents": latent_heads,
-    "delta net": delta_net,
     "sum with dropout": with_dropout,
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
@@ -164,7 +142,7 @@ def forward_and_backward(name: str, x: Tensor, compiled: bool) -> tuple[Tensor, 
 
 PART = (
     *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "split, biased rotary"),
-    *("heads of latents", "sum with dropout", "cross_entropy"),
+    *("sum with dropout", "cross_entropy"),
 )
 """Of regions that are alike the one with the most in it."""
 

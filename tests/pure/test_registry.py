@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from megatron.core import parts
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.parameters import extension_parts, is_declared, parameter_metas
+from megatron.core.param_meta import ParamMeta
 from megatron.core.registry import NoFacts, Registry
+from tests.gpt_cases import GPT
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
 
 
 def test_a_registry_knows_which_parts_are_built_in() -> None:
-    assert parts.ACTIVATIONS.built_in("xielu") and parts.LINEAR_ATTENTIONS.built_in("gated_delta_net")
+    assert parts.ACTIVATIONS.built_in("xielu") and parts.ATTENTIONS.built_in("self_attention")
     registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
     registry.register("prod", "math:prod")
     assert not registry.built_in("prod") and not registry.built_in("missing")
@@ -89,3 +94,17 @@ def test_a_substitute_is_built_where_it_suits() -> None:
     registry.substitute("root", "math:isqrt", when=lambda x: isinstance(x, int))
     assert (registry.build("root", 6.25), registry.build("root", 17)) == (2.5, 4)
     assert registry["root"](16) == 4.0, "the name still stands for the part itself"
+
+
+def test_an_attention_of_an_extension_says_what_its_parameters_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.ATTENTIONS, "_entries", dict(parts.ATTENTIONS._entries))
+    own = replace(GPT, attention_module="own")
+    for listed in (None, f"{__name__}:own_metas"):
+        parts.ATTENTIONS._entries.pop("own", None)
+        parts.ATTENTIONS.register("own", lambda name, config, ctx: None, parameters=listed)
+        assert is_declared(own) == (listed is not None) and extension_parts(own) == ["--attention-module own"]
+    assert "decoder.layers.1.self_attention.scale" in [meta.name for meta in parameter_metas(own)]
+
+
+def own_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    yield ParamMeta(f"{name}.scale", (config.hidden_size,))

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import Flag, all_flags
 from megatron.training.config.validation import notices, resolve, validate
@@ -141,8 +142,6 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ),
         ("--moe-latent-size 8", 1, "--moe-latent-size 8: has no effect without --num-experts"),
         ("--head-wise-attn-gate --attention-output-gate", 1, "--attention-output-gate: cannot be combined with --head"),
-        ("--multi-latent-attention --head-wise-attn-gate", 1, "cannot be combined with --head-wise-attn-gate"),
-        ("--multi-latent-attention --value-channels 8", 1, "cannot be combined with --value-channels 8"),
         (
             "--attn-logit-softcapping 30 --attention-backend flash3 --bf16",
             1,
@@ -231,12 +230,6 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ("--quick-geglu --activation-func gelu", 1, "--activation-func gelu: cannot be combined with --quick-geglu"),
         ("--qk-l2-norm --qk-layernorm", 1, "--qk-l2-norm: cannot be combined with --qk-layernorm"),
         ("--qk-l2-norm", 1, "--qk-l2-norm: has no effect without --position-embedding-type rope"),
-        ("--qk-l2-norm --multi-latent-attention", 1, "--qk-l2-norm: cannot be combined with --multi-latent-attention"),
-        (
-            "--attention-temperature-coeff 0.1 --multi-latent-attention",
-            1,
-            "--attention-temperature-coeff 0.1: cannot be combined with --multi-latent-attention",
-        ),
         (
             "--attention-temperature-coeff 0.1 --position-embedding-type rope",
             1,
@@ -518,3 +511,11 @@ def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: 
         dims = ParallelDims.from_config(resolved.parallel, world_size)
         assert dims.world_size == world_size
         assert resolved.training.global_batch_size
+
+
+def test_a_linear_attention_of_an_extension_sees_its_own_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LINEAR_ATTENTIONS, "_entries", dict(LINEAR_ATTENTIONS._entries))
+    for name, whole in (("own", False), ("own_whole", True)):
+        LINEAR_ATTENTIONS.register(name, lambda name, config, ctx: None, whole_sequences=whole)
+        found = problems(f"--experimental-attention-variant {name} --cp 2", 2)
+        assert any("its layers see the tokens of their own rank only" in problem for problem in found) != whole

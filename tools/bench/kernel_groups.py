@@ -99,7 +99,7 @@ FILES = {
     "core/transformer/rotary": "rotary, copies",
     "core/transformer/self_attention": "rotary, copies",
     "core/transformer/split_heads": "rotary, copies",
-    "core/transformer/latent_attention": "rotary, copies",
+    "extensions/latent_attention": "rotary, copies",
     "core/transformer/activations": "activation",
     "core/transformer/mlp": "activation",
     "core/transformer/layer": "residual adds",

@@ -32,7 +32,7 @@ def measured(how: str, length: int, heads: int, width: int) -> Round:
     import torch.nn.functional as F
     from torch import Tensor
 
-    from megatron.core.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
+    from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(length, 1, heads, width, generator=generator) for _ in range(3))

@@ -61,6 +61,7 @@ def _ours(mixer: str, part: str, precision: str, length: int, samples: int) -> t
     from megatron.core.config.model import TransformerConfig
     from megatron.core.config.parallel import ModelParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training.config.flags import with_fields
 
     fields: dict[str, Any]
     if mixer == "latent":
@@ -85,7 +86,7 @@ def _ours(mixer: str, part: str, precision: str, length: int, samples: int) -> t
             "linear_value_head_dim": DELTA["value"],
             "linear_conv_kernel_dim": DELTA["taps"],
         }
-    config = TransformerConfig(
+    shape = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
         ffn_hidden_size=MLP,
@@ -98,8 +99,8 @@ def _ours(mixer: str, part: str, precision: str, length: int, samples: int) -> t
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        **fields,
     )
+    config = with_fields(shape, fields)
     stage = GPTModel(config, ModelParallelConfig(**{precision: True}), first=False, last=False).train()
     tokens = torch.zeros(samples, length, dtype=torch.int64)
     context = stage.decoder._complete(BatchContext.of(Batch.of_tokens(tokens)), tokens.t())

@@ -32,6 +32,10 @@ class FlagSpec:
     writes: str | None = None
     """Of an output path, "folder" or "file": whether it can be written is checked before a run starts."""
 
+    effective: str | None = None
+    """Of a field that leaves open what another one says: the property of its section of the configuration that has the
+    value. A checkpoint's is compared with the run's."""
+
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None

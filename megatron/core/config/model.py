@@ -8,7 +8,6 @@ from math import log, sqrt
 from typing import Any
 
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.config.latent_attention import LatentAttentionConfig
 from megatron.core.config.layers import (
     LayerKind,
     Rotation,
@@ -19,12 +18,21 @@ from megatron.core.config.layers import (
     layer_numbers,
     layer_pattern,
 )
-from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.recompute import RecomputeConfig
 from megatron.core.config.rotary import RotaryConfig
 from megatron.core.config.self_attention import SOFTMAX_TYPES, SelfAttentionConfig
-from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LOSSES, MLPS, NORMALIZATIONS
+from megatron.core.parts import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    LAYERS,
+    LINEAR_ATTENTIONS,
+    LOSSES,
+    MLPS,
+    NORMALIZATIONS,
+    AttentionFacts,
+    MixerFacts,
+)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -37,8 +45,6 @@ class TransformerConfig(
     MoEConfig,
     RotaryConfig,
     SelfAttentionConfig,
-    LatentAttentionConfig,
-    LinearAttentionConfig,
     RecomputeConfig,
     Section,
 ):
@@ -123,6 +129,14 @@ class TransformerConfig(
 
     attention_module: str = flag("self_attention", choices=ATTENTIONS)
     """Attention sublayer of each layer."""
+
+    experimental_attention_variant: str | None = flag(None, choices=LINEAR_ATTENTIONS)
+    """Linear attention in the layers of --linear-attention-freq: gated_delta_net is that of Qwen3-Next. Default: every
+    layer has --attention-module."""
+
+    linear_attention_freq: str | None = None
+    """Layers with linear attention beside layers with --attention-module: N for the latter in layers N - 1, 2N - 1,
+    ..., or a list of 1 (linear) and 0 for all layers. Default: every layer has linear attention."""
 
     mlp_module: str = flag("mlp", choices=MLPS)
     """MLP sublayer of each layer without experts."""
@@ -221,24 +235,28 @@ class TransformerConfig(
     @property
     def attention(self) -> str:
         """Name of the attention sublayer."""
-        return "multi_latent_attention" if self.multi_latent_attention else self.attention_module
+        chosen = (name for name in ATTENTIONS if ATTENTIONS.facts(name).chosen_by(self))
+        return next(chosen, self.attention_module)
 
     @property
-    def latent(self) -> bool:
-        """Whether attention is multi-latent attention."""
-        return self.attention == "multi_latent_attention"
+    def attention_facts(self) -> AttentionFacts:
+        """What is known of the attention sublayer."""
+        return ATTENTIONS.facts(self.attention)
+
+    def mixer_facts(self, number: int) -> MixerFacts:
+        """What is known of the attention of layer `number`, linear or not."""
+        linear = self.layer(number).linear
+        return LINEAR_ATTENTIONS.facts(linear) if linear else self.attention_facts
 
     @property
     def head_dim(self) -> int:
         """Channels of a query or key head."""
-        if self.latent:
-            return self.qk_head_dim + self.qk_pos_emb_head_dim
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
+        return self.attention_facts.widths(self).key
 
     @property
     def value_head_dim(self) -> int:
         """Channels of a value head."""
-        return self.v_head_dim if self.latent else self.value_channels or self.head_dim
+        return self.attention_facts.widths(self).value
 
     @property
     def rotary_dim(self) -> int:
@@ -247,12 +265,12 @@ class TransformerConfig(
 
     def rotated_channels(self, percent: float) -> int:
         """Channels of a query or key head that are this fraction of those with positions."""
-        return int((self.qk_pos_emb_head_dim if self.latent else self.head_dim) * percent)
+        return int(self.attention_facts.widths(self).rotary * percent)
 
     @property
     def yarn(self) -> bool:
         """Whether YaRN scales the rotary frequencies."""
-        return (self.rope_type or ("yarn" if self.latent else "rope")) == "yarn"
+        return (self.rope_type or self.attention_facts.rope_type) == "yarn"
 
     def yarn_mscale(self, mscale: float) -> float:
         """YaRN's factor of queries and keys, which makes attention at a longer context as sharp as before
@@ -347,8 +365,8 @@ class TransformerConfig(
 
     @property
     def rotary(self) -> bool:
-        """Whether there is a rotary embedding. Multi-latent attention has one beside whatever the embedding adds."""
-        return self.position_embedding_type == "rope" or self.latent
+        """Whether there is a rotary embedding."""
+        return self.position_embedding_type == "rope" or self.attention_facts.rotates
 
     @property
     def rope_pattern(self) -> tuple[bool, ...]:
@@ -423,7 +441,7 @@ class TransformerConfig(
     @property
     def attention_scale(self) -> float:
         """Factor of attention scores."""
-        of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.latent else 1.0
+        of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.attention_facts.scales_scores else 1.0
         return self.softmax_scale if self.softmax_scale is not None else of_channels / sqrt(self.head_dim)
 
     def with_plain_attention(self, length: int) -> TransformerConfig:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-
-RECOMPUTED_WITH = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Parts of --recompute-modules, each with the larger one that includes it."""
+from megatron.core.parts import RECOMPUTED_PARTS
 
 
 @dataclass(frozen=True)
@@ -23,15 +21,11 @@ class RecomputeConfig:
     recompute_num_layers: int | None = None
     """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
 
-    recompute_modules: tuple[str, ...] | None = flag(
-        None,
-        many=True,
-        choices=("core_attn", "mla_up_proj", "layernorm", "mlp_act", "mlp", "moe_act", "moe", "shared_experts"),
-    )
+    recompute_modules: tuple[str, ...] | None = flag(None, many=True, choices=RECOMPUTED_PARTS)
     """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
-    projections, mla_up_proj queries, keys and values from the latents of multi-latent attention, layernorm both norms.
-    In layers without experts, mlp is the whole MLP, mlp_act its activation function. In layers with experts, moe is
-    the whole MoE layer, moe_act the activation functions of all experts, shared_experts the shared expert."""
+    projections, layernorm both norms. In layers without experts, mlp is the whole MLP, mlp_act its activation function.
+    In layers with experts, moe is the whole MoE layer, moe_act the activation functions of all experts, shared_experts
+    the shared expert."""
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
@@ -40,5 +34,5 @@ class RecomputeConfig:
 
     def recomputes(self, module: str) -> bool:
         """Whether selective recomputation computes `module` again, and not a larger one that includes it."""
-        larger = RECOMPUTED_WITH.get(module)
-        return module in self.recomputed_modules and larger not in self.recomputed_modules
+        named = self.recomputed_modules
+        return module in named and RECOMPUTED_PARTS.facts(module).within not in named

@@ -5,12 +5,12 @@ Their modules are built from these functions, and plans count what the functions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import expm1, log
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")
 HEAD_NORM_PARTIAL_OVER = ("tp",)
@@ -95,86 +95,13 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     )
 
 
-@dataclass(frozen=True)
-class LatentLinears:
-    """Linear layers of multi-latent attention. Only linear_proj has a bias, if linear layers have biases."""
-
-    q_down: ReplicatedLinear | None
-    """linear_q_down_proj; None without a latent of queries."""
-
-    q: ColumnLinear
-    """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank]; without a latent linear_q_proj
-    [..., h]."""
-
-    kv_down: ReplicatedLinear
-    """linear_kv_down_proj [kv_lora_rank + qk_pos_emb_head_dim, h]: the latent, then the rotary key of all heads."""
-
-    kv_up: ColumnLinear
-    """linear_kv_up_proj [heads, qk_head_dim + v_head_dim, kv_lora_rank]: a head's key, then its value."""
-
-    proj: RowLinear
-    """linear_proj [h, heads * v_head_dim]."""
-
-    norms: dict[str, int]
-    """Name -> width of the norms of latents, if there are any."""
-
-
-def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
-    """The linear layers and norms of multi-latent attention (arXiv 2405.04434, equations 37 to 47)."""
-    hidden, heads, rotary = config.hidden_size, config.num_attention_heads, config.qk_pos_emb_head_dim
-    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
-    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
-    q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
-    kv_out = (heads, config.qk_head_dim + config.v_head_dim)
-    norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
-    return LatentLinears(
-        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, init) if q_rank else None,
-        ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False, init),
-        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, init),
-        ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False, init),
-        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, config.add_bias_linear, output_init),
-        {f"{name}.{norm}": width for norm, width in norms.items() if width},
-    )
-
-
-@dataclass(frozen=True)
-class DeltaNetParameters:
-    """Parameters of a gated delta net. Neither projection has a bias."""
-
-    in_proj: ColumnLinear
-    """in_proj [key heads, channels, h], see `linear_channels`."""
-
-    conv1d: ParamMeta
-    """conv1d.weight [key heads, channels of query, key and values, taps]."""
-
-    dt_bias: ParamMeta
-    """dt_bias [value heads], added to the projected decay."""
-
-    a_log: ParamMeta
-    """A_log [value heads], logarithm of the decay's factor."""
-
-    out_norm: ParamMeta
-    """out_norm.weight [channels of a value head]: one for all heads."""
-
-    out_proj: RowLinear
-    """out_proj [h, value heads * channels]."""
-
-
-def delta_net_parameters(name: str, config: TransformerConfig) -> DeltaNetParameters:
-    """Parameters of a gated delta net (arXiv 2412.06464, section 3.4) with Megatron-LM's names and initial values."""
-    hidden, groups, channels = config.hidden_size, config.linear_num_key_heads, config.linear_channels
-    heads, taps = config.linear_num_value_heads, config.linear_conv_kernel_dim
-    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
-    by_heads = {"tp": 0}
-    within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
-    return DeltaNetParameters(
-        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init),
-        ParamMeta(f"{name}.conv1d.weight", (groups, sum(channels[:3]), taps), by_heads, within, role="convolution"),
-        ParamMeta(f"{name}.dt_bias", (heads,), by_heads, Init("ones")),
-        ParamMeta(f"{name}.A_log", (heads,), by_heads, Init("log_of_uniform", low=1.0, high=16.0)),
-        ParamMeta(f"{name}.out_norm.weight", (config.linear_value_head_dim,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER),
-        RowLinear(f"{name}.out_proj", heads * config.linear_value_head_dim, hidden, False, output_init),
-    )
+def self_attention_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    """The parameters of self-attention."""
+    qkv, proj = attention_linears(name, config)
+    yield from qkv.metas()
+    yield from query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
+    yield from sinks_metas(name, config)
+    yield from proj.metas(sequence_parallel)
 
 
 XIELU_BETA = 0.5

@@ -57,6 +57,7 @@ class HFSource(Source):
                 fp16=common == torch.float16, bf16=common == torch.bfloat16, fp64=common == torch.float64
             ),
             tokenizer=tokenizer_config(path),
+            extension_options=model.extension_options,
         )
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, cat, stack
@@ -253,14 +254,21 @@ class RowsOfGroups(Layout):
         return cat([x.unflatten(0, (groups.stop - groups.start, -1)) for x in parts], dim=1)[:, channels]
 
 
+def delta_nets(config: TransformerConfig) -> Any:
+    """The shape of gated delta nets, of an extension that need not be installed."""
+    from megatron.extensions.linear_attention.flags import LinearAttentionFlags
+
+    return config.options(LinearAttentionFlags)
+
+
 class KeyHeads(RowsOfGroups):
     """The same for the two projections of a gated delta net, by key heads (Qwen3-Next)."""
 
     def groups(self, config: TransformerConfig) -> int:
-        return config.linear_num_key_heads
+        return delta_nets(config).linear_num_key_heads
 
     def rows(self, config: TransformerConfig) -> tuple[int, ...]:
-        *projected, beta, decay = config.linear_channels
+        *projected, beta, decay = delta_nets(config).linear_channels
         return sum(projected), beta + decay
 
 
@@ -268,12 +276,12 @@ class ConvolvedHeads(Layout):
     """Theirs: [channels, 1, taps], those of all queries, keys and values. Ours: [key heads, channels of each, taps]."""
 
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
-        heads, widths = config.linear_num_key_heads, config.linear_channels[:3]
+        heads, widths = delta_nets(config).linear_num_key_heads, delta_nets(config).linear_channels[:3]
         parts = tensors[0].squeeze(1).split([heads * width for width in widths])
         return cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        parts = parameter.split(config.linear_channels[:3], dim=1)
+        parts = parameter.split(delta_nets(config).linear_channels[:3], dim=1)
         return (cat([part.flatten(0, 1) for part in parts]).unsqueeze(1),)
 
 

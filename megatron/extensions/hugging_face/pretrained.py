@@ -11,9 +11,9 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.extensions.conversion.tokenizer_files import tokenizer_config
 from megatron.extensions.hugging_face.flags import CONFIG
-from megatron.extensions.hugging_face.read_config import config_from_hf, read_json, text_model
+from megatron.extensions.hugging_face.read_config import config_from_hf, fields_of, read_json, text_model
 from megatron.extensions.hugging_face.write_config import settings_of
-from megatron.training.config.flags import all_flags
+from megatron.training.config.flags import flags_of, value_of, with_fields, with_named
 from megatron.training.config.problem import Problem
 from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import RunConfig
@@ -32,20 +32,19 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         model = config_from_hf(theirs)
     except ValueError as error:
         reader.problems += Problem.of_errors("--load", load, error)
-        reader.suspects |= {flag.name for flag in all_flags() if flag.section == "model"}
+        reader.suspects |= {flag.name for flag in flags_of("model")}
         return config
-    own: dict[str, Any] = {"seq_length": config.model.seq_length}
-    for flag in all_flags():
-        if flag.section != "model" or flag.field not in reader.values:
+    own = fields_of(model) | {"seq_length": config.model.seq_length}
+    for flag in flags_of("model"):
+        if flag.field not in reader.values:
             continue
-        value = getattr(config.model, flag.field)
+        value = value_of(config, flag)
         if not _contradicts(model, flag.field, value) or _adds_a_token(config, flag.field):
             own[flag.field] = value
             continue
-        rule = f"is {getattr(model, flag.field)} in {Path(load) / CONFIG}"
+        rule = f"is {own[flag.field]} in {Path(load) / CONFIG}"
         remedy = "remove the flag: the model's flags are read from the folder"
         reader.problems.append(Problem(flag.name, value, rule, remedy))
-    model = replace(model, extension_options=config.extension_options, **own)
     note = f"--load {load} is a Hugging Face model ({theirs['model_type']}): its config.json gives the model's flags"
     tokenizer = tokenizer_config(Path(load))
     usual = TokenizerConfig(extension_options=config.extension_options)
@@ -54,7 +53,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     else:
         note += ", and its files the tokenizer"
     reader.notes += [note, *_other_format(load, whole | theirs, config)]
-    return replace(config, model=model, tokenizer=tokenizer)
+    return with_named(replace(config, tokenizer=tokenizer), own)
 
 
 def _other_format(load: str, hf_config: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
@@ -69,7 +68,7 @@ def _other_format(load: str, hf_config: Mapping[str, Any], config: RunConfig) ->
 def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
     """Whether a field's value changes what a model computes."""
     try:
-        return settings_of(replace(model, **{field: value})) != settings_of(model)  # type: ignore[arg-type]
+        return settings_of(with_fields(model, {field: value})) != settings_of(model)
     except (ValueError, ArithmeticError, TypeError):
         return True
 

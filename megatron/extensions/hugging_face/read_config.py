@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family, missing_feature
+from megatron.training.config.flags import dashed, flags_of, home_of, run_of, sections, value_of, with_fields
 
 YARN_SCALING = {
     "factor": "rotary_scaling_factor",
@@ -114,9 +115,12 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
     for key, other in family.equal.items():
         if hf.get(key, hf[other]) != hf[other]:
             yield f"{key} = {hf[key]!r} differs from {other} = {hf[other]!r}"
-    hints = get_type_hints(TransformerConfig)
+    classes = dict.fromkeys(sections()[flag.section] for flag in flags_of("model"))
+    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
     for key, ours in family.keys.items():
-        if key not in hf:
+        if ours not in hints:
+            yield f"{key} needs the extension {home_of(dashed(ours))}, which is not installed"
+        elif key not in hf:
             yield f"{key} is missing"
         elif rule := _broken_rule(hf[key], hints[ours]):
             yield f"{key} = {hf[key]!r} must be {rule}"
@@ -185,7 +189,13 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     if family.window_groups > 1 and fields.get("window_size"):
         groups = fields["num_query_groups"] or fields["num_attention_heads"]
         fields["window_num_query_groups"] = groups * family.window_groups
-    return TransformerConfig(**fields)
+    return with_fields(TransformerConfig(), fields)
+
+
+def fields_of(config: TransformerConfig) -> dict[str, Any]:
+    """All fields of a model's configuration, those that extensions define included."""
+    run = run_of(config)
+    return vars(config) | {flag.field: value_of(run, flag) for flag in flags_of("model")}
 
 
 def _experts_from_hf(hf: Mapping[str, Any]) -> str:

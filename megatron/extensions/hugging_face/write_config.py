@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from typing import Any
 
 from megatron.core.config.model import TransformerConfig
@@ -21,6 +20,7 @@ from megatron.extensions.hugging_face.read_config import (
     YARN_SCALING,
     config_from_hf,
     family_of,
+    fields_of,
     pattern_text,
 )
 from megatron.training.config.saved_flags import resumed_fields
@@ -56,8 +56,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     model_type = family.model_type
     hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     hf |= {key: legal[0] for key, legal in family.only.items()}
-    stated = replace(config, **_stated(config))
-    hf |= {key: _value_in_hf(family, key, getattr(stated, ours)) for key, ours in family.keys.items()}
+    stated = _with_derived(config)
+    hf |= {key: _value_in_hf(family, key, stated[ours]) for key, ours in family.keys.items()}
     hf["tie_word_embeddings"] = config.tied_embeddings
     hf |= {key: hf[other] for key, other in family.equal.items()}
     square = round(config.attention_scale**-2, 9)
@@ -158,8 +158,13 @@ def _stretches(config: TransformerConfig) -> bool:
     return config.yarn and config.rotary_scaling_factor != 1
 
 
-def _stated(config: TransformerConfig) -> dict[str, Any]:
-    """Derived defaults of fields as explicit values."""
+def _with_derived(config: TransformerConfig) -> dict[str, Any]:
+    """All fields, those that leave open what others say with the value that follows."""
+    latent = {"multi_latent_attention": config.attention == "multi_latent_attention"}
+    return fields_of(config) | _derived(config) | latent
+
+
+def _derived(config: TransformerConfig) -> dict[str, Any]:
     return {
         "activation_func": config.activation,
         "ffn_hidden_size": config.ffn_size,
@@ -182,7 +187,6 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
         "moe_router_num_groups": config.moe_router_num_groups or 1,
         "moe_router_group_topk": config.moe_router_group_topk or 1,
         "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
-        "multi_latent_attention": config.latent,
         "attention_module": config.attention,
         "rope_type": "yarn" if _stretches(config) else "rope",
         "value_channels": config.value_head_dim,
@@ -195,7 +199,7 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
 
 def settings_of(config: TransformerConfig) -> dict[str, Any]:
     """Fields that affect the model's outputs, with derived values. Fields without effect are left out."""
-    fields = asdict(replace(config, **_stated(config)))
+    fields = _with_derived(config)
     rotary = config.position_embedding_type == "rope"
     if not rotary:
         fields |= {"no_rope_freq": None, "window_rotary_base": None}
@@ -205,7 +209,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int")
     idle += yarn if not (rotary and _stretches(config)) else ()
     idle += ["rope_type"] if not rotary else []
-    idle += ["rotary_interleaved"] if config.latent else []
+    idle += ["rotary_interleaved"] if not config.attention_facts.grouped else []
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
     idle += ["max_position_embeddings"] if config.position_embedding_type != "learned_absolute" else []
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]

@@ -20,10 +20,9 @@ from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
 from megatron.extensions.inference.generation import Engine, StageRunner
 from megatron.training.checkpointing import load_stages
+from megatron.training.config.flags import run_of
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.latent_attention import latent_attention
-from megatron.training.config.rules.linear_attention import linear_attention
-from megatron.training.config.rules.model import attention, tensor_parallel
+from megatron.training.config.rules.model import attention, linear_attention, mixers, tensor_parallel
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.pipeline import pipeline
 from megatron.training.config.rules.world import world
@@ -32,7 +31,7 @@ from megatron.training.config.validation import resolve
 from megatron.training.initialize import StartupPhases, choose_products, initialize, shut_down
 from megatron.training.reliability.launch import Launch
 
-RULES = (world, attention, tensor_parallel, latent_attention, linear_attention, experts, pipeline)
+RULES = (world, attention, tensor_parallel, linear_attention, mixers, experts, pipeline)
 """Those that relate a model to a layout."""
 
 
@@ -134,7 +133,8 @@ def fitting_layout(layout: ModelParallelConfig, world_size: int, config: RunConf
         problem = Problem("--expert-model-parallel-size", ep, "cuts experts, and the model has none", "remove it")
         raise ValueError(str(problem))
     layout = replace(layout, sequence_parallel=has_experts and layout.tensor_model_parallel_size > 1)
-    run = resolve(RunConfig(parallel=layout, model=replace(config.model, mtp_num_layers=None)), world_size)
+    run = replace(run_of(replace(config.model, mtp_num_layers=None)), parallel=layout)
+    run = resolve(run, world_size)
     if problems := [problem for rule in RULES for problem in rule(run, world_size) if not problem.harmless]:
         raise ValueError("\n".join(map(str, problems)))
     return layout

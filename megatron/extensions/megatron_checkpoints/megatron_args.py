@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.config.flags import all_flags, config_of_sections, spelling_table, value_of
+from megatron.training.config.flags import config_of_sections, flags_of, spelling_table, value_of
 from megatron.training.config.run_config import RunConfig
 
 TRAINING = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "train_iters", "train_samples", "seed")
@@ -57,9 +57,9 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
     if problems:
         raise ValueError("its model cannot be expressed: " + "; ".join(problems))
     values: dict[str, dict[str, Any]] = {}
-    for flag in all_flags():
-        taken = flag.section in SECTIONS or (flag.section == "training" and flag.field in TRAINING)
-        if taken and flag.field in args:
+    training = (flag for flag in flags_of("training") if flag.field in TRAINING)
+    for flag in (*(flag for section in SECTIONS for flag in flags_of(section)), *training):
+        if flag.field in args:
             values.setdefault(flag.section, {})[flag.field] = _plain(args[flag.field], flag.kind, flag.field)
     for section in values.values():
         for name in [name for name, value in section.items() if value is _DEFAULT]:
@@ -117,7 +117,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
     unwritten = {
-        "--multi-latent-attention": model.latent,
+        "--multi-latent-attention": model.attention == "multi_latent_attention",
         "--rope-type yarn": model.yarn,
         "--head-wise-attn-gate": model.head_wise_attn_gate,
         "--moe-latent-size": model.moe_latent_size,

@@ -107,13 +107,15 @@ DIFFERENCES = (
         "`--no-rope-freq` with `--multi-latent-attention`",
         "layers without rotary embedding have none",
         "never read: every layer rotates",
-        lambda c, given: c.model.no_rope_freq is not None and c.model.latent,
+        lambda c, given: c.model.no_rope_freq is not None and c.model.attention == "multi_latent_attention",
     ),
     Difference(
         "`--mscale-all-dim` with `--rope-type rope`",
         "no effect: it is a setting of YaRN",
         "attention scores are scaled as under YaRN, by `--rotary-scaling-factor` and this",
-        lambda c, given: c.model.latent and c.model.rope_type == "rope" and c.model.mscale_all_dim != 0,
+        lambda c, given: (
+            c.model.attention_facts.scales_scores and c.model.rope_type == "rope" and c.model.mscale_all_dim != 0
+        ),
     ),
     Difference(
         "`global_aux_loss` of experts",

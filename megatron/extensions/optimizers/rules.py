@@ -41,7 +41,7 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if p.attention_backend not in ("auto", "unfused"):
         rule = f"does not return the largest logit of each head, which {switch} needs"
         yield Problem("--attention-backend", p.attention_backend, rule, "use unfused, or remove --attention-backend")
-    if m.qk_layernorm and not m.latent:
+    if m.qk_layernorm and m.attention_facts.grouped:
         why = "norms of queries and keys undo any scale of their projections, and bound logits themselves"
         yield Problem.exclusive(switch, None, "--qk-layernorm", why)
     if m.alibi:

@@ -93,7 +93,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         rule = "its graphs have one shape, and phases differ in seq-length or micro-batch-size"
         yield Problem("--cuda-graph-impl", "local", rule, "use --cuda-graph-impl none")
     where = those_with("rotary_scaling_factor", "rope_type", "mscale")
-    if config.model.latent and config.model.mscale_all_dim and where:
+    if config.model.attention_facts.scales_scores and config.model.mscale_all_dim and where:
         rule = f"scales the softmax, which is set when the model is built, and {where} changes YaRN's scaling"
         yield Problem("--mscale-all-dim", config.model.mscale_all_dim, rule, "give YaRN's flags for the whole run")
     if config.optimizer.decoupled_lr is not None and (where := those_with("lr")):

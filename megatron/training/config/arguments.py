@@ -193,7 +193,7 @@ def needed_examples(tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
 def _registered(name: str, value: str = "") -> bool:
     """Whether a flag is known, and takes the value."""
     flag, _ = spelling_table().get(name, (None, True))
-    return flag is not None and (not flag.spec.choices or value in flag.spec.choices)
+    return flag is not None and (flag.spec.choices is None or value in flag.spec.choices)
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]:

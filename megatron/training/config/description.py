@@ -11,13 +11,11 @@ from megatron.training.config.run_config import RunConfig
 def shape_line(m: TransformerConfig) -> str:
     """Layers, width, heads, MLP."""
     heads = f"{m.num_attention_heads} heads of {m.head_dim}"
-    if m.latent:
-        queries = f" for queries {m.q_lora_rank}," if m.q_lora_rank else ""
-        heads += f", values of {m.v_head_dim}, latents{queries} for keys and values {m.kv_lora_rank}"
-    elif m.query_groups != m.num_attention_heads:
+    if m.query_groups != m.num_attention_heads:
         heads += f" in {m.query_groups} groups"
-    if not m.latent and m.value_head_dim != m.head_dim:
+    if m.value_head_dim != m.head_dim or not m.attention_facts.grouped:
         heads += f", values of {m.value_head_dim}"
+    heads += m.attention_facts.described(m)
     return f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {_width(m)} ({m.activation})"
 
 

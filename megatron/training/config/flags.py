@@ -15,6 +15,8 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.config.flag_spec import FlagSpec, Section
+from megatron.core.config.model import TransformerConfig
+from megatron.core.registry import imported
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -159,29 +161,23 @@ class ExtensionSection:
 
     resolve: Resolve | str | None = None
     """What fills in values of other flags, in the same form."""
+    part_of: str | None = None
+    """The section of `RunConfig` that they belong to: with "model" they say what a model is, and are compared with a
+    checkpoint's, taken from it, and converted as that section's fields are."""
 
     def problems(self, config: RunConfig, world_size: int) -> Iterable[Problem]:
         """What the rules say of a configuration that has one of the flags; nothing if none is given."""
         if self.rules is None or config.options(self.cls) == self.cls():
             return ()
-        problems: Iterable[Problem] = _function(self.rules)(config, world_size)
-        return problems
+        found: Iterable[Problem] = imported(self.rules)(config, world_size)
+        return found
 
     def resolved(self, config: RunConfig) -> RunConfig:
         """The configuration with what follows from these flags, where one of them is given."""
         if self.resolve is None or config.options(self.cls) == self.cls():
             return config
-        filled: RunConfig = _function(self.resolve)(config)
+        filled: RunConfig = imported(self.resolve)(config)
         return filled
-
-
-def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
-    """A function, or that of a "module:function"."""
-    if not isinstance(given, str):
-        return given
-    module, _, name = given.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
 
 
 EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
@@ -189,7 +185,12 @@ EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
 
 
 def add_section(
-    title: str, cls: type, may_change: bool, rules: Rules | str | None = None, resolve: Resolve | str | None = None
+    title: str,
+    cls: type,
+    may_change: bool,
+    rules: Rules | str | None = None,
+    resolve: Resolve | str | None = None,
+    part_of: str | None = None,
 ) -> None:
     """Makes flags of the fields of an extension's frozen dataclass, in a section of `--help` of their own.
 
@@ -208,7 +209,7 @@ def add_section(
             )
         if clash := [spelling for spelling, _ in flag.spellings() if spelling in taken]:
             raise ValueError(f"the flags {title!r}: {clash[0]} is a flag already; rename {cls.__name__}.{flag.field}")
-    EXTENSION_SECTIONS[title] = ExtensionSection(cls, may_change, rules, resolve)
+    EXTENSION_SECTIONS[title] = ExtensionSection(cls, may_change, rules, resolve, part_of)
     for table in (all_flags, sections, spelling_table, field_table):
         table.cache_clear()
 
@@ -235,6 +236,12 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
     return getattr(config.options(extension.cls) if extension else getattr(config, flag.section), flag.field)
 
 
+def flags_of(section: str) -> tuple[Flag, ...]:
+    """The flags of a section of `RunConfig`, and those of extensions that are a part of it."""
+    extensions = {title for title, extension in EXTENSION_SECTIONS.items() if extension.part_of == section}
+    return tuple(flag for flag in all_flags() if flag.section == section or flag.section in extensions)
+
+
 def named_value(config: RunConfig, field: str) -> Any:
     """What a configuration has in a field, by its name alone; None where the extension of the flag is not installed."""
     flag = field_table().get(field)
@@ -254,6 +261,16 @@ def with_named(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         if (after := replace(before, **own)) != before:
             config = config.with_options(after)
     return config
+
+
+def run_of(model: TransformerConfig) -> RunConfig:
+    """A run's configuration that has this model, with the values of extensions' flags that it carries."""
+    return RunConfig(model=model, extension_options=model.extension_options)
+
+
+def with_fields(model: TransformerConfig, values: Mapping[str, Any]) -> TransformerConfig:
+    """A model's configuration with `values` by fields, those that extensions define included."""
+    return with_named(run_of(model), values).model
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:

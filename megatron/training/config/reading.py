@@ -249,8 +249,8 @@ class FlagReader(GivenOptions):
             self.wrong(flag, name, texts, str(error), remedy)
             return
         choices = flag.spec.choices
-        illegal = [v for v in (value if flag.takes_several else (value,)) if choices and v not in choices]
-        if not choices or not illegal:
+        illegal = [v for v in (value if flag.takes_several else (value,)) if choices is not None and v not in choices]
+        if choices is None or not illegal:
             self.set(flag, name, value)
         elif feature := foreign_flags().values_not_built.get(flag.name, {}).get(illegal[0]):
             rule = f"asks for {feature}, which is not built"
@@ -261,7 +261,8 @@ class FlagReader(GivenOptions):
             close = difflib.get_close_matches(illegal[0].lower(), [c.lower() for c in choices], n=1, cutoff=0.6)
             nearest = next((c for c in choices if close and c.lower() == close[0]), None)
             remedy = f"nearest: {nearest}" if nearest else "pick one of them"
-            self.wrong(flag, name, texts, f"must be one of {', '.join(choices)}", remedy)
+            rule = f"must be one of {', '.join(choices)}" if choices else "must name a part, and none is registered"
+            self.wrong(flag, name, texts, rule, remedy if choices else "give the --extension that registers it")
 
     def _same_value(self, flag: Flag, name: str, text: str) -> str:
         """Another spelling of a value as the one that is known here."""

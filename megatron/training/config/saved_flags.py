@@ -12,7 +12,15 @@ from typing import Any
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.core.parts import MODEL_LOADERS, PLANS
-from megatron.training.config.flags import all_flags, config_of_sections, value_of
+from megatron.training.config.flags import (
+    all_flags,
+    config_of_sections,
+    field_table,
+    flags_of,
+    named_value,
+    value_of,
+    with_named,
+)
 from megatron.training.config.run_config import RunConfig
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
@@ -46,19 +54,17 @@ def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if saved is None:
         return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
     before = config_of_sections(saved)
-    for use, section, values in (
-        (wanted[0], "model", dict(_model_fields(before))),
-        (wanted[1], "optimizer", dict(_schedule_fields(before))),
+    for values in (
+        dict(_model_fields(before)) if wanted[0] else {},
+        dict(_schedule_fields(before)) if wanted[1] else {},
     ):
-        own = getattr(config, section)
-        changed = {field: value for field, value in values.items() if getattr(own, field) != value} if use else {}
-        flags = {each.field: each for each in all_flags()}
+        changed = {field: value for field, value in values.items() if named_value(config, field) != value}
         notes += [
-            f"{flags[field].name} is {value}, as in the checkpoint, not {getattr(own, field)}"
+            f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if getattr(own, field) != flags[field].default  # what was not given contradicts nothing
+            if named_value(config, field) != field_table()[field].default  # what was not given contradicts nothing
         ]
-        config = replace(config, **{section: replace(own, **changed)})
+        config = with_named(config, changed)
     return config, notes
 
 
@@ -164,9 +170,9 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
     own = resumed_fields()["without_effect"]
-    for flag in all_flags():
-        if flag.section == "model" and flag.field not in own:
-            yield flag.field, getattr(saved.model, flag.field)
+    for flag in flags_of("model"):
+        if flag.field not in own:
+            yield flag.field, value_of(saved, flag)
 
 
 def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -136,12 +136,12 @@ def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
         model = replace(model, vocab_size=max(vocab_size, model.vocab_size or 0))
     if model.hidden_size <= 0 or model.num_attention_heads <= 0:
         return model
-    kv_channels = model.hidden_size // model.num_attention_heads
+    own_heads = model.hidden_size % model.num_attention_heads == 0 and model.attention_facts.grouped
     return _filled(
         model,
         activation_func=None if model.activation_flags else model.activation,
         ffn_hidden_size=model.ffn_size,
-        kv_channels=kv_channels if model.hidden_size % model.num_attention_heads == 0 and not model.latent else None,
+        kv_channels=model.hidden_size // model.num_attention_heads if own_heads else None,
         max_position_embeddings=model.seq_length or None,
     )
 

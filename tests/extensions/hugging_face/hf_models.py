@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.extensions import installed
+
 SIZES = {
     "vocab_size": 83,
     "hidden_size": 32,
@@ -281,6 +283,14 @@ CASES["qwen3-next-list"] = (
     "qwen3_next",
     {**CASES["qwen3-next"][1], "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
 )
+
+
+NEEDS = {"deepseek": "latent_attention", "qwen3-next": "linear_attention"}
+CASES = {
+    name: case
+    for name, case in CASES.items()
+    if all(installed(extension) for start, extension in NEEDS.items() if name.startswith(start))
+}
 
 
 def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:

@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
 from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, StageRunner, generate
 from megatron.extensions.inference.generation.text import TextStream
+from tests.extensions import needs
 from tests.gpt_cases import FP64, STYLES
 from tests.moe_cases import MIXTRAL
 
@@ -41,7 +42,18 @@ def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
     assert len({token for tokens in found for token in tokens}) > 4
 
 
-@pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", "latent", "delta-net", "moe"])
+@pytest.mark.parametrize(
+    "style",
+    [
+        "llama",
+        "mistral",
+        "chunks-in-some",
+        "gpt-oss",
+        needs("latent_attention", "latent"),
+        needs("linear_attention", "delta-net"),
+        "moe",
+    ],
+)
 def test_texts_in_few_rows_have_the_logprobs_they_have_alone(style: str) -> None:
     """Requests that wait, end early and are padded, one by one and together. Experts drop no token in generation."""
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.3)

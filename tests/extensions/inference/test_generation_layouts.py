@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.extensions.inference.generation import Engine, Request, Sampling, StageRunner
+from tests.extensions import needs
 from tests.gpt_cases import STYLES
 from tests.harness import run_world
 from tests.moe_cases import MIXTRAL
@@ -29,12 +30,12 @@ REQUESTS = [
 Texts = list[tuple[list[int], list[float]]]
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-CASES: list[tuple[str, int, dict[str, Any]]] = [
+CASES: list[Any] = [
     ("gpt", 2, {TP: 2}),
     ("windows-in-some", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     ("gpt-oss", 2, {TP: 2, "sequence_parallel": True}),
-    ("latent", 2, {TP: 2, "sequence_parallel": True}),
-    ("delta-net", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
+    needs("latent_attention", "latent", 2, {TP: 2, "sequence_parallel": True}),
+    needs("linear_attention", "delta-net", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     ("qwen2", 2, {PP: 2, "num_virtual_stages_per_pipeline_rank": 2}),
     ("moe", 2, {"expert_model_parallel_size": 2}),
     (

@@ -23,8 +23,8 @@ from megatron.training.config.validation import resolve
 from megatron.training.progress import Progress
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
+from tests.extensions.linear_attention import test_gated_delta_net as delta
 from tests.harness import run_world
-from tests.pure import test_gated_delta_net as delta
 from tests.pure.test_checkpointing import Run
 from tests.pure.test_checkpointing import config as run_of
 

@@ -6,6 +6,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.parts import RECOMPUTED_PARTS
+from megatron.training.config.flags import home_of, spelling_table
+
 COMMON = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 "
     "--make-vocab-size-divisible-by 8 --lr 1e-2 --weight-decay 0.1 --mock-data --global-batch-size 8 "
@@ -165,6 +168,18 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
     "micro batch": {"1": "--micro-batch-size 1", "2": "--micro-batch-size 2"},
     "regions": {"plain": "", "fused": "--compile"},
 }
+
+
+def _is_there(choice: str) -> bool:
+    """Whether the flags of a choice, and the parts it recomputes, are not those of a deleted extension."""
+    words = choice.split()
+    gone = any(home_of(word) and word not in spelling_table() for word in words)
+    return not gone and ("mla_up_proj" not in words or "mla_up_proj" in RECOMPUTED_PARTS)
+
+
+for _options in (*MODEL_FACTORS.values(), *LAYOUT_FACTORS.values()):
+    for _name in [name for name, choice in _options.items() if not _is_there(choice)]:
+        del _options[_name]
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
 OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "routing")
 """Factors that only models with experts have."""
@@ -182,6 +197,11 @@ class Combination:
         named = {name.replace("_", " "): choice for name, choice in changed.items()}
         assert named.keys() <= FACTORS.keys(), named
         return cls(tuple(named.get(name, next(iter(options))) for name, options in FACTORS.items()))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all its choices are there: those of a deleted extension are not."""
+        return all(choice in options for choice, options in zip(self.choices, FACTORS.values(), strict=True))
 
     @property
     def world_size(self) -> int:

@@ -132,3 +132,4 @@ NAMED = {
         world="4", pp="2", schedule="zb-v", update="muon", optimizer="overlapped", style="llama"
     ),
 }
+NAMED = {name: combination for name, combination in NAMED.items() if combination.is_there}

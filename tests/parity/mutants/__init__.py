@@ -22,7 +22,6 @@ from tests.parity.matrix.combination import Combination
 from tests.parity.mutants import (
     attention,
     data_parallel,
-    delta_nets,
     experts,
     layers,
     offload,
@@ -38,7 +37,6 @@ SUBJECTS = (
     pipeline,
     attention,
     layers,
-    delta_nets,
     experts,
     optimizer,
     offload,

@@ -20,18 +20,12 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis
 from megatron.core.transformer import (
     block,
-    latent_attention,
     norm,
     rotary,
     self_attention,
 )
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
-
-
-def _unchanged(x: Tensor, axis: Axis) -> Tensor:
-    """In place of a pair of collectives: neither of them happens."""
-    return x
 
 
 def _first_sinks(self: core_attention.CoreAttention) -> Tensor:
@@ -69,11 +63,6 @@ def _frequencies_of_other_layers(config: TransformerConfig, rotation: Rotation) 
 _true_frequencies = rotary.rotary_frequencies
 
 _true_tile_backward = tile_kernels.TorchKernel._backward
-
-
-def _latents_without_norms(self: Any, x: Tensor) -> latent_attention.Latents:
-    kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)
-    return latent_attention.Latents(self.linear_q_down(x), kv, self.to_heads(key, self.tp).unsqueeze(2))
 
 
 def _scales_of_rows(config: TransformerConfig, positions: Tensor) -> Tensor:
@@ -174,14 +163,6 @@ MUTANTS: Mutants = {
             Combination.of(world="2", cp="2gather", layers="chunks"),
             Combination.of(world="2", cp="2ring", layers="chunks"),
         ],
-    ),
-    "rotary keys' gradient not summed over tp": (
-        [(latent_attention, "copy_to", _unchanged)],
-        [Combination.of(world="2", tp="2", heads="mla", style="llama")],
-    ),
-    "norms of latents skipped": (
-        [(latent_attention.MultiLatentAttention, "_latents", _latents_without_norms)],
-        [Combination.of(world="2", heads="mla", style="llama")],
     ),
     "temperature by a rank's rows, not by positions": (
         [(block, "query_scales", _scales_of_rows)],

@@ -12,9 +12,6 @@ from megatron.core import collectives, dropout
 from megatron.core.config.param_groups import ParamGroup
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
-from megatron.core.transformer import (
-    latent_attention,
-)
 from megatron.extensions.optimizers import matrix_exchange, muon, precision_aware, qk_clip
 from megatron.extensions.optimizers.flags import MuonFlags
 from megatron.extensions.optimizers.matrix_plan import MatrixPlan
@@ -62,14 +59,6 @@ def _of_this_rank_alone(x: Tensor, axis: Axis, op: Any) -> Tensor:
     return x
 
 
-def _whole_factor_in_rotary_keys(self: Any, eta: Tensor, alpha: float) -> dict[Any, Tensor]:
-    factors = _true_clip_factors(self, eta, alpha)
-    factors[self.linear_q][:, self.key_width :] = eta[:, None] ** alpha
-    return factors
-
-
-_true_clip_factors = latent_attention.MultiLatentAttention.clip_factors
-
 STATES = Combination.of(world="8", tp="2sp", pp="2", states="bf16", groups="own", optimizer="overlapped")
 
 CLIPPED = Combination.of(world="4", tp="2", cp="2ring", update="clipped", heads="gqa")
@@ -86,10 +75,6 @@ MUTANTS: Mutants = {
     "the largest logits of a head are those of one context-parallel rank": (
         [(qk_clip, "all_reduce_", _of_this_rank_alone)],
         [CLIPPED, CLIPPED_LATENTS],
-    ),
-    "rotary queries are clipped like those without position": (
-        [(latent_attention.MultiLatentAttention, "clip_factors", _whole_factor_in_rotary_keys)],
-        [CLIPPED_LATENTS],
     ),
     "a ZeRO shard orthogonalized by itself": (
         [(matrix_exchange, "start_all_to_all", _own_rows_only)],

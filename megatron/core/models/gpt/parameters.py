@@ -15,17 +15,13 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.parameters import expert_metas, latent_projections, router_metas, router_states, shared_gate_meta
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LINEAR_ATTENTIONS, LOSSES, MLPS, NORMALIZATIONS
-from megatron.core.registry import Registry
+from megatron.core.registry import Registry, imported
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
     activation_metas,
-    attention_linears,
-    delta_net_parameters,
-    latent_linears,
     mlp_linears,
     norm_metas,
-    query_key_norm_metas,
-    sinks_metas,
+    self_attention_metas,
 )
 
 FUNCTION: dict[str, Registry[Any, Any]] = {
@@ -44,15 +40,21 @@ EMBEDDING_NORM = "embedding.layernorm"
 
 
 def extension_parts(config: TransformerConfig) -> list[str]:
-    """The parts of a model's function that extensions register, each as `--flag name`: `parameter_metas` does not list
-    their parameters, and no other format can express them. A loss is none of them."""
-    named = [(registry, getattr(config, field)) for field, registry in FUNCTION.items()]
-    return [f"{registry.flag} {name}" for registry, name in named if name is not None and not registry.built_in(name)]
+    """The parts of a model's function that extensions register, each as `--flag name`: no other format can express
+    them. A loss is none of them."""
+    return [f"{registry.flag} {name}" for registry, name in _extension_parts(config)]
 
 
 def is_declared(config: TransformerConfig) -> bool:
-    """Whether `parameter_metas` lists all parameters that are trained, those of a loss included."""
-    return LOSSES.built_in(config.loss_func) and not extension_parts(config)
+    """Whether `parameter_metas` lists all parameters that are trained, those of a loss included: parts of extensions
+    may say where theirs are listed."""
+    declared = (getattr(registry.facts(name), "parameters", None) for registry, name in _extension_parts(config))
+    return LOSSES.built_in(config.loss_func) and all(declared)
+
+
+def _extension_parts(config: TransformerConfig) -> list[tuple[Registry[Any, Any], str]]:
+    named = [(registry, getattr(config, field)) for field, registry in FUNCTION.items()]
+    return [(registry, name) for registry, name in named if name is not None and not registry.built_in(name)]
 
 
 def parameter_metas(
@@ -166,8 +168,7 @@ def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel:
         return _norm(f"{name}.{of}", config.hidden_size, config, partial_over) if present else []
 
     yield from norm("input_layernorm", config.norms_inputs)
-    linear = _delta_net if config.layer(number).linear else None
-    attention = linear or (_latent_attention if config.latent else _self_attention)
+    attention = imported(config.mixer_facts(number).parameters or self_attention_metas)
     yield from attention(f"{name}.self_attention", config, sequence_parallel)
     yield from norm("post_attention_layernorm", config.norms_outputs)
     yield from norm("pre_mlp_layernorm", config.norms_inputs)
@@ -190,34 +191,6 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
         if config.moe_shared_expert_gate:
             yield shared_gate_meta(f"{name}.shared_experts", config, sequence_parallel)
         yield from _mlp(f"{name}.shared_experts", config, shared, sequence_parallel)
-
-
-def _self_attention(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    qkv, proj = attention_linears(name, config)
-    yield from qkv.metas()
-    yield from query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
-    yield from sinks_metas(name, config)
-    yield from proj.metas(sequence_parallel)
-
-
-def _latent_attention(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    linears = latent_linears(name, config)
-    if linears.q_down is not None:
-        yield from linears.q_down.metas(sequence_parallel)
-    yield from linears.q.metas()
-    yield from linears.kv_down.metas(sequence_parallel)
-    yield from linears.kv_up.metas()
-    for norm, width in linears.norms.items():
-        yield from _norm(norm, width, config, sequence_partial(sequence_parallel))
-    yield from linears.proj.metas(sequence_parallel)
-    yield from sinks_metas(name, config)
-
-
-def _delta_net(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    found = delta_net_parameters(name, config)
-    yield from (found.conv1d, found.dt_bias, found.a_log, found.out_norm)
-    yield from found.in_proj.metas()
-    yield from found.out_proj.metas(sequence_parallel)
 
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:

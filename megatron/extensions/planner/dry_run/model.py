@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.training.config.description import shape_line
 from megatron.training.config.run_config import RunConfig
@@ -19,9 +20,8 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     attention = _local_attention(m) + _sinks(m)
     yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
     if any(m.linear_pattern):
-        keys, values = f"{m.linear_num_key_heads} key heads of {m.linear_key_head_dim}", m.linear_num_value_heads
-        linear = f"{sum(m.linear_pattern)} layers with {m.experimental_attention_variant}"
-        yield f"{linear}, {keys}, {values} value heads of {m.linear_value_head_dim}"
+        variant = str(m.experimental_attention_variant)
+        yield f"{sum(m.linear_pattern)} layers with {variant}{LINEAR_ATTENTIONS.facts(variant).described(m)}"
     tied = "tied to" if m.tied_embeddings else "not tied to"
     source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
     yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"

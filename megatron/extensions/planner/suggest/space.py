@@ -145,7 +145,7 @@ class SearchedRun:
         if rung == "selective":
             modules = {
                 "core_attn": self.own.parallel.attention_backend == "unfused",
-                "mla_up_proj": model.latent,
+                "mla_up_proj": model.attention == "multi_latent_attention",
                 "layernorm": True,
                 "mlp_act": len(model.moe_layers) < model.num_layers if model.num_experts is not None else True,
                 "moe_act": model.num_experts is not None,

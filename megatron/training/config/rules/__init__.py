@@ -11,15 +11,29 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.rules.checkpoints import checkpoints, garbage, skipping
 from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.data import data, tokenizer, validation_sets
-from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
-from megatron.training.config.rules.linear_attention import linear_attention, linear_attention_in_fp8
-from megatron.training.config.rules.model import attention, attention_kernel, layers, positions, tensor_parallel, yarn
+from megatron.training.config.rules.model import (
+    attention,
+    attention_kernel,
+    layers,
+    linear_attention,
+    mixers,
+    positions,
+    tensor_parallel,
+    yarn,
+)
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import post_validation
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
-from megatron.training.config.rules.precision import fp8, fp8_param_gather, fp8_scaling, fp8_shapes, precision
+from megatron.training.config.rules.precision import (
+    fp8,
+    fp8_param_gather,
+    fp8_scaling,
+    fp8_shapes,
+    latent_experts_in_fp8,
+    precision,
+)
 from megatron.training.config.rules.world import world
 from megatron.training.config.run_config import RunConfig
 
@@ -36,7 +50,7 @@ RULES: tuple[Rule, ...] = (
     positions,
     layers,
     yarn,
-    latent_attention,
+    mixers,
     linear_attention,
     experts,
     multi_token,
@@ -49,8 +63,7 @@ RULES: tuple[Rule, ...] = (
     fp8_param_gather,
     fp8_scaling,
     fp8_shapes,
-    latents_in_fp8,
-    linear_attention_in_fp8,
+    latent_experts_in_fp8,
     batch,
     length,
     schedule,

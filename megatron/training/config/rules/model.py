@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import ACTIVATIONS
-from megatron.training.config.flags import field_table
+from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, MixerFacts
+from megatron.core.registry import imported
+from megatron.training.config.flags import field_table, flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
+
+VARIANT = "--experimental-attention-variant"
 
 
 def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -19,7 +22,7 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not divides(tp, m.num_attention_heads):
         yield Problem("--num-attention-heads", m.num_attention_heads, rule, multiples(m.num_attention_heads, tp))
     if not divides(tp, m.hidden_size):
-        by_heads = m.num_attention_heads > 0 and not m.kv_channels and not m.latent
+        by_heads = m.num_attention_heads > 0 and not m.kv_channels and m.attention_facts.grouped
         step = math.lcm(tp, m.num_attention_heads) if by_heads else tp
         yield Problem("--hidden-size", m.hidden_size, rule, multiples(m.hidden_size, step))
     if m.group_query_attention and not divides(tp, m.num_query_groups):
@@ -95,7 +98,7 @@ def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
 def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m = c.model
     heads, groups = m.num_attention_heads, m.num_query_groups
-    if m.kv_channels is None and not m.latent and not divides(heads, m.hidden_size):
+    if m.kv_channels is None and m.attention_facts.grouped and not divides(heads, m.hidden_size):
         tp = c.parallel.tensor_model_parallel_size
         remedy = f"{multiples(m.hidden_size, math.lcm(heads, max(tp, 1)))}, or add --kv-channels"
         yield Problem("--hidden-size", m.hidden_size, f"must be a multiple of --num-attention-heads {heads}", remedy)
@@ -130,15 +133,9 @@ def _position_scales(m: TransformerConfig) -> Iterator[Problem]:
     coeff, floor = m.attention_temperature_coeff, m.attention_temperature_floor
     if m.qk_l2_norm and m.qk_layernorm:
         yield Problem.exclusive("--qk-l2-norm", None, "--qk-layernorm", "both normalize queries and keys")
-    if m.latent:
-        why = "its heads are made of latents"
-        if m.qk_l2_norm:
-            yield Problem.exclusive("--qk-l2-norm", None, "--multi-latent-attention", why)
-        if coeff:
-            yield Problem.exclusive("--attention-temperature-coeff", coeff, "--multi-latent-attention", why)
     if m.qk_l2_norm and not m.rotary:
         yield Problem.no_effect("--qk-l2-norm", None, "--position-embedding-type rope")
-    if coeff and m.rotary and not m.latent and m.no_rope_freq is None:
+    if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
         yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
     if not coeff and floor != field_table()["attention_temperature_floor"].default:
         yield Problem.no_effect("--attention-temperature-floor", floor, "--attention-temperature-coeff")
@@ -181,6 +178,16 @@ def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
         which = "--window-num-attention-heads" if m.window_num_attention_heads else "--num-attention-heads"
         remedy = _divisors(heads, groups or 0) + ("" if of_windows else ", or add --window-num-query-groups")
         yield Problem(flag, groups, f"must divide {which} {heads}", remedy)
+
+
+def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of the attention that layers have, linear or not."""
+    found: list[MixerFacts] = [c.model.attention_facts]
+    if c.model.experimental_attention_variant is not None:
+        found.append(LINEAR_ATTENTIONS.facts(c.model.experimental_attention_variant))
+    for facts in found:
+        if facts.rules is not None:
+            yield from imported(facts.rules)(c, world_size)
 
 
 def attention_kernel(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -249,6 +256,43 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def pattern_of(num_layers: int) -> str:
     """A list of 0 and 1 for so many layers, as an example."""
     return f"([0]*{num_layers - num_layers // 2}+[1]*{num_layers // 2})"
+
+
+def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Which layers have linear attention, and what they do not read."""
+    m, flag, variant = c.model, "--linear-attention-freq", c.model.experimental_attention_variant
+    if variant is None:
+        if m.linear_attention_freq is not None:
+            yield Problem.no_effect(flag, m.linear_attention_freq, VARIANT)
+        return
+    if c.parallel.context_parallel_size > 1 and not LINEAR_ATTENTIONS.facts(variant).whole_sequences:
+        why = "its layers see the tokens of their own rank only"
+        yield Problem.exclusive(
+            "--context-parallel-size", c.parallel.context_parallel_size, f"{VARIANT} {variant}", why
+        )
+    if m.num_layers < 1:
+        return
+    try:
+        linear = m.linear_pattern
+    except ValueError as error:
+        yield Problem(flag, m.linear_attention_freq, str(error), f"use for example 4 or {pattern_of(m.num_layers)}")
+        return
+    if not any(linear):
+        rule = "leaves no layer with linear attention"
+        yield Problem(flag, m.linear_attention_freq, rule, "use another pattern", harmless=True)
+    if all(linear):
+        for other in flags_of("model"):
+            chooses = other.spec.effective == "attention"
+            if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:
+                shown, rule = None if value is True else value, "has no effect where every layer has linear attention"
+                yield Problem(other.name, shown, rule, f"remove it, or use {flag}", harmless=True)
+
+
+OF_OTHER_ATTENTION = (
+    *("attention_module", "group_query_attention", "qk_layernorm", "softmax_scale"),
+    *("attention_output_gate", "add_qkv_bias", "window_size", "attention_chunk_size", "no_rope_freq"),
+)
+"""Fields that linear attention does not read."""
 
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.config.recompute import RECOMPUTED_WITH
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
@@ -180,18 +179,15 @@ def _recomputed_parts(m: TransformerConfig) -> Iterator[Problem]:
     except ValueError:
         dense = True  # another rule reports --moe-layer-freq
     for part in named if m.recompute_granularity == "selective" else ():
-        larger = RECOMPUTED_WITH.get(part)
-        if part in ("moe", "moe_act") and m.num_experts is None:
-            yield Problem.no_effect(flag, part, "--num-experts")
-        elif part == "shared_experts" and not m.moe_shared_expert_intermediate_size:
-            yield Problem.no_effect(flag, part, "--moe-shared-expert-intermediate-size")
-        elif part == "mla_up_proj" and not m.latent:
-            yield Problem.no_effect(flag, part, "--multi-latent-attention")
+        facts = RECOMPUTED_PARTS.facts(part)
+        if not RECOMPUTED_PARTS[part](m):
+            yield Problem.no_effect(flag, part, facts.needs)
         elif part in ("mlp", "mlp_act") and not dense:
             remedy = f"use {part.replace('mlp', 'moe')}, or remove {part}"
             yield Problem(flag, part, "has no effect where every layer has experts", remedy, harmless=True)
-        elif larger in named:
-            yield Problem(flag, part, f"has no effect beside {larger}, which includes it", "keep one", harmless=True)
+        elif facts.within in named:
+            rule = f"has no effect beside {facts.within}, which includes it"
+            yield Problem(flag, part, rule, "keep one", harmless=True)
 
 
 def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:

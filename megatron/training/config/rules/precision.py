@@ -114,7 +114,7 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--hidden-size", m.hidden_size, rule, near)
     for heads, flag in ((m.num_attention_heads, "--num-attention-heads"), (2 * m.query_groups, "--num-query-groups")):
         width = heads * m.head_dim
-        if heads > 0 and width % rank and not m.latent:
+        if heads > 0 and width % rank and m.attention_facts.grouped:
             what = "queries" if flag == "--num-attention-heads" else "keys and values"
             rule = f"{what} of {width} channels must be a multiple of {cut} under {under}"
             shown = m.num_attention_heads if what == "queries" else m.query_groups
@@ -161,6 +161,26 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--seq-length", m.seq_length, f"{rule} {FP8_ALIGNMENT}", f"{near}, or another --micro-batch-size")
 
 
+def latent_experts_in_fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    return tokens_for_latents(c) if c.model.moe_latent_size is not None else iter(())
+
+
+def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
+    """A rank's tokens that a replicated layer projects to latents, of attention or of experts, must be aligned."""
+    m, p = c.model, c.parallel
+    tp = p.tensor_model_parallel_size
+    if p.fp8_format and p.sequence_parallel and tp > 1 and p.context_parallel_size > 0:
+        alignment, under = fp8_alignment(c, tp)
+        tokens = m.seq_length // p.context_parallel_size // tp * c.training.micro_batch_size
+        if tokens % alignment:
+            each = (
+                f"gives a rank {tokens} tokens of a micro-batch to project to latents, which must be a multiple of "
+                f"{alignment} under {under}"
+            )
+            near = multiples(m.seq_length, alignment * p.context_parallel_size * tp)
+            yield Problem("--seq-length", m.seq_length, each, f"{near}, or another --micro-batch-size")
+
+
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
     """Rows of the projection to queries, gates, keys and values of several widths, and columns of the last one, in
     layers of each kind. `rank` is a number that divides them, `rule` says so."""
@@ -169,7 +189,7 @@ def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
     except ValueError:
         return
     for m in kinds:
-        if m.latent or m.query_groups < 1 or m.num_attention_heads % m.query_groups:
+        if not m.attention_facts.grouped or m.query_groups < 1 or m.num_attention_heads % m.query_groups:
             continue
         rows, columns = m.query_groups * sum(group_rows(m)), m.attention_output_size
         if rows % rank == columns % rank == 0:

@@ -17,12 +17,11 @@ from torch import Tensor
 from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.linear_attention.flash_linear_attention import flash_rule
-from megatron.core.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
-from megatron.core.linear_attention.short_convolution import short_convolution
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer import gated_delta_net
+from megatron.extensions.linear_attention import gated_delta_net
+from megatron.extensions.linear_attention.gated_delta_net import short_convolution
+from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
 from tests.gpt_cases import DELTA_NET, FP64, logits_in_parts, packed_documents, random_batch

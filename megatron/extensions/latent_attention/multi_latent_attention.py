@@ -24,9 +24,11 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.parameters import latent_linears, sinks_metas
+from megatron.core.transformer.parameters import sinks_metas
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 from megatron.core.transformer.rotary import apply_rotary_interleaved
+from megatron.extensions.latent_attention.flags import LatentAttentionFlags
+from megatron.extensions.latent_attention.parameters import latent_linears
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries and keys [s, b, heads/tp, qk_head_dim + qk_pos_emb_head_dim], values [s, b, heads/tp, v_head_dim]."""
@@ -55,8 +57,9 @@ class MultiLatentAttention(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         self.layer, self.tp = ctx.layer, ctx.tp
-        self.kv_rank, self.key_width = config.kv_lora_rank, config.qk_head_dim
-        self.value_width, self.rotary_width = config.v_head_dim, config.qk_pos_emb_head_dim
+        own = config.options(LatentAttentionFlags)
+        self.kv_rank, self.key_width = own.kv_lora_rank, own.qk_head_dim
+        self.value_width, self.rotary_width = own.v_head_dim, own.qk_pos_emb_head_dim
         linears = latent_linears(name, config)
         self.linear_q_down = nn.Identity() if linears.q_down is None else ReplicatedParallelLinear(linears.q_down, ctx)
         self.linear_q = column_parallel(linears.q, ctx)

@@ -20,12 +20,17 @@ adjacent. 16-bit operands are computed in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.core.attention.partition import Documents
+from megatron.core.attention.varlen import cumulative_lengths
 
 CHUNK = 64
 """Tokens of a chunk. A chunk costs products of [CHUNK, CHUNK], a sequence s / CHUNK steps one after another."""
@@ -154,3 +159,31 @@ class _Scan(torch.autograd.Function):
         grad_read = -(grad_written @ states.mT)
         grad_carried = (behind * states).sum((-1, -2), keepdim=True)
         return grad_written, grad_read, new @ behind.mT, grad_carried, grads[0]
+
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Tensor]
+"""(q, k, v, g, beta, documents) -> out [s, b, heads, dv], the shapes as in `gated_delta_rule`."""
+
+
+def flash_rule(dtype: torch.dtype, device: torch.device) -> Rule | None:
+    """The rule by the package's kernels; None where these cannot run: they need a GPU and 16 bits, and may differ from
+    run to run."""
+    if device.type != "cuda" or dtype.itemsize != 2 or torch.are_deterministic_algorithms_enabled():
+        return None
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Documents | None) -> Tensor:
+        length, samples, heads, _ = v.shape
+        q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
+        q, k, v, g, beta = (x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta))
+        if documents is None:
+            return chunk_gated_delta_rule(q, k, v, g, beta)[0].transpose(0, 1)
+        lengths = tuple(stop - start for starts in documents for start, stop in pairwise((*starts, length)))
+        q, k, v, g, beta = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
+        out, _ = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cumulative_lengths(lengths, q.device).long())
+        return out.squeeze(0).unflatten(0, (samples, length)).transpose(0, 1)
+
+    return rule

@@ -28,13 +28,12 @@ from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
-from megatron.core.linear_attention.flash_linear_attention import flash_rule
-from megatron.core.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
-from megatron.core.linear_attention.short_convolution import short_convolution
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
-from megatron.core.transformer.parameters import delta_net_parameters
 from megatron.core.transformer.recompute import recomputed
+from megatron.extensions.linear_attention.flags import LinearAttentionFlags
+from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
+from megatron.extensions.linear_attention.parameters import delta_net_parameters
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q, k, v, g and beta of `gated_delta_rule`."""
@@ -53,10 +52,10 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        parameters = delta_net_parameters(name, config)
-        self.cp, self.layer, self.channels, self.eps = ctx.cp, ctx.layer, config.linear_channels, config.norm_epsilon
-        self.value_width = config.linear_value_head_dim
-        self.widths = config.linear_key_head_dim, self.value_width
+        parameters, own = delta_net_parameters(name, config), config.options(LinearAttentionFlags)
+        self.cp, self.layer, self.channels, self.eps = ctx.cp, ctx.layer, own.linear_channels, config.norm_epsilon
+        self.value_width = own.linear_value_head_dim
+        self.widths = own.linear_key_head_dim, self.value_width
         self.in_proj = column_parallel(parameters.in_proj, ctx)
         self.conv1d = make_parameter(parameters.conv1d, ctx)
         self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
@@ -159,6 +158,31 @@ def delta_operands(
     g = -a_log.to(wide).exp() * F.softplus(decay.to(wide) + dt_bias.to(wide))
     q, k, v = (x.to(inputs.dtype) for x in (q, k, v))
     return (q, k, v, g, beta.sigmoid()), last
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, number: Tensor | None = None, before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal convolution of each channel with itself (depthwise), in documents that do not see each other: x
+    [s, b, n, c], weight [n, c, taps] -> [s, b, n, c], in fp32 for 16 bits: y_t is the sum over j of
+    weight_j x_{t - taps + 1 + j}; and the last taps - 1 rows, which are `before` for the tokens that follow.
+
+    `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `before`
+    [taps - 1, b, n, c] is of; None for one document. Tokens of other documents count as 0.
+    """
+    taps = weight.shape[-1]
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    rows = torch.cat((x.new_zeros(taps - 1, *x.shape[1:]) if before is None else before, x))
+    y, last = x * weight[..., -1], rows[len(x) :]
+    if number is None:
+        for back in range(1, taps):
+            y = y + rows[taps - 1 - back : len(rows) - back] * weight[..., -1 - back]
+        return y, last
+    numbers = torch.cat((number.new_zeros(taps - 1, number.shape[1]), number))
+    for back in range(1, taps):
+        other = (numbers[taps - 1 - back : len(rows) - back] != number)[..., None, None]
+        y = y + rows[taps - 1 - back : len(rows) - back].masked_fill(other, 0.0) * weight[..., -1 - back]
+    return y, last.masked_fill((numbers[len(x) :] != number[-1])[..., None, None], 0.0)
 
 
 L2_EPSILON = 1e-6

@@ -11,10 +11,8 @@ from megatron.core.attention import ulysses
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer import (
-    gated_delta_net,
-)
-from megatron.core.transformer.parameters import DeltaNetParameters
+from megatron.extensions.linear_attention import gated_delta_net
+from megatron.extensions.linear_attention.parameters import DeltaNetParameters
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 

@@ -1,0 +1,145 @@
+"""What plans say of multi-latent attention: parameters, FLOPs, activations, collectives; and its compiled region."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
+from megatron.extensions.latent_attention.flags import LatentAttentionFlags
+from megatron.extensions.latent_attention.multi_latent_attention import rotated_heads
+from megatron.extensions.planner.activations import ActivationPlan
+from megatron.extensions.planner.fake_stage import MicroBatch
+from megatron.extensions.planner.flops import model_flops
+from megatron.training.config.flags import with_fields
+from tests.dist import test_collective_counts as counts
+from tests.dist.test_collective_counts import B, H, S, per_layer
+from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
+from tests.gpt_cases import LATENT
+from tests.pure import test_regions as regions
+from tests.pure.test_model_math import LLAMA, STYLES, shape
+from tests.pure.test_regions import ANGLES, compiles
+
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA,
+    "qk_layernorm": True,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+# Counted by transformers' DeepseekV3ForCausalLM and DeepseekV2ForCausalLM on the meta device.
+PUBLISHED = {
+    "DeepSeek-V3": (
+        with_fields(
+            TransformerConfig(**shape(61, 7168, 128, 18432, 129280)),
+            {
+                **DEEPSEEK,
+                "q_lora_rank": 1536,
+                "num_experts": 256,
+                "moe_layer_freq": "([0]*3+[1]*58)",
+                "moe_ffn_hidden_size": 2048,
+                "moe_shared_expert_intermediate_size": 2048,
+            },
+        ),
+        671_026_404_352,
+    ),
+    "DeepSeek-V2-Lite": (
+        with_fields(
+            TransformerConfig(**shape(27, 2048, 16, 10944, 102400)),
+            {
+                **DEEPSEEK,
+                "num_experts": 64,
+                "moe_layer_freq": "([0]*1+[1]*26)",
+                "moe_ffn_hidden_size": 1408,
+                "moe_shared_expert_intermediate_size": 2816,
+            },
+        ),
+        15_706_484_224,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_models(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    assert count_parameters(config).total == parameters
+
+
+def test_flops_of_latent_attention() -> None:
+    """A head multiplies keys of 10 channels and values of 5 with half of the tokens: 2 FLOPs each, thrice."""
+    config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), STYLES["latent"])
+    assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
+    for more in ({}, {"window_size": 100}):  # of several tiles on the diagonal
+        long = replace(config, seq_length=600, **more)
+        assert model_flops(long).attention == pytest.approx(2 * 3 * 2 * 4 * (10 + 5) * long.layers[0].span.mean(600))
+
+
+def test_recomputed_heads_leave_latents() -> None:
+    """No queries, keys and values are kept, but the output of the projection to the latent of keys and values, a part
+    of which is the rotary key."""
+    widths = LATENT.options(LatentAttentionFlags)
+    model, tokens = LATENT, SAMPLES * LATENT.seq_length
+    kept = []
+    for modules in (("mlp",), ("mlp", "mla_up_proj")):
+        again = replace(model, recompute_granularity="selective", recompute_modules=modules)
+        batch = MicroBatch(again, ModelParallelConfig(bf16=True), SAMPLES, "cpu")
+        kept.append(ActivationPlan(batch).stage(MIDDLE).kept)
+    of_heads = model.num_attention_heads * (2 * model.head_dim + model.value_head_dim)
+    projected = widths.kv_lora_rank + widths.qk_pos_emb_head_dim
+    assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)  # two layers in bf16
+
+
+counts.STYLES["latent"] = counts.STYLES["llama"] | {
+    "group_query_attention": False,
+    "num_query_groups": None,
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
+
+
+def test_latents_are_gathered_in_place_of_hidden_states() -> None:
+    """Under sequence parallelism attention gathers both latents and the rotary key, 26 channels here."""
+    forward, backward = per_layer(4, True, "latent", "fp32")
+    widths = (12, 10, 4, H)
+    gathers, sum_ = [("all_gather", S * B * width * 4) for width in widths], ("all_to_all", S * B * H * 4)
+    assert Counter(forward) == Counter([*gathers, sum_, sum_])
+    scatters = [("all_to_all", nbytes) for _, nbytes in gathers]
+    regathered = [call for call, width in zip(gathers, widths, strict=True) if width != 4]
+    entering = ("all_gather", S * B * H * 4)  # the gradients of both outputs
+    assert Counter(backward) == Counter([*scatters, *regathered, entering, entering])
+
+
+def test_latents_in_tensor_parallel() -> None:
+    """Without sequence parallelism their gradients are reduced in place of those of the hidden states."""
+    forward, backward = per_layer(4, False, "latent", "fp32")
+    assert forward == [("all_reduce", S * B * H * 4)] * 2
+    assert Counter(backward) == Counter(("all_reduce", S * B * width * 4) for width in (12, 10, 4, H))
+
+
+def latent_heads(x: Tensor, compiled: bool) -> Tensor:
+    heads, tables = x.unflatten(-1, (-1, 10)), (ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype))
+    key = heads[:, :, :1, : 2 * ANGLES.shape[-1]]
+    parts = region(rotated_heads, compiled)(heads[:, :, :2], heads[:, :, 2:4], key, *tables)
+    return torch.cat([part.flatten(2) for part in parts], -1)
+
+
+regions.REGIONS["heads of latents"] = latent_heads
+
+
+@compiles
+def test_the_compiled_region_is_the_plain_one() -> None:
+    regions.test_a_compiled_region_is_the_plain_one("heads of latents")
