@@ -2,7 +2,7 @@
 other hosts are lost. Hosts that are cut off before their heartbeats know of each other notice that the store does not
 answer, and that its host accepts no connection either.
 
-Key of the store: link/R, what `Link` says of rank R.
+Keys of the store: link/R, what `Link` says of rank R; heartbeats, the name of this start in heartbeats.
 """
 
 from __future__ import annotations

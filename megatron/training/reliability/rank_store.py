@@ -8,7 +8,6 @@ Keys:
     came/W      how many ranks have come to meeting W         came/W/R R has come
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick after which all ranks carry it out
-    link/R      how the heartbeat of its host reaches R       heartbeats   the name of this start in heartbeats
 No call blocks for longer than the store takes to answer, so ranks that are gone hold up nobody.
 """
 

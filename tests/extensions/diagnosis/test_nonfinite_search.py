@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ import torch
 
 from megatron.extensions.cuda_graphs.graphed_microbatches import GraphedMicrobatches
 from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding, search
-from megatron.extensions.diagnosis.step_dump import SavedStep
+from megatron.extensions.diagnosis.step_dump import CONFIG, SavedStep
+from megatron.extensions.diagnosis.step_replay import config_of as replay_config_of
 from megatron.extensions.diagnosis.step_replay import replay
 from megatron.training.checks.bad_steps import BadStepError, settle
+from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.train_step import train_step
 from tests.extensions.cuda_graphs.test_graphs import FakeRecorder
 from tests.harness import run_world
-from tests.parity.test_bad_steps import SAMPLE, build, config_of, plant, same, skip, tensors
+from tests.parity.test_bad_steps import MODEL, SAMPLE, build, config_of, plant, same, skip, tensors
 
 
 def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
@@ -144,3 +147,22 @@ def searched(rank: int, world_size: int, config: RunConfig) -> tuple[int, int]:
 
 def test_a_search_looks_at_modules_which_a_graph_does_not_run() -> None:
     assert run_world(1, searched, config_of("--fp32")) == [(0, 0)]
+
+
+@pytest.mark.usefixtures("forget_extensions_at_once")
+def test_a_replay_has_no_callbacks_whose_inputs_are_not_saved(tmp_path: Path) -> None:
+    def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if config.tokenizer.tokenizer_type is None:
+            yield Problem("--own-texts", None, "needs a tokenizer", "add one")
+
+    @extension_flags("own texts", may_change=True, rules=rules)
+    @dataclass(frozen=True)
+    class OwnTexts:
+        own_texts: int = 0
+        """Texts."""
+
+    CALLBACKS.register("own texts", "nowhere:Nothing", when=lambda config: config.options(OwnTexts).own_texts > 0)
+    saved = parse_args([*MODEL.split(), *"--own-texts 3 --profile --tokenizer-type NullTokenizer".split()])
+    save_config(saved, tmp_path / CONFIG)
+    again = resolve_legal(replay_config_of(tmp_path, []), 1)
+    assert again.options(OwnTexts).own_texts == 0 and again.options(DiagnosisConfig) == DiagnosisConfig()
