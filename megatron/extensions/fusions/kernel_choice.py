@@ -9,6 +9,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -219,3 +221,19 @@ def device_clock(run: Callable[[], object]) -> float:
         end.synchronize()
         found.append(start.elapsed_time(end) / 1e3)
     return statistics.median(found)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed. Does not import it."""
+    return find_spec("triton") is not None
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for what is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether kernels on `x` can be Triton's."""
+    return x.is_cuda and has_triton()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core import parts
+from megatron.core import compiled_regions, parts
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.parts import KERNELS, LEFT_OUT, kernel_for, operation
 from megatron.core.transformer.layer import TransformerLayer
@@ -20,6 +20,7 @@ from megatron.training.config.validation import resolve
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
 from tests.harness import run_world, train_in_world
+from tests.triton_cases import round_to_fp8_as_torch, run_apart
 
 CPU = torch.device("cpu")
 MODEL = (
@@ -159,6 +160,36 @@ def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
         assert bool(operands) != (name in by_layer), name
         for each in operands:
             KERNELS[name].plain(*each)  # type: ignore[attr-defined]
+
+
+def check_interpreted() -> None:
+    """The kernels themselves on those operands, in Triton's interpreter, which multiplies no bf16."""
+    from megatron.extensions.fusions.kernels import cast_transpose, heads_cast, norms, swiglu_cast
+
+    round_to_fp8_as_torch()
+    compiled_regions._compiled = lambda function, static: function
+    casts = "_by_amax", "_noting_amax", "_amax", "_transposed"
+    operators = {
+        cast_transpose: casts,
+        norms: ("_norm_cast", "_norm_gradients"),
+        heads_cast: ("_heads_cast",),
+        swiglu_cast: ("_forward", "_backward"),
+    }
+    for module, names in operators.items():
+        module.runs_triton = lambda x: True  # type: ignore[attr-defined]
+        for name in names:
+            operator = getattr(module, name)
+            operator.register_kernel("cpu", operator._init_fn)
+    sizes = {"tokens": 96, "length": 48, "hidden": 64, "ffn": 48, "heads": 4, "groups": 2, "head_dim": 64}
+    found = RunShapes(**sizes, vocab=0, experts=0, dtype=torch.bfloat16, device=CPU, fp8="delayed")
+    said: list[str] = []
+    choose_kernels(found, Axis(), None, said.append)
+    compared = [name for name in KERNELS if list(KERNELS[name].samples(found))]  # type: ignore[attr-defined]
+    assert len(compared) == 9 and not said, said
+
+
+def test_interpreted_kernels_are_not_left_out() -> None:
+    run_apart(check_interpreted, interpret=True)
 
 
 def test_no_fusions_turns_all_off() -> None:

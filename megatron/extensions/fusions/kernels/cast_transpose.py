@@ -18,8 +18,7 @@ from megatron.core.fp8.cast_transpose import (
     cast_transpose_noting_amax,
     transpose,
 )
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes
-from megatron.extensions.fusions.kernels.availability import runs_triton
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
 
 TOLERANCE = 2.0**-7
 """Numbers at the middle between two of fp8 may be rounded to either: a few of all."""
@@ -47,8 +46,8 @@ def _transpose(values: Tensor, _: bool) -> Tensor:
     return _transposed(values.view(torch.uint8)).view(values.dtype)
 
 
-def of_matrix(x: Tensor, *_: Any) -> bool:
-    return runs_triton(x) and x.numel() > 0
+def on_triton(x: Tensor, *_: Any) -> bool:
+    return runs_triton(x)
 
 
 def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
@@ -66,26 +65,26 @@ E4M3 = torch.float8_e4m3fn
 CAST = FusedKernel(
     _cast,
     cast_transpose,
-    of_matrix,
+    lambda x, *_: runs_triton(x) and x.numel() > 0,
     lambda shapes: ((x, amax_of(x), amax_of(x), E4M3, True) for x in casts_of(shapes)),
     TOLERANCE,
 )
 CAST_NOTING = FusedKernel(
     _cast_noting,
     cast_transpose_noting_amax,
-    of_matrix,
+    on_triton,
     lambda shapes: ((x, *order_of(x), True) for x in casts_of(shapes)),
     TOLERANCE,
 )
 AMAX = FusedKernel(
     _amax_of_rows_and_columns,
     amax_of_rows_and_columns,
-    of_matrix,
+    on_triton,
     lambda shapes: ((x, (True, True), True) for x in casts_of(shapes)),
     0.0,
 )
 TRANSPOSE = FusedKernel(
-    _transpose, transpose, of_matrix, lambda shapes: ((x.to(E4M3), True) for x in casts_of(shapes)), 0.0
+    _transpose, transpose, on_triton, lambda shapes: ((x.to(E4M3), True) for x in casts_of(shapes)), 0.0
 )
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.tensor_parallel.cross_entropy import scale_rows_
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes
-from megatron.extensions.fusions.kernels.availability import runs_triton
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
 
 ROWS = 4096
 """Tokens whose losses are compared at most: as many logits fill a GPU."""

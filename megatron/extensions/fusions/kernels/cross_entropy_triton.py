@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.extensions.fusions.kernels.availability import multiprocessors
+from megatron.extensions.fusions.kernel_choice import multiprocessors
 
 THREADS, EACH, WARPS = 1024, 16, 32
 """Threads of a program, and neighbouring columns of a block that one of them has: 32 bytes of bf16."""

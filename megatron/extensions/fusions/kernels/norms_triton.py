@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.extensions.fusions.kernels.availability import multiprocessors
+from megatron.extensions.fusions.kernel_choice import multiprocessors
 from megatron.extensions.fusions.kernels.cast_transpose_triton import (
     FORMATS,
     _bits_of_size,

@@ -17,7 +17,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.fp8.cast_transpose import CastPair, cast_transpose_with_amax_twin
 from megatron.core.parts import operation
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes
-from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, of_matrix, order_of, paired
+from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, on_triton, order_of, paired
 
 
 @operation
@@ -128,12 +128,12 @@ def _inputs(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 SWIGLU_CAST = FusedKernel(
-    _cast, swiglu_cast, of_matrix, lambda shapes: ((x, *order_of(x), True) for x, _ in _inputs(shapes)), TOLERANCE
+    _cast, swiglu_cast, on_triton, lambda shapes: ((x, *order_of(x), True) for x, _ in _inputs(shapes)), TOLERANCE
 )
 SWIGLU_GRADIENT_CAST = FusedKernel(
     _gradient_cast,
     swiglu_gradient_cast,
-    of_matrix,
+    on_triton,
     lambda shapes: ((x, grad, *order_of(x, torch.float8_e5m2), True) for x, grad in _inputs(shapes)),
     TOLERANCE,
 )

@@ -22,7 +22,7 @@ from megatron.core.attention.tiles import Tile
 from megatron.core.dropout import bits_of_columns, threshold
 from megatron.core.host_to_device import integers_on
 from megatron.extensions.fusions.attention.flash_dropout.bands import Band, band_of
-from megatron.extensions.fusions.kernels.availability import has_triton
+from megatron.extensions.fusions.kernel_choice import has_triton
 
 WIDEST = 256
 """Channels of the widest heads that the kernel takes."""

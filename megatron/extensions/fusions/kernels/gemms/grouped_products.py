@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.moe.experts import Segments, add_products_grouped_, clear_rows_behind_
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes
-from megatron.extensions.fusions.kernels.availability import runs_triton
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
 
 
 @torch.library.custom_op("megatron::add_grouped_products_", mutates_args=("out",), device_types="cuda")
