@@ -284,7 +284,7 @@ def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
         ("lr: 1\nlr: 2", "lr 2: the file says it twice"),
         ("- 3", "must be a mapping"),
         ("a: [", "give a readable YAML file"),
-        ("dry-run: true", "dry-run: is not configuration"),
+        ("world-size: 2", "world-size: is not configuration"),
         ("when: 2024-13-45", "when 2024-13-45: unknown flag"),
     ],
 )

@@ -63,7 +63,10 @@ sys.exit("\\n".join(failed) or 0)
 
 
 def test_what_plans_and_schedules_need_imports_without_torch() -> None:
-    command = [sys.executable, "-c", BLOCK_TORCH, *WITHOUT_TORCH]
+    extensions = "megatron.extensions."
+    installed = {f"{extensions}{folder.name}" for folder in (ROOT / "megatron/extensions").iterdir()}
+    there = [m for m in WITHOUT_TORCH if not m.startswith(extensions) or ".".join(m.split(".")[:3]) in installed]
+    command = [sys.executable, "-c", BLOCK_TORCH, *there]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
 
