@@ -35,6 +35,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn(
         "planner",
         "memory, FLOPs and time of a run before it starts; the fastest layouts; rehearsals",
+        needs=("fusions",),
     ),
     BuiltIn("conversion", "conversion of checkpoints between formats"),
     BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
