@@ -106,8 +106,8 @@ def test_words_of_other_styles(script: str, words: str) -> None:
             "--bf16",
         ),
         (
-            'D=${6:-"M"}\nif [ "$D" = "M" ]; then A=--mock-data; else A="--data-path $D"; fi\npython pretrain_gpt.py $A',
-            "--mock-data",
+            'D=${6:-"M"}\nif [ "$D" = "M" ]; then A=--mock; else A="--data $D"; fi\npython pretrain_gpt.py $A',
+            "--mock",
         ),
         (
             'T=2; A=--x\ncase $T in 1) A+=" --a 1";; 2|3) A="$A --b 2";; *) A=;; esac\npython pretrain_gpt.py $A',
