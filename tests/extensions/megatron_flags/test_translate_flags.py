@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.translate_flags import main, words_of_script
+from tools.common.launch_script import LaunchScript
+from tools.translate_flags import main
 
 SCRIPT = """#!/bin/bash
 # --not-a-flag in a comment
@@ -31,10 +32,10 @@ torchrun ${LAUNCH[@]} pretrain_gpt.py ${MODEL[@]} --tensor-model-parallel-size $
 
 
 def test_words_of_a_script() -> None:
-    words = list(words_of_script(SCRIPT))
+    words = LaunchScript(SCRIPT).flags()
     text = " ".join(words)
     assert "--num-layers 96 --hidden-size 12288 --attention-backend fused" in text
-    assert "--tensor-model-parallel-size 2" in text and "--nproc_per_node 8" in text
+    assert "--tensor-model-parallel-size 2" in text and "--nproc_per_node" not in text
     assert "--split 949,50,1" in text and "--micro-batch-size $MBS" in text
     assert "--not-a-flag" not in text and "tee" not in words and "wide" not in words
 
@@ -46,7 +47,7 @@ def test_a_script_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[st
     command, _, rest = capsys.readouterr().out.partition("\n\n")
     lines = [line.strip(" \\") for line in command.splitlines()]
     assert lines[0] == "pretrain_gpt.py"
-    assert {"--num-layers 96", "--save '$1'", "--micro-batch-size '$MBS'", "--split 949,50,1"} <= set(lines)
+    assert {"--num-layers 96", '--save "$1"', '--micro-batch-size "$MBS"', "--split 949,50,1"} <= set(lines)
     assert lines[-1] == "--recompute-granularity full --recompute-method uniform"
     assert "--checkpoint-activations -> --recompute-granularity full --recompute-method uniform" in rest
     assert "--attention-backend cudnn" in lines
@@ -76,7 +77,7 @@ def test_neither_script_nor_flags(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "give a script, or flags behind --" in capsys.readouterr().err
     empty = tmp_path / "empty.sh"
     empty.write_text("echo\n")
-    with pytest.raises(ValueError, match="holds no flags"):
+    with pytest.raises(ValueError, match="no launch script"):
         main([str(empty)])
 
 
@@ -90,8 +91,48 @@ def test_neither_script_nor_flags(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("A=(--lr 1 --bf16)\npython pretrain_gpt.py ${A[*]} --seed `date +%s`", "--lr 1 --bf16 --seed `date +%s`"),
         ("X=1\npython pretrain_gpt.py --lr 1 ${X:+--bf16} ${Y:+--fp16} $@", "--lr 1 --bf16"),
         ("python tools/preprocess_data.py --workers 2\npython pretrain_gpt.py --lr 1", "--lr 1"),
-        ('C="pretrain_gpt.py --lr 1"\nsrun --jobid 3 bash -c "$C"', "--jobid 3 bash -c pretrain_gpt.py --lr 1"),
+        ('C="pretrain_gpt.py --lr 1"\nsrun --jobid 3 bash -c "$C"', "--lr 1"),
     ],
 )
 def test_words_of_other_styles(script: str, words: str) -> None:
-    assert " ".join(words_of_script(script)) == words
+    assert " ".join(LaunchScript(script).flags()) == words
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (
+            'D=bf16; A="--$D"\nif [[ "$D" == "fp8" ]]; then A+=" --fp8-x hy"; fi\npython pretrain_gpt.py $A',
+            "--bf16",
+        ),
+        (
+            'D=${6:-"M"}\nif [ "$D" = "M" ]; then A=--mock; else A="--data $D"; fi\npython pretrain_gpt.py $A',
+            "--mock",
+        ),
+        (
+            'T=2; A=--x\ncase $T in 1) A+=" --a 1";; 2|3) A="$A --b 2";; *) A=;; esac\npython pretrain_gpt.py $A',
+            "--x --b 2",
+        ),
+        ('F=; G=1\n[ -n "$F" ] && A="--f"\n[ -n "$G" ] && A="$A --g"\npython pretrain_gpt.py $A', "--g"),
+        ('python pretrain_gpt.py --name "${P:-"Mix"}" --lr 1', "--name Mix --lr 1"),
+        ('python pretrain_gpt.py --save $(dirname "$1" x)/y --lr 1', '--save $(dirname "$1" x)/y --lr 1'),
+        ('O="--lr 1"\nsrun --output=%j.log sh -c "python -u pretrain_gpt.py ${O} | tee x"', "--lr 1"),
+    ],
+)
+def test_branches_and_quotes(script: str, words: str) -> None:
+    found = LaunchScript(script)
+    assert " ".join(found.flags()) == words and not found.unsure
+
+
+def test_a_branch_whose_test_is_not_known_is_read_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text('A="--bf16"\nif [ -n "$KEY" ]; then A="$A --wandb-project p"; fi\npython pretrain_gpt.py $A')
+    main([str(script)])
+    printed = capsys.readouterr()
+    assert "--wandb-project p" in printed.out
+    assert printed.err == "flags from a branch whose test is not known: --wandb-project\n"
+
+
+def test_a_file_of_another_kind_is_no_launch_script() -> None:
+    with pytest.raises(ValueError, match="no launch script"):
+        main([__file__])
