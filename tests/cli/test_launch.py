@@ -73,6 +73,7 @@ def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
 
 def test_torchrun_comes_before_slurm() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert Launch.from_environment(environ) == Launch(3, 8, 1, "torchrun")
     assert Launch.from_environment({}) == Launch()
     assert Launch.from_environment(environ | {"LOCAL_WORLD_SIZE": "2"}).several_hosts
@@ -82,3 +83,5 @@ def test_torchrun_comes_before_slurm() -> None:
     assert not Launch.from_environment(slurm | {"SLURM_STEP_NUM_NODES": "1"}).several_hosts
     with pytest.raises(ValueError, match="RANK=8"):
         Launch.from_environment({"RANK": "8", "WORLD_SIZE": "8"})
+    with pytest.raises(ValueError, match="RANK=0 WORLD_SIZE=2 without MASTER_ADDR and MASTER_PORT"):
+        Launch.from_environment({"RANK": "0", "WORLD_SIZE": "2"})

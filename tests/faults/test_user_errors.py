@@ -124,9 +124,9 @@ def test_ranks_without_an_address(tmp_path: Path) -> None:
     with forked_ranks(
         2, [*FLAGS, "--mock-data"], tmp_path / "screen", lambda rank: os.environ.pop("MASTER_ADDR")
     ) as ranks:
-        assert join(ranks) == [1, 1]
+        assert join(ranks) == [2, 2]
     text = (tmp_path / "screen").read_text()
-    assert "rank 0 cannot find the other ranks: MASTER_ADDR not set\nwhat to do: " in text and "Traceback" not in text
+    assert "RANK=0 WORLD_SIZE=2 without MASTER_ADDR, at which all ranks meet" in text and "Traceback" not in text
 
 
 def test_an_end_of_the_job_that_is_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import __version__
-from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 from megatron.core.parts import MODEL_FLAGS
 from megatron.training.config.commands import Command, asked_command, json_file_of, options, refuse, switches
 from megatron.training.config.flags import (
@@ -128,9 +128,12 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 
 def _with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """The configuration with the flags that follow from a model in --load that is no checkpoint of ours."""
-    kind = "" if config.checkpoint.load is None else kind_of(config.checkpoint.load)
-    return MODEL_FLAGS[kind](config, reader) if kind in MODEL_FLAGS else config
+    """The configuration with the flags that follow from a model in --load that is no checkpoint of ours: also from one
+    whose folder holds the checkpoints of the run that started from it."""
+    load = config.checkpoint.load
+    kinds = () if load is None or kind_of(load) == "checkpoint" else tuple(MODEL_FLAGS)
+    found = next((kind for kind in kinds if PATH_KINDS[kind](str(load))), None)
+    return config if found is None else MODEL_FLAGS[found](config, reader)
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:

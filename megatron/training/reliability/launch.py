@@ -81,6 +81,12 @@ class Launch:
             raise ValueError(
                 "MASTER_PORT=0 must be a port above 0, at which all ranks meet; give torchrun --standalone, or a port"
             )
+        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if launcher == "torchrun" and launch.world_size > 1 and absent:
+            raise ValueError(
+                f"{rank}={launch.rank} {size}={world_size} without {' and '.join(absent)}, at which all ranks meet; "
+                f"start the ranks with torchrun, which sets them, or unset {rank} and {size} to run alone"
+            )
         return launch
 
     def export(self, environ: MutableMapping[str, str]) -> None:

@@ -80,6 +80,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return capsys.readouterr().err
 
 
+def test_a_folder_that_the_run_saves_to_still_names_the_model(mixtral: Path, tmp_path: Path) -> None:
+    """The same command resumes a run whose --save is its --load."""
+    (tmp_path / "config.json").write_bytes((mixtral / "config.json").read_bytes())
+    check_kind(tmp_path, f"{LATEST} iter_0000001/metadata.json", "", "checkpoints")
+    flags = ["--lr", "1", "--mock-data", "--train-iters", "2", "--seq-length", "16", "--load", str(tmp_path)]
+    assert command_line(flags).config.model.num_layers == 3
+
+
 def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--lr 1 --mock-data --train-iters 1 --seq-length 16".split()
     equal = "--num-layers 3 --swiglu --hidden-dropout 0.3 --num-query-groups 2 --kv-channels 8 --bf16".split()
