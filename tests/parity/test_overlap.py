@@ -114,7 +114,7 @@ def evaluate_and_save(rank: int, world_size: int, flags: str) -> float:
     with ExitStack() as resources:
         run = build(rank, world_size, flags, resources)
         train_step(run)
-        found = summed_loss(run, run.data.valid[""], 0, run.config.training.eval_iters)
+        found = summed_loss(run, run.data.valid[""], 0, run.config.training.eval_iters, "valid")
         assert found is not None
         loss = found[0] / found[1]
         train_step(run)

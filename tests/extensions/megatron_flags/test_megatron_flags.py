@@ -12,45 +12,43 @@ import pytest
 
 from megatron.training.config.arguments import command_line, parse_args, read_flags
 from megatron.training.config.commands import options
-from megatron.training.config.flags import spelling_table
+from megatron.training.config.flags import flat_values, spelling_table
 from megatron.training.config.foreign_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.reliability.launch import Launch
 from tests.pure.test_arguments import TINY, failure, write
 
 
 @pytest.mark.parametrize(
-    ("argv", "section", "field", "value"),
+    ("argv", "field", "value"),
     [
-        ("--use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
-        ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+        ("--no-position-embedding", "position_embedding_type", "none"),
         (
             "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
-            "model",
             "position_embedding_type",
             "rope",
         ),
         (
             "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
-            "model",
             "position_embedding_type",
             "rope",
         ),
-        ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
-        ("--no-position-embedding --use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
-        ("--no-position-embedding --position-embedding-type rope", "model", "position_embedding_type", "rope"),
-        ("--position-embedding-type rotary", "model", "position_embedding_type", "rope"),
-        ("--glu-activation swiglu", "model", "swiglu", True),
-        ("--glu-activation geglu", "model", "activation_func", "geglu"),
-        ("--batch-size 4", "training", "micro_batch_size", 4),
-        ("--eval-only True", "training", "skip_train", True),
-        ("--no-train 1", "training", "skip_train", True),
-        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "parallel", "cp_comm_type", "p2p"),
-        ("--cuda-graph-impl transformer_engine", "parallel", "cuda_graph_impl", "none"),
-        ("--recompute-activations", "model", "recompute_granularity", "selective"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "position_embedding_type", "rope"),
+        ("--no-position-embedding --use-rotary-position-embeddings", "position_embedding_type", "rope"),
+        ("--no-position-embedding --position-embedding-type rope", "position_embedding_type", "rope"),
+        ("--position-embedding-type rotary", "position_embedding_type", "rope"),
+        ("--glu-activation swiglu", "swiglu", True),
+        ("--glu-activation geglu", "activation_func", "geglu"),
+        ("--batch-size 4", "micro_batch_size", 4),
+        ("--eval-only True", "skip_train", True),
+        ("--no-train 1", "skip_train", True),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "cp_comm_type", "p2p"),
+        ("--cuda-graph-impl transformer_engine", "cuda_graph_impl", "none"),
+        ("--recompute-activations", "recompute_granularity", "selective"),
     ],
 )
-def test_values(argv: str, section: str, field: str, value: Any) -> None:
-    found = getattr(getattr(parse_args(argv.split()), section), field)
+def test_values(argv: str, field: str, value: Any) -> None:
+    found = flat_values(parse_args(argv.split()))[field]
     assert found == value and type(found) is type(value)
 
 

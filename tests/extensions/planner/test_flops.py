@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.stage_parameters import active_parameters, 
 from megatron.extensions.planner.flops import flops_per_token, model_flops, orthogonalization_flops
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import with_fields
 from megatron.training.config.validation import resolve_legal
 from megatron.training.train_step import train_step
 from tests import gpt_cases
@@ -29,7 +30,7 @@ from tools.bench.memory import activation_bytes_per_layer
 def test_flops_agree_with_torch(style: str) -> None:
     """Linear layers exactly. Attention multiplies the whole square here, twice what the causal count says, and a
     kernel that computes the scores again in the backward one product more."""
-    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **(STYLES | WITH_EXPERTS)[style])
+    config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), (STYLES | WITH_EXPERTS)[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 16), sample_index=torch.arange(3))
@@ -55,7 +56,7 @@ def test_sinks_and_windows_that_hide_nothing_are_no_flops() -> None:
 
 def test_flops_of_latent_attention() -> None:
     """A head multiplies keys of 10 channels and values of 5 with half of the tokens: 2 FLOPs each, thrice."""
-    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["latent"])
+    config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), STYLES["latent"])
     assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
     for more in ({}, {"window_size": 100}):  # of several tiles on the diagonal
         long = replace(config, seq_length=600, **more)
@@ -72,7 +73,7 @@ def test_flops_of_layers_with_heads_of_their_own() -> None:
 def test_flops_of_gated_delta_nets() -> None:
     """Of two chunks of 64 tokens, per token: products of [64, 64] by [64, d] and those with the state, thrice; twice
     the sums of decays, and the gradient of the solution. What the backward computes again does not count."""
-    config = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA, **DELTA_NET)
+    config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA), DELTA_NET)
     plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)
     chunk, keys, heads, dk, dv = 64, 4, 8, 6, 5
     products = 2 * keys * chunk * dk + heads * (2 * chunk * dv + chunk * dk + 3 * dk * dv)
