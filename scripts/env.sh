@@ -3,10 +3,16 @@
 
 # Sets PYTHON to an interpreter that has what the given requirements file lists: that of .venv in the repository, made
 # on first use and brought up to date whenever the file has changed. To use an environment of your own (a container, a
-# cluster module), set PYTHON to its interpreter: nothing is installed then.
+# cluster module), set PYTHON to its interpreter: nothing is installed then, and it must import the modules named behind
+# the requirements file.
 ensure_environment() {
     local requirements="$1" venv=.venv installed
     if [[ -n "${PYTHON:-}" ]]; then
+        if ! command -v "$PYTHON" >/dev/null; then
+            echo "PYTHON=$PYTHON: cannot be run; set it to an interpreter, or unset it to have .venv made" >&2
+            return 1
+        fi
+        "$PYTHON" -c "$IMPORT_MODULES" "${@:2}"
         return
     fi
     PYTHON="$venv/bin/python"
@@ -36,6 +42,17 @@ run() {
     show "$@" >&2
     "$@"
 }
+
+IMPORT_MODULES='
+import importlib
+import sys
+try:
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+except ImportError as error:
+    remedy = "install it into this interpreter, or unset PYTHON to have .venv made with all that is needed"
+    raise SystemExit(f"PYTHON={sys.executable}: {error}; {remedy}")
+'
 
 COUNT_GPUS='
 import sys

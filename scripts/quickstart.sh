@@ -28,7 +28,7 @@ step() {
 }
 
 step "1/7 Python environment"
-ensure_environment requirements.txt
+ensure_environment requirements.txt torch sentencepiece
 
 step "2/7 Corpus: the Python standard library's own source"
 if [[ ! -f "$OUT/corpus.jsonl" ]]; then

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-ensure_environment requirements-dev.txt
+ensure_environment requirements-dev.txt torch pytest
 cores="$(getconf _NPROCESSORS_ONLN)"
 workers="${WORKERS:-$((cores < 5 ? (3 * cores + 1) / 2 : 8))}"
 if ((workers > 1)); then

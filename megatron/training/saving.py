@@ -148,6 +148,6 @@ def _failure(report: SaveReport) -> str:
     then = (
         f"{report.attempts_left} more attempt{'s' if report.attempts_left > 1 else ''}"
         if report.attempts_left
-        else "given up; the last complete checkpoint remains"
+        else "given up; checkpoints that were complete before remain"
     )
     return f"{what} was not saved: {report.error}; {then}"

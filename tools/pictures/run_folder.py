@@ -121,6 +121,8 @@ def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
         raise ValueError(refusal(path, remedy))
     run = RunFolder(path)
     _read_metrics(run, metrics or path / METRICS_FILE)
+    if metrics and metrics.name != METRICS_FILE and not run.records and metrics.stat().st_size:
+        raise ValueError(refusal(metrics, "name the --save folder of a run, or its --metrics-file"))
     return run
 
 

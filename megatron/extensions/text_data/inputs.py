@@ -80,8 +80,10 @@ def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile
     for pattern in patterns:
         try:
             files = list(_remote_files(pattern) if "://" in pattern else _local_files(pattern))
-        except (ValueError, OSError) as error:
-            problems.append(f"{flag} {pattern}: {error}")
+        except Exception as error:  # the libraries behind URLs raise errors of their own
+            if "://" not in pattern and not isinstance(error, (ValueError, OSError)):
+                raise
+            problems.append(f"{flag} {pattern}: {str(error).removeprefix(f'{pattern}: ')}")
             continue
         if not files:
             where = "" if "://" in pattern else f"; the path is taken from {Path.cwd()}"

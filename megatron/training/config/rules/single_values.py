@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.core.config.flag_spec import FlagSpec
 from megatron.core.config.param_groups import group_rule
+from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
 from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, value_of
 from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
@@ -21,6 +23,11 @@ REQUIRED = {
 """Whole numbers above 0 without a default, which is 0 here -> what to do where one is missing or wrong."""
 
 
+def _saved_values(config: RunConfig) -> str:
+    saved = Path(config.checkpoint.load or "") / RUN_CONFIG
+    return f", or --config {saved} for what the run there was given" if saved.is_file() else ""
+
+
 def single_values(config: RunConfig) -> Iterator[Problem]:
     """Checks each value on its own."""
     for flag in all_flags():
@@ -29,7 +36,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
             if value < 1:
                 given = value != 0 or flag.field in dict(config.given)
                 rule = "must be at least 1" if given else "is required, and must be at least 1"
-                yield Problem(flag.name, value if given else None, rule, REQUIRED[flag.field])
+                yield Problem(flag.name, value if given else None, rule, REQUIRED[flag.field] + _saved_values(config))
         elif flag.kind in (int, float) and value is not None:
             values = value if flag.takes_several else (value,)
             broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)
