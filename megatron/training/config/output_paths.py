@@ -22,7 +22,8 @@ def why_unwritable(folder: Path) -> str | None:
     if not nearest.is_dir():
         return f"{nearest} is a file, not a folder"
     try:
-        Path(tempfile.mkdtemp(prefix=".written-", dir=nearest)).rmdir()
+        with tempfile.TemporaryDirectory(prefix=".written-", dir=nearest) as probe:
+            (Path(probe) / "page").write_bytes(bytes(4096))  # a full disk takes a folder, and no page
     except OSError as error:
         return f"{nearest} cannot be written ({error.strerror})"
     return None
