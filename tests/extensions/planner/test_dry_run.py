@@ -131,7 +131,8 @@ def test_notes_go_to_stderr() -> None:
 
 
 def test_only_the_first_rank_speaks() -> None:
-    done = pretrain(WRONG, RANK="3", WORLD_SIZE="64", LOCAL_RANK="3")
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    done = pretrain(WRONG, RANK="3", WORLD_SIZE="64", LOCAL_RANK="3", **address)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
