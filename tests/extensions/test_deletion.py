@@ -24,7 +24,7 @@ RUN = (
     "--train-iters 3 --eval-iters 0 --num-workers 0"
 )
 
-# Run in the copy: prints the flags that --help shows, what becomes of the flags given, and the losses of three steps.
+# Run in the copy: prints the flags that --help all shows, what becomes of the flags given, and the losses of 3 steps.
 TRIAL = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -52,7 +52,7 @@ def losses(rank, world_size, flags):
 
 
 run, given = json.loads(sys.argv[1])
-found = {"help": said("--help"), "refused": {flag: said(*run, flag) for flag in given}}
+found = {"help": said("--help", "all"), "refused": {flag: said(*run, flag) for flag in given}}
 print(json.dumps(found | {"losses": run_world(4, losses, run)}))
 """
 

@@ -16,6 +16,7 @@ from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
 from megatron.training.config.commands import COMMANDS
 from megatron.training.config.flags import (
+    FIRST_RUN,
     all_flags,
     field_docs,
     flat_values,
@@ -361,7 +362,7 @@ def test_flat_dict_has_every_field() -> None:
 def test_help_is_fast_and_complete() -> None:
     code = (
         "import sys\nfrom megatron.training.config.arguments import command_line\n"
-        "try: command_line(['--help'])\n"
+        "try: command_line(['--help', 'all'])\n"
         "except SystemExit as exit: sys.exit(exit.code or bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -383,7 +384,13 @@ def test_help_about_words_and_the_version(capsys: pytest.CaptureFixture[str]) ->
     about = said(capsys, "--help", "window", "SIZE")
     assert "--window-size" in about and "--num-layers" not in about
     assert "no flag is about nonsense" in said(capsys, "--help", "nonsense")
-    assert "--num-layers INT                Transformer layers. (required)" in said(capsys, "--help")
+    short = said(capsys, "--help")
+    assert "--num-layers INT                Transformer layers. (required)" in short
+    names = [line.split()[0].rstrip(",") for line in short.splitlines() if line.startswith("  --")]
+    assert len(set(names) & spelling_table().keys()) == len(FIRST_RUN) < 50
+    assert "--help all prints all" in short and "\n  parallelism and precision; model;" in short
+    group = said(capsys, "--help", "checkpoints")
+    assert group.startswith("checkpoints:\n  --save PATH") and "--lr" not in group and "--keep-last" in group
     assert said(capsys, "--version").startswith("pretrain_gpt 0.")
 
 

@@ -48,7 +48,7 @@ def run(tmp_path: Path, source: str, *argv: str, name: str = "own.py") -> subpro
 
 
 def test_flags_stand_in_help(tmp_path: Path) -> None:
-    done = run(tmp_path, FLAGS, "--help")
+    done = run(tmp_path, FLAGS, "--help", "all")
     assert done.returncode == 0, done.stderr
     assert "\nof the test:\n" in done.stdout and "Share that is kept. (default: 0.5)" in done.stdout
     assert "--normalization {LayerNorm,RMSNorm,OwnNorm}" in done.stdout

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 from megatron.core.parts import MODEL_FLAGS
 from megatron.training.config.commands import Command, asked_command, json_file_of, options, refuse, switches
 from megatron.training.config.flags import (
+    SECTION_TITLES,
     Flag,
     all_flags,
     config_of_sections,
@@ -26,6 +27,7 @@ from megatron.training.config.flags import (
     flat_values,
     help_about,
     help_text,
+    sections,
     spelling_table,
     value_of,
 )
@@ -79,8 +81,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         refuse([problem], launch, json_file)
     if (about := _help_words(argv)) is not None:
         if launch.rank == 0:
-            nothing = f"no flag is about {' and '.join(about)}; --help prints all\n"
-            sys.stdout.write((help_about(about, REQUIRED) or nothing) if about else help_text(_options(), REQUIRED))
+            sys.stdout.write(_help(about))
         raise SystemExit(0)
     config = _with_model_flags(config_of(reader.values), reader)
     world_size = reader.number("--world-size", "say how many ranks")
@@ -104,11 +105,22 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     return CommandLine(config, world_size, tuple(reader.notes), command, json_file, frozenset(reader.spelled))
 
 
+def _help(words: Sequence[str]) -> str:
+    """The flags of a first run, of the group whose title these words are, or all that are about them."""
+    asked = " ".join(words).lower()
+    if not asked or asked == "all" or any(asked == SECTION_TITLES.get(each, each).lower() for each in sections()):
+        return help_text(_options(), REQUIRED, asked or None)
+    return help_about(words, REQUIRED) or f"no flag is about {' and '.join(words)}; --help all prints all\n"
+
+
 def _options() -> list[tuple[str, str]]:
     """(spelling, help) of what is not configuration."""
     return [
         *((f"{name} {option.usage}".rstrip(), option.help) for name, option in options().items()),
-        ("--help, -h [WORD ...]", "Print this, or the flags that are about these words, and exit."),
+        (
+            "--help, -h [WORD ...]",
+            "Print this, all flags (all), a group by its title, or the flags about these words; exit.",
+        ),
         ("--version", "Print the version and exit."),
     ]
 

@@ -427,23 +427,54 @@ def help_about(words: Sequence[str], required: Collection[str], width: int = 110
     return "\n".join([*lines[1:], ""]) if lines else ""
 
 
-def help_text(extra: Sequence[tuple[str, str]], required: Collection[str], width: int = 110) -> str:
-    """All flags by section, with defaults. `extra` are (spelling, help) of what is not configuration; fields that are
-    `required` have no default."""
-    lines = [
-        "usage: pretrain_gpt.py [--config FILE] [flags]",
-        "",
-        "Every flag can also stand in a YAML file given by --config, without its dashes; flags win.",
-        "A switch --x is turned off by --no-x.",
-    ]
-    lines += ["", "command line:"]
-    for spelling, text in extra:
+FIRST_RUN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size"),
+    *("group_query_attention", "num_query_groups", "position_embedding_type", "normalization", "swiglu"),
+    *("add_bias_linear", "untie_embeddings_and_output_weights", "num_experts", "moe_router_topk"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+    *("expert_model_parallel_size", "bf16", "fp16", "cpu", "recompute_granularity"),
+    *("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "eval_interval", "eval_iters"),
+    *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad"),
+    *("data_path", "split", "mock_data", "tokenizer_type", "tokenizer_model", "vocab_size"),
+    *("save", "load", "save_interval", "log_interval", "tensorboard_dir"),
+)
+"""Fields of the flags that a first run needs, which help shows unless it is asked for others."""
+
+USAGE = (
+    "usage: pretrain_gpt.py [--config FILE] [flags]",
+    "",
+    "Every flag can also stand in a YAML file given by --config, without its dashes; flags win.",
+    "A switch --x is turned off by --no-x.",
+)
+
+
+def help_text(
+    extra: Sequence[tuple[str, str]], required: Collection[str], asked: str | None = None, width: int = 110
+) -> str:
+    """Flags by section, with defaults: those of a first run; all where `asked` is "all", or those of the section whose
+    title it is. `extra` are (spelling, help) of what is not configuration; fields that are `required` have no default.
+    """
+    lines = [*USAGE, "", "command line:"] if asked in (None, "all") else []
+    for spelling, text in extra if lines else ():
         lines += _entry(spelling, text, width)
     for section, cls in sections().items():
-        lines += ["", f"{SECTION_TITLES.get(section, section)}:"]
-        for flag in (f for f in all_flags() if f.section == section):
-            lines += _entry(*_about(flag, cls, required), width)
-    return "\n".join(lines) + "\n"
+        title = SECTION_TITLES.get(section, section)
+        flags = [flag for flag in all_flags() if flag.section == section]
+        if asked is None:
+            flags = [flag for flag in flags if flag.field in FIRST_RUN]
+        if flags and asked in (None, "all", title.lower()):
+            lines += ["", f"{title}:"]
+            for flag in flags:
+                lines += _entry(*_about(flag, cls, required), width)
+    if asked is None:
+        titles = "; ".join(SECTION_TITLES.get(section, section) for section in sections())
+        lines += [
+            "",
+            f"These are the flags of a first run. --help all prints all {len(all_flags())}, --help WORD ... those",
+        ]
+        lines += ["about these words, and --help GROUP those of a group:"]
+        lines += textwrap.wrap(titles, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[str, str]:

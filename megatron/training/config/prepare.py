@@ -13,9 +13,11 @@ from megatron.training.config.commands import Prepared, refuse
 from megatron.training.config.data_lists import with_data_lists
 from megatron.training.config.input_files import missing_inputs
 from megatron.training.config.output_files import why_unwritten
+from megatron.training.config.rules.data import tokenizer
+from megatron.training.config.rules.fields import single_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
-from megatron.training.config.validation import Problem, notices, resolve, validate
+from megatron.training.config.validation import Problem, findings, resolve
 from megatron.training.extensions import problem_in_extension
 from megatron.training.reliability.launch import Launch
 
@@ -54,16 +56,20 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     except ValueError as error:
         (problems if line.command is None else inputs).extend(Problem.of_errors("--data-path", None, error))
     if launch.rank == 0:
-        for note in (*line.notes, *notes, *notices(config, world_size)):
+        for note in (*line.notes, *notes):
             print(note, file=sys.stderr)
     vocab_size = None
-    if not TOKENIZER_FLAGS & {problem.flag for problem in validate(config, world_size)}:
+    unread = (*single_values(config), *tokenizer(resolve(config, world_size), world_size))
+    if not TOKENIZER_FLAGS & {problem.flag for problem in unread}:
         try:
             vocab_size = tokenizer_vocabulary(resolve(config, world_size))
         except (ValueError, OSError) as error:
             problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
+    found = findings(config, world_size, vocab_size)
+    for note in (each for each in found if each.harmless and launch.rank == 0):
+        print(note, file=sys.stderr)
+    problems += [each for each in found if not each.harmless]
     config = resolve(config, world_size, vocab_size)
-    problems += validate(config, world_size)
     if line.command is not None:
         run = Prepared(config, world_size, problems, inputs, line.given, line.json_file, launch)
         raise SystemExit(line.command.run(run))

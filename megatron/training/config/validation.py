@@ -22,7 +22,7 @@ from megatron.training.config.run_config import RunConfig, TrainingConfig
 from megatron.training.extensions import problem_in_extension
 from megatron.training.plan import RunPlan, plan_class
 
-__all__ = ["MOCK_VOCAB_SIZE", "Problem", "notices", "resolve", "validate"]
+__all__ = ["MOCK_VOCAB_SIZE", "Problem", "findings", "notices", "resolve", "validate"]
 
 MOCK_VOCAB_SIZE = 50257
 """Vocabulary of a run on made-up data that names neither a tokenizer nor a size: GPT-2's."""
@@ -30,23 +30,25 @@ MOCK_VOCAB_SIZE = 50257
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
     """Every problem of a configuration, resolved or not, on `world_size` ranks; empty if it can run."""
-    return [problem for problem in _findings(config, world_size) if not problem.harmless]
+    return [problem for problem in findings(config, world_size) if not problem.harmless]
 
 
 def notices(config: RunConfig, world_size: int) -> list[Problem]:
     """Flags of a configuration that have no effect beside the others."""
-    return [problem for problem in _findings(config, world_size) if problem.harmless]
+    return [problem for problem in findings(config, world_size) if problem.harmless]
 
 
-def _findings(config: RunConfig, world_size: int) -> list[Problem]:
-    return plan_class(config).findings(config, world_size, partial(_own_findings, world_size=world_size))
+def findings(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Problem]:
+    """What `validate` and `notices` say of a configuration, in one go; `vocab_size` is the tokenizer's, if known."""
+    judge = partial(_own_findings, world_size=world_size, vocab_size=vocab_size)
+    return plan_class(config).findings(config, world_size, judge)
 
 
-def _own_findings(config: RunConfig, world_size: int) -> list[Problem]:
+def _own_findings(config: RunConfig, world_size: int, vocab_size: int | None) -> list[Problem]:
     """Findings of a configuration without phases."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
-    resolved = resolve(config, world_size)
+    resolved = resolve(config, world_size, vocab_size)
     problems += [p for p in needs_and_exclusions(resolved) if p.flag not in flagged]
     for rule in RULES:
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.

@@ -14,8 +14,8 @@ TABLES = ROOT / "megatron" / "extensions" / "megatron_flags" / "megatron_flags.t
 
 HEAD = """# Flags of Megatron-LM and Megatron-DeepSpeed
 
-What becomes of each flag that is not one of this program's own. `python pretrain_gpt.py --help` lists its own, under
-Megatron-LM's names. Underscores stand for dashes, and `--disable-X` for `--no-X`. The lists are made from
+What becomes of each flag that is not one of this program's own. `python pretrain_gpt.py --help all` lists its own,
+under Megatron-LM's names. Underscores stand for dashes, and `--disable-X` for `--no-X`. The lists are made from
 `megatron/extensions/megatron_flags/megatron_flags.toml`, which the command line reads, and
 `python tools/translate_flags.py SCRIPT` applies them to a launch script.
 [migrating_from_megatron.md](migrating_from_megatron.md) lists what differs behind equal names.

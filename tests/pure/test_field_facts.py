@@ -1,0 +1,92 @@
+"""What fields state of other flags (`no_effect_without`, `needs`, `excludes`): each is broken and mended."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.config.flag_spec import Condition
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import Flag, all_flags, spelling_table
+from megatron.training.config.rules.fields import needs_and_exclusions
+from megatron.training.config.run_config import RunConfig
+
+GOOD = (
+    "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --lr 1e-3 --data-path a --vocab-size 64"
+)
+SAMPLES: dict[type, str] = {int: "7", float: "0.7", str: "2"}
+NO_EFFECT = [(f, c) for f in all_flags() for c in f.section_needs or f.spec.no_effect_without]
+NESTED = [(f, c) for f in all_flags() if f.section_needs for c in f.spec.no_effect_without]
+NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs]
+EXCLUDES = [(f, c) for f in all_flags() for c in f.spec.excludes]
+FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
+"""Conditions of several flags, or of a device."""
+
+BROKEN_BY = {
+    "GPUs": "--cpu",
+    "--position-embedding-type learned_absolute": "--position-embedding-type none",
+}
+"""Flags that break conditions which hold by default."""
+
+
+def given(flag: Flag) -> str:
+    """The flag with a value that is not its default."""
+    other = [choice for choice in flag.spec.choices or () if flag.default not in (choice, (choice,))]
+    return flag.name if flag.kind is bool else f"{flag.name} {other[0] if other else SAMPLES[flag.kind]}"
+
+
+def asked(condition: Condition) -> str:
+    """The flags of a condition, the first of several, so that it holds."""
+    name, *rest = condition.parts[0].split(" or ")[0].split()
+    if name == "--rope-type":
+        return "--rope-type yarn --position-embedding-type rope"
+    if rest:
+        return f"{name} {float(rest[1]) + 1:g}" if rest[0] == "above" else f"{name} {rest[0]}"
+    return given(spelling_table()[name][0])
+
+
+def config_of(*flags: str) -> RunConfig:
+    return parse_args(" ".join([GOOD, *flags]).split())
+
+
+def lines(flag: Flag, *flags: str) -> list[str]:
+    return [str(p) for p in needs_and_exclusions(config_of(given(flag), *flags)) if p.flag == flag.name]
+
+
+def ids(pairs: list[tuple[Flag, Condition]]) -> list[str]:
+    return [f"{flag.name} {condition.parts[0]}" for flag, condition in pairs]
+
+
+@pytest.mark.parametrize(("flag", "condition"), NO_EFFECT, ids=ids(NO_EFFECT))
+def test_no_effect_without(flag: Flag, condition: Condition) -> None:
+    needed = condition.parts[0]
+    broken = BROKEN_BY.get(needed, "")
+    if flag.name in needed:  # giving the flag itself makes the condition hold, as --num-experts does for its section
+        assert not lines(flag)
+    else:
+        line = f"{given(flag)}: has no effect without {needed}; add {needed}, or remove {flag.name}"
+        assert line in lines(flag, broken)
+    if needed not in FREE_TEXT:
+        assert not any(f"without {needed};" in line for line in lines(flag, asked(condition)))
+
+
+@pytest.mark.parametrize(("flag", "condition"), NESTED, ids=ids(NESTED))
+def test_no_effect_without_beside_what_the_section_needs(flag: Flag, condition: Condition) -> None:
+    section, needed = [asked(each) for each in flag.section_needs], condition.parts[0]
+    assert f"has no effect without {needed}; add {needed}" in " ".join(lines(flag, *section))
+    assert f"without {needed};" not in " ".join(lines(flag, *section, asked(condition)))
+
+
+@pytest.mark.parametrize(("flag", "condition"), NEEDS, ids=ids(NEEDS))
+def test_needs(flag: Flag, condition: Condition) -> None:
+    section, (needed, why, remedy) = [asked(each) for each in flag.section_needs], condition.parts
+    said = f"{given(flag)}: needs {needed}{why}; {remedy or f'add {needed}, or remove {flag.name}'}"
+    assert said in lines(flag, *section)
+    assert not any("needs" in line for line in lines(flag, *section, asked(condition)))
+
+
+@pytest.mark.parametrize(("flag", "condition"), EXCLUDES, ids=ids(EXCLUDES))
+def test_excludes(flag: Flag, condition: Condition) -> None:
+    (line,) = [each for each in lines(flag, asked(condition)) if condition.parts[0].split()[0] in each]
+    assert line.startswith(f"{given(flag)}: cannot be combined with {asked(condition)}"), line
+    assert line.endswith(f"{condition.parts[1]}; keep one of them")
+    assert not any("cannot be combined" in each for each in lines(flag))
