@@ -10,9 +10,7 @@ from megatron.training.config.flags import Flag, all_flags, spelling_table
 from megatron.training.config.rules.fields import needs_and_exclusions
 from megatron.training.config.run_config import RunConfig
 
-GOOD = (
-    "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --lr 1e-3 --data-path a --vocab-size 64"
-)
+GOOD = "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --lr 1e-3 --data-path a"
 SAMPLES: dict[type, str] = {int: "7", float: "0.7", str: "2"}
 NO_EFFECT = [(f, c) for f in all_flags() for c in f.section_needs or f.spec.no_effect_without]
 NESTED = [(f, c) for f in all_flags() if f.section_needs for c in f.spec.no_effect_without]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
 from megatron.core.config.layers import each, layer_pattern
-from megatron.core.config.moe import MoEConfig
 from megatron.core.moe.experts import has_grouped_kernel
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import config_of_sections, field_table
+from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import notices, resolve, validate
 
 
@@ -202,14 +199,3 @@ def test_one_loss_of_an_older_file_is_read() -> None:
     saved = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
     model = config_of_sections({"model": saved}).model
     assert model.moe_balancing_coeff("seq_aux_loss") == 0.1 and not model.moe_running_loss_coeff
-
-
-def test_flags_of_experts_need_experts() -> None:
-    samples: dict[type, str] = {int: "3", float: "0.5", str: "2"}
-    for field in fields(MoEConfig):
-        flag = field_table()[field.name]
-        other = [choice for choice in flag.spec.choices or () if flag.default not in (choice, (choice,))]
-        value = [] if flag.kind is bool else [other[0] if other else samples[flag.kind]]
-        found = problems(" ".join([BASE, flag.name, *value]), 1)
-        needs = [p for p in found if p.startswith(flag.name) and "has no effect without --num-experts" in p]
-        assert bool(needs) == (field.name != "num_experts"), (flag.name, found)
