@@ -42,7 +42,7 @@ def to_nearest(key: Tensor, salt: int) -> Tensor:
 
 def trained(dtype: str, nearest: bool, iterations: int, microbatches: int) -> tuple[Tensor, Tensor, float]:
     """(initial main parameters, those after training, last loss)"""
-    from megatron.training.metrics.interval import Interval
+    from megatron.training.progress import Interval
     from megatron.training.train_step import train_step
 
     flags = f"{MODEL} --global-batch-size {microbatches} --train-iters {iterations}".split()

@@ -30,10 +30,9 @@ import torch.distributed as dist
 
 from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
 from megatron.core.pipeline_parallel.schedules import layout_of
 from megatron.core.pipeline_parallel.simulator import simulate
-from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training import training
