@@ -1,5 +1,4 @@
-"""The pipeline of a rank, and the gradients of one step. The training loop, the search for a NaN and a replay share them.
-"""
+"""The pipeline of a rank, and the gradients of one step, for the loop, the search for a NaN and a replay."""
 
 from __future__ import annotations
 

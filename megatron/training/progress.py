@@ -1,4 +1,5 @@
 """How far a run has come, which step comes next, the parts of a step, and what an interval of the log collects."""
+
 from __future__ import annotations
 
 import time
