@@ -66,8 +66,9 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         except (ValueError, OSError) as error:
             problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
     found = findings(config, world_size, vocab_size)
-    for note in (each for each in found if each.harmless and launch.rank == 0):
-        print(note, file=sys.stderr)
+    if launch.rank == 0:
+        for notice in (each for each in found if each.harmless):
+            print(notice, file=sys.stderr)
     problems += [each for each in found if not each.harmless]
     config = resolve(config, world_size, vocab_size)
     if line.command is not None:
