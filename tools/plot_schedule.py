@@ -21,10 +21,9 @@ if not __package__:  # run as a file of a clone
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
-from megatron.core.pipeline_parallel.steady_state import post_validated
 
 from .common import add_extension_flag, refuse_picture, run_tool
 from .pictures.drawing import (

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA
 from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
 from megatron.core.dist_checkpointing.storage import INDEX
 from megatron.core.parallel_state import Axis
 from megatron.training import training

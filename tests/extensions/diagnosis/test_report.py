@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
-from megatron.training.reliability.run_events import record_event
+from megatron.training.reliability.run_status import record_event
 from tests.extensions.diagnosis.trace_cases import simulated_trace
 from tests.limits import HANG
 from tests.pure.test_output_files import check_pipe
