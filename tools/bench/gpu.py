@@ -164,7 +164,7 @@ def round_of(run: TrainingRun, steps: int) -> Round:
 
 def take_steps(run: TrainingRun, steps: int) -> None:
     """Training steps, until the device has done them."""
-    from megatron.training.metrics.interval import Interval
+    from megatron.training.progress import Interval
     from megatron.training.train_step import train_step
 
     run.interval = Interval()
