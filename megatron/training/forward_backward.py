@@ -65,7 +65,7 @@ class ForwardBackward:
         return batches, total
 
     def end_step(self, skip: torch.Tensor) -> None:
-        """Updates expert biases, fp8 scales and what is logged with an update of the weights, unless `skip` is 1."""
+        """Updates expert biases, scales and what is logged with an update of the weights, unless `skip` is 1."""
         for meter in self.meters:
             meter.end_step(skip)
 

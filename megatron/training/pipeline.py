@@ -10,7 +10,6 @@ import torch
 
 from megatron.core.batch import Batch
 from megatron.core.batch_overlap import BatchOverlap
-from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import MICROBATCH_RUNNERS
 from megatron.core.pipeline_parallel.actions import Action
@@ -18,6 +17,7 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime

@@ -12,14 +12,13 @@ from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.shared_folder import check_shared
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
 from megatron.training.checkpointing import Checkpointer, load_start
@@ -30,7 +29,6 @@ from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime, choose_products
 from megatron.training.metrics.expert_load import ExpertLoad
-from megatron.training.metrics.fp8_scales import FP8Scales
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.multi_token_losses import MultiTokenLosses
 from megatron.training.metrics.sample_log import SampleLog
@@ -119,7 +117,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             runtime.say(f" {line}")
         for callback in parts.callbacks:
             callback.on_model(plan.longest.config, stages, runtime)
-        scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
     with phases("optimizer"):
         ddp = DistributedDataParallel(
             config.ddp,
@@ -146,7 +143,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             check_shared(Path(config.checkpoint.save), "--save", state.world)
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
-        scaling.refresh()
         saver = RunSaver(checkpointer, runtime, progress)
     if config.logging.sample_log:
         path = Path(config.logging.sample_log)
@@ -158,7 +154,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         ExpertLoad(config.model, state, stages, runtime.device),
         MultiTokenLosses(config.model, state, stages, runtime.device),
         SourceLosses(data.logged_sources, state, stages, runtime.device),
-        FP8Scales(scaling),
         ModelSums(config.logging, optimizer, stages, state, runtime.device),
         UserMetrics(parts.metrics, runtime.device),
         PeakMemory(state.world, runtime.device),

@@ -27,6 +27,7 @@ from unittest import mock
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.core.parts import linear_format
 from megatron.extensions.planner.device_file import DeviceFile, device_names, read_device
 from megatron.training.config.run_config import RunConfig
 from tools.bench.gpu import PRECISIONS, SHAPES, Shape, config_of, largest_that_fits
@@ -108,7 +109,7 @@ def predicted(step: Table, config: RunConfig, device: DeviceFile, flops_per_toke
     device_ms, host_ms = sums.us / 1e3, sums.launches * device.host_launch_us / 1e3
     speed = tokens / max(device_ms, host_ms) * 1e3
     tflops = speed * flops_per_token / 1e12
-    peak = device.peak_tflops["bf16" if config.parallel.fp8_format is None else "fp8"]
+    peak = device.peak_tflops[linear_format(config.parallel) or "bf16"]
     return Prediction(
         config.model.num_layers,
         training.num_microbatches,
@@ -154,7 +155,7 @@ def one_step(config: RunConfig, trace: Any, counter: Any) -> Counter[Kernel]:
         mock.patch.object(KernelChoice, "on_model"),  # there is nothing to time
     ):
         run = build_run(config, initialize(config, Launch(), StartupPhases()))
-    counter.prepare(run.stages.values(), fp8=config.parallel.fp8_format is not None)
+    counter.prepare(run.stages.values(), fp8=linear_format(config.parallel) is not None)
     trace.restart()
     with counter:
         train_step(run)

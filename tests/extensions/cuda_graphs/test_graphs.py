@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.core.fp8.casts import Scaled
-from megatron.core.fp8.recipes import WeightCasts
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
 from megatron.extensions.cuda_graphs.graphed_microbatches import CudaGraphs, GraphedMicrobatches
+from megatron.extensions.fp8.casts import Scaled
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
