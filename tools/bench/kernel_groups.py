@@ -104,7 +104,7 @@ FILES = {
     "core/transformer/mlp": "activation",
     "core/transformer/layer": "residual adds",
     "core/attention": "attention",
-    "core/fp8": "fp8 casts",
+    "extensions/fp8": "fp8 casts",
     "core/moe": "experts",
     "core/tensor_parallel/cross_entropy": "loss",
     "core/tensor_parallel/vocabulary": "embedding",
