@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.parts import CALLBACKS
 from megatron.training.hooks import Callback, Meter
-from megatron.training.metrics.interval import Interval
-from megatron.training.progress import Step
+from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 

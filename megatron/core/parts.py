@@ -453,7 +453,7 @@ class TokenizerFacts:
 TOKENIZERS: Registry[Any, TokenizerFacts] = Registry("--tokenizer-type", TokenizerFacts, "config, vocab_size")
 """`build(config, vocab_size)`: a `megatron.core.tokenizers.tokenizer.Tokenizer`; `vocab_size` is --vocab-size."""
 
-_TOKENIZERS, _MODEL = "megatron.core.tokenizers.build", ("tokenizer_model",)
+_TOKENIZERS, _MODEL = "megatron.core.tokenizers.tokenizer", ("tokenizer_model",)
 TOKENIZERS.register("SentencePieceTokenizer", f"{_TOKENIZERS}:sentencepiece", needs=_MODEL)
 TOKENIZERS.register("Llama2Tokenizer", f"{_TOKENIZERS}:llama2", needs=_MODEL)
 TOKENIZERS.register("HuggingFaceTokenizer", f"{_TOKENIZERS}:huggingface", needs=_MODEL, finds_files=True)

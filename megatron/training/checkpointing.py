@@ -21,9 +21,8 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
-from megatron.core.dist_checkpointing.folders import LATEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import LATEST, kind_of, refusal
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.state_dict import (
     MAIN_PARAM,

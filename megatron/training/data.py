@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.datasets.build import Datasets, Demands, build_datasets, parse_blend, split_share
+from megatron.core.datasets.blended import Renumbered, WholeBatches
+from megatron.core.datasets.build import Datasets, Demands, build_datasets, parse_blend, source_lines, split_share
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
-from megatron.core.datasets.sources import source_lines
-from megatron.core.datasets.views import Renumbered, WholeBatches
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.dist_checkpointing.shared_folder import ranks_without
 from megatron.core.dist_checkpointing.storage import on_first_rank

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
     from megatron.training.initialize import Runtime
-    from megatron.training.metrics.interval import Interval
+    from megatron.training.progress import Interval
 
 
 @dataclass(kw_only=True)

@@ -1,12 +1,19 @@
-"""How far a run has come, which step comes next, and the parts of a step. No torch."""
+"""How far a run has come, which step comes next, the parts of a step, and what an interval of the log collects."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.training.config.batch_size import BatchSizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.core.optimizer.distrib_optimizer import StepResult
 
 
 @dataclass(frozen=True)
@@ -78,3 +85,31 @@ class StepTimers:
             for watcher in self.watchers:
                 stack.enter_context(watcher(part))
             yield
+
+
+@dataclass
+class Interval:
+    """Collects the steps since the last log line. Never waits for the device."""
+
+    start: float = field(default_factory=time.perf_counter)
+    losses: list[Tensor] = field(default_factory=list)
+    """Per iteration [loss sum, tokens] of this rank; zeros where another rank counts them."""
+    results: list[StepResult] = field(default_factory=list)
+    passed_over: int = 0
+    """Iterations left out by --iterations-to-skip."""
+    excluded: float = 0.0
+    """Seconds spent on anything but training, such as evaluation."""
+    learning_rate: float = 0.0
+    decoupled_lr: float | None = None
+    batch_size: int = 0
+    samples: int = 0
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Excludes the time spent in this block from the step time."""
+        began = time.perf_counter()
+        yield
+        self.excluded += time.perf_counter() - began
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start - self.excluded

@@ -10,13 +10,11 @@ from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.data import TrainingData
-from megatron.training.forward_backward import ForwardBackward
+from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Callback, Meter, RunView, Task
 from megatron.training.initialize import Runtime
-from megatron.training.metrics.interval import Interval
-from megatron.training.pipeline import Pipeline
 from megatron.training.plan import RunPlan
-from megatron.training.progress import StepTimers
+from megatron.training.progress import Interval, StepTimers
 from megatron.training.saving import RunSaver
 
 

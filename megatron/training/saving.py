@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.core.dist_checkpointing.async_saver import SaveReport
-from megatron.core.dist_checkpointing.folders import checkpoint_folder, saved_folders
+from megatron.core.dist_checkpointing.path_kind import checkpoint_folder, saved_folders
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import EXPORTERS
 from megatron.training.checkpointing import Checkpointer, build_saver
 from megatron.training.initialize import Runtime
 from megatron.training.metrics import megatron_format
 from megatron.training.progress import Progress
-from megatron.training.reliability.run_events import record_event
+from megatron.training.reliability.run_status import record_event
 
 
 class Exporter(Protocol):

@@ -15,7 +15,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.param_groups import freeze_parameters
+from megatron.core.optimizer.optimizer import freeze_parameters
 from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
@@ -25,17 +25,15 @@ from megatron.training.checkpointing import Checkpointer, load_start
 from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data
-from megatron.training.forward_backward import ForwardBackward
+from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime, choose_products
 from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.metrics.loss_tallies import MultiTokenLosses, SourceLosses
+from megatron.training.metrics.meters import UserMetrics
 from megatron.training.metrics.model_sums import ModelSums
-from megatron.training.metrics.multi_token_losses import MultiTokenLosses
 from megatron.training.metrics.sample_log import SampleLog
-from megatron.training.metrics.source_losses import SourceLosses
 from megatron.training.metrics.summary import PeakMemory
-from megatron.training.metrics.user_metrics import UserMetrics
-from megatron.training.pipeline import Pipeline
 from megatron.training.plan import plan_of, read_history
 from megatron.training.progress import StepTimers
 from megatron.training.run import TrainingRun

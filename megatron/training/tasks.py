@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 from megatron.core.dist_checkpointing.storage import gather
-from megatron.training.checks.bad_steps import settle
 from megatron.training.checks.check_replicas import check_replicas
 from megatron.training.config.run_config import TrainingConfig
 from megatron.training.evaluation import evaluate
@@ -19,10 +18,11 @@ from megatron.training.hooks import Callback, Task
 from megatron.training.initialize import give_back_memory, limit_waits
 from megatron.training.metrics import megatron_format
 from megatron.training.metrics.banner import banner
-from megatron.training.metrics.interval import Interval
 from megatron.training.metrics.run_log import RunLog
 from megatron.training.metrics.summary import summarize
+from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
+from megatron.training.train_step import settle
 
 GIVE_BACK_INTERVAL = 100
 """Iterations between two times that free pages go back to the system, on CPU."""

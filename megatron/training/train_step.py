@@ -1,18 +1,20 @@
-"""One optimizer step on one global batch."""
+"""One optimizer step on one global batch, and the reaction to one that is NaN, Inf or a spike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
 from megatron.core.batch import Batch
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.core.parts import STEP_SEARCHES
 from megatron.core.pipeline_parallel.executor import StaleForwards
-from megatron.training.checks.bad_steps import settle
+from megatron.training.checks.step_guard import Verdict
 from megatron.training.forward_backward import Sums
-from megatron.training.hooks import StepView
+from megatron.training.hooks import StepFinding, StepView
 from megatron.training.progress import GRAD_SYNC, Step
 from megatron.training.run import TrainingRun
 
@@ -102,3 +104,57 @@ def likely_to_stand(run: TrainingRun) -> bool:
     costs less than rolling back."""
     last, largest = run.guard.last, run.config.optimizer.clip_grad
     return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
+
+
+ADVICE_NAN = (
+    "to continue without the step, add --iterations-to-skip {iteration}; to skip such steps automatically, "
+    "--max-skipped-iterations"
+)
+ADVICE_SPIKE = "look at the data and the learning rate; a larger --max-skipped-iterations continues from the checkpoint"
+
+
+class BadStepError(Exception):
+    """A step that ends the run. `advice` tells the user what to do."""
+
+    def __init__(self, message: str, advice: str) -> None:
+        super().__init__(message)
+        self.advice = advice
+
+
+def settle(run: TrainingRun) -> bool:
+    """Reads the verdict on the last step and acts on it. Collective if the step was not finite.
+
+    Returns whether a search may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step
+    ends the run.
+    """
+    run.optimizer.validate()
+    verdict = run.guard.verdict()
+    if verdict is None:
+        return False
+    if verdict.ends_run:
+        _end(run, verdict)
+    if verdict.result.spike:
+        run.runtime.say(f" {verdict}{': skipped' if verdict.result.skipped else ''}")
+    if not (verdict.nan and verdict.refused):
+        return False
+    findings = _search(run, verdict)
+    run.runtime.say("; ".join([f" {verdict}: skipped", *(finding.text for finding in findings)]))
+    return bool(findings)
+
+
+def _search(run: TrainingRun, verdict: Verdict) -> list[StepFinding]:
+    """What extensions find out about a step that was not finite."""
+    findings = [STEP_SEARCHES[name](run, verdict) for name in STEP_SEARCHES]
+    return [finding for finding in findings if finding is not None]
+
+
+def _end(run: TrainingRun, verdict: Verdict) -> NoReturn:
+    """Raises the error that ends the run, after a search for the origin of a NaN."""
+    limit = run.config.checks.max_skipped_iterations
+    skipped = f"{limit} iterations were skipped before, as many as --max-skipped-iterations allows; " if limit else ""
+    message = f"{skipped}{verdict}"
+    if not verdict.nan:
+        raise BadStepError(message, ADVICE_SPIKE)
+    findings, advice = _search(run, verdict), ADVICE_NAN.format(iteration=verdict.step.iteration)
+    message = "; ".join([message, *(finding.text for finding in findings)])
+    raise BadStepError(message, "; ".join([*(finding.advice for finding in findings if finding.advice), advice]))

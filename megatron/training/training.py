@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.storage import gather
-from megatron.training.checks.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Parts, Task, explain_failure
 from megatron.training.initialize import (
@@ -27,7 +26,7 @@ from megatron.training.reliability.watchdog import Watchdog
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.tasks import end_callbacks, save, start_run, why_untrained
-from megatron.training.train_step import train_step
+from megatron.training.train_step import settle, train_step
 
 
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:

@@ -21,10 +21,9 @@ import pytest
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
-from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, resolve, validate
@@ -121,7 +120,7 @@ LONG = {
         "extending",
         "mixture_of_experts",
         "multi_token_prediction",
-        "planning",
+        "planner",
     )
 }
 """Pages whose commands run by --whole alone: other tests start the same programs."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.dist_checkpointing.folders import saved_folders
+from megatron.core.dist_checkpointing.path_kind import saved_folders
 from tests.forked import run_forked, run_program
 
 MODEL = (

@@ -17,8 +17,8 @@ import torch
 
 from megatron.core.dist_checkpointing import storage
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
-from megatron.core.dist_checkpointing.folders import read_latest, saved_folders
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import read_latest, saved_folders
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing import storage
-from megatron.core.dist_checkpointing.folders import read_latest
 from megatron.core.dist_checkpointing.latest_checkpoint import candidates
+from megatron.core.dist_checkpointing.path_kind import read_latest
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_key, optimizer_state
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, open_checkpoint, save
-from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.param_meta import ParamMeta
 from tests.harness import run_world

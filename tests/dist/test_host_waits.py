@@ -14,7 +14,7 @@ import torch
 from megatron.core.moe import dispatcher
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
 from tests.host_waits import HostWaits

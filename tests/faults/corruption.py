@@ -1,6 +1,6 @@
 """Damages the checkpoints of a run in every way and resumes: what was said, what was loaded, and how it ended.
 
-    python -m tests.faults.corruption          prints the table of docs/checkpoints.md
+    python -m tests.faults.corruption          prints a table of the outcomes
 
 A run of two processes (TP2) saves at iterations 2, 4 and 6 and is then stopped. For each kind of damage the same
 command goes on from a damaged copy to iteration 8; where it comes there, its last checkpoint is compared with that of
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA
 from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
 from megatron.core.dist_checkpointing.storage import INDEX
 from megatron.core.parallel_state import Axis
 from megatron.training import training

@@ -40,8 +40,8 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import async_saver as saver
-from megatron.core.dist_checkpointing import folders, storage
-from megatron.core.dist_checkpointing.host_staging import HostStaging
+from megatron.core.dist_checkpointing import path_kind, storage
+from megatron.core.dist_checkpointing.async_saver import HostStaging
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.training import checkpointing, training
@@ -182,7 +182,7 @@ def _reaches(moment: Moment, ranks: Sequence[Any], marks: Marks, began: float) -
 
 
 def read_latest(save: Path) -> int | None:
-    path = save / folders.LATEST
+    path = save / path_kind.LATEST
     return int(path.read_text()) if path.exists() else None
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.initialize import StartupPhases, initialize
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 from megatron.training.reliability.launch import Launch
 from megatron.training.setup import build_run
 from megatron.training.train_step import train_step

@@ -23,7 +23,7 @@ from megatron.training import train_step as train_step_module
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 from megatron.training.train_step import train_step

@@ -20,8 +20,8 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.folders import read_latest
 from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
+from megatron.core.dist_checkpointing.path_kind import read_latest
 from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -395,7 +395,7 @@ DAMAGED_INDICES = {
     "without a value": b".",
     "an unknown slot": b"j\0\0\0\0.",
     "of no type": pickle.dumps([1, 2]),
-    "of no tensors": pickle.dumps(Metadata(cast(dict, None), None, {})),
+    "of no tensors": pickle.dumps(Metadata(cast("dict", None), None, {})),
 }
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.folders import LATEST, read_latest
 from megatron.core.dist_checkpointing.integrity import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import LATEST, read_latest
 from megatron.core.dist_checkpointing.retention import Retention, retain
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError, save

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.folders import LATEST
-from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
+from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
 from megatron.core.parts import MODEL_LOADERS
 from megatron.training.checkpointing import Checkpointer, ModelLoader, load_stages
 from megatron.training.config.run_config import CheckpointConfig
@@ -24,8 +23,8 @@ from megatron.training.reliability.failure_report import ADVICE, Failure, died
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.run_status import Outcome
-from megatron.training.reliability.signal_listener import SignalListener
 from megatron.training.reliability.stack_dump import StackDump
+from megatron.training.reliability.stop_requests import SignalListener
 from tests.forked import join
 from tests.limits import HANG
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
-from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.rules.optimizer import WAIT_FOR_RANK_0
 from megatron.training.config.validation import notices, resolve, validate

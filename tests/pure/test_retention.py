@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.folders import saved_folders
+from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.dist_checkpointing.retention import Retention, retain, to_delete
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import SENDS, Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import add_communication, pipeline_lists, validate_schedule
+from megatron.core.pipeline_parallel.passes import (
+    add_communication,
+    consecutive,
+    pipeline_lists,
+    post_validated,
+    validate_schedule,
+)
 from megatron.core.pipeline_parallel.schedules import (
     build_schedule,
     forward_only,
@@ -20,7 +26,6 @@ from megatron.core.pipeline_parallel.schedules import (
     splits_backward,
 )
 from megatron.core.pipeline_parallel.simulator import TIMED, StageCosts, simulate
-from megatron.core.pipeline_parallel.steady_state import consecutive, post_validated
 
 ONE_STAGE = ("gpipe", "1f1b")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.parallel import DDPConfig
-from megatron.core.distributed import small_grads
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
@@ -83,8 +83,8 @@ def test_small_gradients_added_together_have_the_same_bits(
     name: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = gradients(name, False, False, False)
-    monkeypatch.setattr(small_grads, "AT_A_TIME", at_a_time)
-    monkeypatch.setattr(small_grads, "LARGEST", 100)
+    monkeypatch.setattr(param_and_grad_buffer, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(param_and_grad_buffer, "LARGEST", 100)
     for found, zeroed in zip(gradients(name, True, False, False, together=True), expected, strict=True):
         assert torch.equal(found, zeroed)
 

@@ -37,8 +37,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
-from megatron.core.dist_checkpointing.folders import checkpoint_folder
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.testing.local_world import run_world

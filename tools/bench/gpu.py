@@ -38,9 +38,9 @@ from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from tools.bench.ceilings import Ceiling, ceiling_tokens, ceilings, wait_for
 from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, groups_of, say_groups, spans_of
 from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, positive, say_machine, write_json
+from tools.bench.timing import Ceiling, ceiling_tokens, ceilings, wait_for
 
 if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
@@ -165,7 +165,7 @@ def round_of(run: TrainingRun, steps: int) -> Round:
 
 def take_steps(run: TrainingRun, steps: int) -> None:
     """Training steps, until the device has done them."""
-    from megatron.training.metrics.interval import Interval
+    from megatron.training.progress import Interval
     from megatron.training.train_step import train_step
 
     run.interval = Interval()

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.datasets.blended import sources_of
 from megatron.core.datasets.gpt_dataset import Dataset, Sample
-from megatron.core.datasets.views import sources_of
 
 MicroBatch = dict[str, Tensor | None]
 

@@ -6,9 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA, is_checkpoint, read_latest, saved_folders
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
-from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import (
+    LATEST,
+    METADATA,
+    PATH_KINDS,
+    is_checkpoint,
+    kind_of,
+    read_latest,
+    refusal,
+    saved_folders,
+)
 from megatron.core.dist_checkpointing.shared_folder import REMEDY, ranks_without
 from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint
 from megatron.core.dist_checkpointing.storage import gather as gather_over

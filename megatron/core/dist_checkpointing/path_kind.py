@@ -1,4 +1,5 @@
-"""Recognizes what a path holds: a checkpoint, a run, an indexed dataset, or what extensions add. No torch.
+"""Recognizes what a path holds: a checkpoint, a run, an indexed dataset, or what extensions add. Names the folders and
+files of checkpoints. No torch.
 
 Every flag and tool that takes a path asks here, so that all of them take the same things for the same.
 """
@@ -6,11 +7,12 @@ Every flag and tool that takes a path asks here, so that all of them take the sa
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.folders import LATEST, is_checkpoint, saved_folders
+from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.parts import DATA_READERS
 from megatron.core.registry import Registry
 
@@ -113,3 +115,41 @@ def refusal(path: str | Path, remedy: str | None = None) -> str:
     elif kind in TEXTS:
         remedy += "; --data-path and tools/preprocess_data.py take text"
     return f"{path} {PATH_KINDS.facts(kind).about}; {remedy}"
+
+
+LATEST = "latest_checkpointed_iteration.txt"
+METADATA = "metadata.json"
+
+
+def checkpoint_folder(root: Path, iteration: int) -> Path:
+    """Folder of the checkpoint of an iteration."""
+    return root / f"iter_{iteration:07d}"
+
+
+def saved_folders(root: Path) -> dict[int, Path]:
+    """Maps iteration to folder for every published checkpoint in `root`."""
+    found: dict[int, Path] = {}
+    for folder in sorted(root.glob("iter_*")):  # X before X.old
+        if match := re.fullmatch(r"iter_(\d+)(\.old)?", folder.name):
+            found.setdefault(int(match[1]), folder)
+    return found
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, complete or not, and not one that holds some."""
+    return (path / METADATA).exists() or (path / MANIFEST).exists()
+
+
+def read_latest(root: Path) -> int | None:
+    """Iteration of the newest complete checkpoint in `root`, from its text file; None without that file. Raises
+    ValueError if the file holds no number."""
+    path = root / LATEST
+    if not path.exists():
+        return None
+    text = path.read_text(errors="replace").strip() if path.is_file() else "something else than a file"
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise ValueError(
+            f"{path} must hold the number of an iteration, not {text[:40]!a}; write the number of one of "
+            f"{sorted(found.name for found in root.glob('iter_*'))} into it, or delete it"
+        )
+    return int(text)

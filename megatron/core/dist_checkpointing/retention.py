@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.folders import METADATA, saved_folders
 from megatron.core.dist_checkpointing.integrity import MANIFEST
+from megatron.core.dist_checkpointing.path_kind import METADATA, saved_folders
 from megatron.core.dist_checkpointing.storage import remove
 
 

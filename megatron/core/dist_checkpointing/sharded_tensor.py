@@ -1,4 +1,4 @@
-"""Sharded tensor for torch.distributed.checkpoint (DCP): one rank's boxes of a global tensor.
+"""Sharded tensor for torch.distributed.checkpoint (DCP): one rank's boxes of a global tensor; `OptimizerPiece`.
 
 A rank holds a rectangle ("box") of each parameter and, under ZeRO-1, a flat range of that rectangle's elements in
 row-major order. A flat range is itself a few boxes (`core.boxes`), and DCP reshards boxes: what one set of boxes saved
@@ -10,12 +10,16 @@ DCP reads boxes through three methods that are private to torch. Only this file 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from megatron.core.boxes import boxes_of_flat_range
+from megatron.core.param_meta import ParamMeta
 
 LocalBox = tuple[tuple[int, ...], Tensor]
 """(offset in the global tensor, live data of the box)."""
@@ -136,3 +140,29 @@ def _without_surroundings(data: Tensor) -> Tensor:
     begin = data.storage_offset() * data.itemsize
     storage = data.untyped_storage()[begin : begin + data.nbytes]  # keeps the whole alive
     return torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
+
+
+@dataclass(frozen=True)
+class OptimizerPiece:
+    """Optimizer state of elements [start, stop) of one parameter's local shard, flattened row-major.
+
+    `data` is a live 1-D view of stop - start elements: a save reads it, a load writes into it. A piece may be empty.
+    Without the distributed optimizer every data-parallel rank holds the whole shard: start 0, stop its size.
+    """
+
+    key: str
+    """Kind of state, such as "main_param", "exp_avg", "exp_avg_sq" or "momentum_buffer"."""
+
+    meta: ParamMeta
+    data: Tensor
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        assert self.data.dim() == 1 and self.data.numel() == self.stop - self.start, self.meta.name
+
+    def boxes(self, coords: Mapping[str, tuple[int, int]]) -> list[tuple[tuple[int, ...], Tensor]]:
+        """(offset in the global tensor, live view of the box) of the boxes that make up the piece, on the rank at
+        `coords`."""
+        flat = boxes_of_flat_range(*self.meta.box(coords), self.start, self.stop)
+        return [(box.offset, self.data[box.start - self.start : box.stop - self.start].view(box.shape)) for box in flat]

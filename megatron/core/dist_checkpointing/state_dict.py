@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, ShardedBoxes
-from megatron.core.optimizer_piece import OptimizerPiece
+from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, OptimizerPiece, ShardedBoxes
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 

@@ -34,12 +34,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
+from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
-from megatron.core.dist_checkpointing.streaming import StreamingWriter, item_bytes
-from megatron.core.dist_checkpointing.summed_files import SummedFiles
+from megatron.core.dist_checkpointing.streaming import StreamingWriter, SummedFiles, item_bytes
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 

@@ -1,26 +1,30 @@
 """Streaming writes for torch.distributed.checkpoint (DCP): memory is that of the tensor being written and the next.
 
 DCP's own writer keeps every tensor of a file until the file is closed, which costs nothing for tensors that are in
-memory anyway.
+memory anyway. `SummedFiles` is the file system for either writer: it knows the checksum of each file.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
+
+from megatron.core.dist_checkpointing.integrity import SummedFile, Sums
 
 FILE_BYTES = 5_000_000_000
 """Size from which a new file is begun, so that ranks that load can share the reading."""
@@ -78,3 +82,30 @@ def item_bytes(item: WriteItem) -> int:
     """Bytes of the data of an item to write."""
     data = item.tensor_data
     return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+
+
+class SummedFiles(FileSystem):
+    """File system for DCP's writer that records the checksum of each file."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb", mode
+        stream = SummedFile(Path(path))
+        try:
+            yield cast("io.IOBase", stream)
+        except Exception as error:
+            # torch's zip writer reports that a write failed, but not why.
+            if stream.failure is not None and stream.failure is not error:
+                raise stream.failure from error
+            raise
+        finally:
+            stream.close()
+        self.sums[Path(path).name] = stream.sums
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        if Path(path).name in self.sums:
+            self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)

@@ -16,13 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_forward
-from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer, UnitBucket, have_values
+from megatron.core.distributed.param_and_grad_buffer import (
+    Bucket,
+    ParamAndGradBuffer,
+    SmallGrads,
+    UnitBucket,
+    have_values,
+)
 from megatron.core.distributed.param_layout import DEFAULT, GroupOf, Piece, launch_order, plan_buffers
-from megatron.core.distributed.small_grads import SmallGrads
 from megatron.core.distributed.unit_sharding import UnitSharding
 from megatron.core.init import is_present, set_present
-from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import PARAM_GATHERS, param_gather
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import host_slots, place_states
@@ -26,7 +27,6 @@ from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import HostUpdateRule, OptimizerShard, Shard, UpdateRule
 from megatron.core.optimizer.post_validation import RollbackCopies, UnvalidatedUpdate, Update
-from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import HOST_UPDATES, MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES, UPDATE_HOOKS
 

@@ -6,20 +6,23 @@ of the gradients to the gather of updated parameters, is `DistributedOptimizer`'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.param_groups import ParamGroup
+from megatron.core.config.param_groups import ParamGroup, lines_of_groups
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
+from megatron.core.dist_checkpointing.state_dict import tagged_parameters
+from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import ALIGNMENT, BufferLayout, Piece, StateRange
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.compiled_adam import adam_scalars, adamw_
-from megatron.core.optimizer_piece import OptimizerPiece
+from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
 
@@ -350,3 +353,23 @@ class HostUpdateRule(Protocol):
     ) -> None:
         """One update after `start`, with the `scalars` of this step; gradients are `scaled` by their factor, or taken
         as they are. Kernels launched from now on see the new parameters. Waits for the gradients."""
+
+
+def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
+    """Freezes what --freeze matches, before gradient buffers are built, and returns lines to print on the groups of the
+    others, where there are groups beside the usual ones. Collective if a flag names parameters or there are such.
+
+    A frozen parameter has no gradient, no place in a bucket and no optimizer state. Raises ValueError, on every rank,
+    for an expression of --freeze or --param-group that matches no parameter of the whole model, and if nothing is left
+    to train."""
+    if not config.names_parameters and not config.has_own_groups:
+        return []
+    trained = {meta.name: (meta, param) for meta, param in tagged_parameters(modules) if param.requires_grad}
+    groups = {name: (config.group_of(name, meta.kind), meta.numel) for name, (meta, _) in trained.items()}
+    whole = {name: group for found in gather(groups, world) for name, group in found.items()}
+    config.check_names(whole)
+    for name, (_, param) in trained.items():
+        param.requires_grad_(not config.freezes(name))
+    if not config.has_own_groups:
+        return []
+    return list(lines_of_groups({name: group for name, group in whole.items() if not config.freezes(name)}))

@@ -27,8 +27,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.tensor_parallel.weight_grad import is_stale
-from megatron.training.forward_backward import ForwardBackward
-from megatron.training.pipeline import Pipeline
+from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.progress import Step
 
 FORWARD, BACKWARD, WEIGHT_GRADIENT = "forward", "backward", "weight gradient"

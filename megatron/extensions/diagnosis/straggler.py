@@ -28,8 +28,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.training.hooks import Callback, Meter
-from megatron.training.metrics.interval import Interval
-from megatron.training.progress import GRAD_SYNC, STEP_PARTS
+from megatron.training.progress import GRAD_SYNC, STEP_PARTS, Interval
 from megatron.training.run import TrainingRun
 
 

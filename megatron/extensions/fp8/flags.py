@@ -75,9 +75,9 @@ def described(parallel: ModelParallelConfig) -> str:
 
 
 def gathers(parallel: ModelParallelConfig) -> bool:
-    """Whether weights are gathered in fp8."""
+    """Whether weights are gathered in fp8. A rule refuses it by rows."""
     own = parallel.options(Fp8Flags)
-    return own.fp8_param_gather and own.fp8_format is not None
+    return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"
 
 
 def _scales_of_steps(own: Fp8Flags) -> bool:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from math import gcd, lcm
 
 from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.extensions.linear_attention.flags import LinearAttentionFlags
-from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
-from megatron.training.config.rules.model import VARIANT
 from megatron.training.config.run_config import RunConfig
 
 
@@ -30,14 +27,6 @@ def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--linear-num-key-heads", keys, rule, near)
     if (name := linear_format(p)) is not None and tp >= 1 and keys >= 1 and keys % tp == 0:
         yield from _aligned(c, *LINEAR_FORMATS.facts(name).alignment(p, tp))
-
-
-def without_delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Without linear attention, its shape has no effect."""
-    for field in fields(LinearAttentionFlags) if c.model.experimental_attention_variant is None else ():
-        value = getattr(c.options(LinearAttentionFlags), field.name)
-        if value != field.default:
-            yield Problem.no_effect(field_table()[field.name].name, value, VARIANT)
 
 
 def _aligned(c: RunConfig, alignment: int, under: str) -> Iterator[Problem]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA, read_latest
-from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
+from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, PATH_KINDS, read_latest
 from megatron.extensions.conversion.flags import FORMATS
 
 COMMON = "common.pt"

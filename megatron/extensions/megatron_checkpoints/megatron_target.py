@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.dist_checkpointing.folders import LATEST, checkpoint_folder
+from megatron.core.dist_checkpointing.path_kind import LATEST, checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.models.gpt.parameters import model_states

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.extensions.phases.flags import PhasesConfig
@@ -18,9 +18,6 @@ from megatron.training.config.flags import config_of_sections, flat_values
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase
-
-if TYPE_CHECKING:
-    pass
 
 COMPARED = (*DATA, *POSITIONS, "global_batch_size")
 """Fields in which a phase that has begun must stay what it was."""

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.blended import sources_of
 from megatron.core.datasets.gpt_dataset import Dataset, Sample
-from megatron.core.datasets.views import sources_of
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.extensions.phases.file_phase import FilePhase
-from megatron.training.pipeline import hidden_shape
+from megatron.training.forward_backward import hidden_shape
 from megatron.training.run import TrainingRun
 
 

@@ -11,12 +11,12 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.planner.device_file import device_names, read_device
 from megatron.extensions.planner.dry_run.step import DeviceError
+from megatron.extensions.planner.processes import ctrl_c_ends_the_process
 from megatron.extensions.planner.rehearsal.record import DISTINCT, chosen_ranks
 from megatron.training.config.commands import Command, GivenOptions, Prepared
 from megatron.training.config.input_files import missing_inputs
 from megatron.training.config.problem import Problem
 from megatron.training.extensions import problem_in_extension
-from megatron.training.reliability.processes import ctrl_c_ends_the_process
 
 
 def command_of(given: GivenOptions, world_size: int | None) -> Command | None:

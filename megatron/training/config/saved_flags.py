@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
-from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, PATH_KINDS, kind_of, refusal, saved_folders
 from megatron.core.parts import MODEL_LOADERS, PLANS
 from megatron.training.config.flags import (
     all_flags,

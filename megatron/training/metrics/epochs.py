@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.blended import sources_of
 from megatron.core.datasets.gpt_dataset import Dataset
-from megatron.core.datasets.views import sources_of
 from megatron.training.plan import RunPlan
 
 PART = 1 << 20

@@ -20,7 +20,7 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import EXTRA_COLUMNS, Balance, end_step
 from megatron.core.parallel_state import ParallelState
 from megatron.training.hooks import Meter
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 
 
 class ExpertLoad(Meter):

@@ -14,7 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.training.config.run_config import LoggingConfig
 from megatron.training.hooks import Meter
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 
 
 class ModelSums(Meter):

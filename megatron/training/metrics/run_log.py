@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.folders import saved_folders
-from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
+from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG, saved_folders
 from megatron.core.tokenizers.kept_files import keep_tokenizer
 from megatron.training.config.arguments import flat_values, save_config
 from megatron.training.hooks import Meter
 from megatron.training.metrics import console, megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
-from megatron.training.reliability.run_events import record_event
+from megatron.training.reliability.run_status import record_event
 from megatron.training.run import TrainingRun
 
 SCHEMA = 1

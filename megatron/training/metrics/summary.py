@@ -14,8 +14,8 @@ from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.training.checks.step_guard import is_nan
 from megatron.training.config.run_config import LoggingConfig, RunConfig
 from megatron.training.hooks import MODEL_FLOPS, Meter
-from megatron.training.metrics.interval import Interval
 from megatron.training.metrics.sinks import Record
+from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 
 # Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.

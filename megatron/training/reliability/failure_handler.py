@@ -26,8 +26,8 @@ from megatron.training.reliability.launch import Launch, restarts_left, tell_las
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, NoStoreError
 from megatron.training.reliability.run_status import ExitCode, Outcome, code_for_launcher
-from megatron.training.reliability.signal_listener import SignalListener
 from megatron.training.reliability.stack_dump import StackDump
+from megatron.training.reliability.stop_requests import SignalListener
 
 GRACE = 3.0
 """Seconds that a consequence waits for its cause."""

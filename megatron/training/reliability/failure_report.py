@@ -13,8 +13,7 @@ from types import FrameType
 
 import torch
 
-from megatron.core.dist_checkpointing.folders import LATEST
-from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.dist_checkpointing.path_kind import LATEST, kind_of
 from megatron.core.parts import MODEL_LOADERS
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import place_in_extension

@@ -1,4 +1,4 @@
-"""Exit codes, and the status file of a run for the script that started it. No torch.
+"""Exit codes, the status file of a run for the script that started it, and the events of a run. No torch.
 
 Launchers lose exit codes: torchrun turns every code of a worker except 0 into 1, and srun kills the other nodes on a
 nonzero code. So if OUTCOME_FILE is set in the environment, the status of the run is written to that file, as lines of
@@ -15,16 +15,19 @@ which know no other successful end, TO_BE_RESUMED is exit code 0.
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
+from megatron.core.dist_checkpointing.path_kind import EVENTS
 from megatron.training.config.output_files import whole_file
 from megatron.training.reliability.launch import Launch
-from megatron.training.reliability.run_events import record_event
 
 VARIABLE = "OUTCOME_FILE"
 
@@ -115,3 +118,12 @@ class ExitCode(IntEnum):
 
     KILLED = 128
     """Plus the number of the second signal, which ended the process at once."""
+
+
+def record_event(save: str | Path | None, event: str, **facts: Any) -> None:
+    """Adds a line. Without --save, before its folder is there, and on a full disk it does nothing."""
+    if not save or not Path(save).is_dir():
+        return
+    line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})
+    with suppress(OSError), (Path(save) / EVENTS).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")

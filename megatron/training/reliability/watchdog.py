@@ -22,9 +22,8 @@ from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
 from megatron.training.reliability.run_status import ExitCode, Outcome
 from megatron.training.reliability.save_lease import LeaseError, SaveLease
-from megatron.training.reliability.signal_listener import SignalListener
 from megatron.training.reliability.stack_dump import StackDump
-from megatron.training.reliability.stop_requests import StopConditions, StopRequests
+from megatron.training.reliability.stop_requests import SignalListener, StopConditions, StopRequests
 
 
 class Watch(Protocol):

@@ -19,7 +19,7 @@ from megatron.extensions.fp8.casts import Scaled
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 from tests.extensions.phases import test_phases as phases
 from tests.harness import local_run, run_world

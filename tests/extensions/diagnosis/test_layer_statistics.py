@@ -13,8 +13,8 @@ from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.metrics.interval import Interval
 from megatron.training.metrics.summary import summarize
+from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.harness import run_world

@@ -21,12 +21,11 @@ from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WE
 from megatron.extensions.diagnosis.step_dump import CONFIG, SavedStep
 from megatron.extensions.diagnosis.step_replay import config_of as replay_config_of
 from megatron.extensions.diagnosis.step_replay import replay
-from megatron.training.checks.bad_steps import BadStepError, settle
 from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.extensions import Problem, extension_flags
-from megatron.training.train_step import train_step
+from megatron.training.train_step import BadStepError, settle, train_step
 from tests.extensions.cuda_graphs.test_graphs import FakeRecorder
 from tests.harness import run_world
 from tests.parity.test_bad_steps import MODEL, SAMPLE, build, config_of, plant, same, skip, tensors

@@ -9,10 +9,9 @@ import pytest
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.straggler import slowest, straggler_line, straggler_record
 from megatron.training.config.run_config import RunConfig
-from megatron.training.metrics.interval import Interval
 from megatron.training.metrics.sinks import Record
 from megatron.training.metrics.summary import summarize
-from megatron.training.progress import STEP_PARTS
+from megatron.training.progress import STEP_PARTS, Interval
 from megatron.training.train_step import train_step
 from tests.dist.test_host_waits import VERDICT, waits
 from tests.harness import local_run, run_world

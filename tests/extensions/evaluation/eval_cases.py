@@ -11,7 +11,7 @@ from megatron.extensions.evaluation.in_loop import EvalTasks, generation_of, sco
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.forked import ROOT

@@ -31,7 +31,7 @@ from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 
 WORDS = "stone river cloud ember".split()

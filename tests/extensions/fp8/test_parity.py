@@ -21,12 +21,11 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.parallel_state import Axis
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
-from megatron.training.checks.bad_steps import BadStepError
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
-from megatron.training.train_step import train_step
+from megatron.training.train_step import BadStepError, train_step
 from tests.extensions import needs
 from tests.harness import Snapshot, local_run, train_in_world
 

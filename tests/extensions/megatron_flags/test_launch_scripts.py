@@ -15,7 +15,7 @@ import pytest
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
-from megatron.core.dist_checkpointing.folders import saved_folders
+from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.tokenizers import build_tokenizer
 from tests.forked import ROOT, run_forked
 from tests.limits import HANG

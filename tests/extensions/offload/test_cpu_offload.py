@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed import param_layout
 from megatron.core.distributed.param_layout import ALIGNMENT, HOST_SLOTS, host_slots, place_states, plan_buffers
 from megatron.core.optimizer.optimizer import MAIN_PARAM
-from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.offload import host_update
@@ -325,7 +325,7 @@ with fake_cuda(read_device("h100")) as mode:
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
-    from megatron.training.metrics.interval import Interval
+    from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
     flags = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
     config = config_of(SHAPES["tiny"], 1, 1, flags)

@@ -14,7 +14,7 @@ from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.param_groups import freeze_parameters
+from megatron.core.optimizer.optimizer import freeze_parameters
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from megatron.extensions.planner.memory import pipeline_stages, states_of_rank

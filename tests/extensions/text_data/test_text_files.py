@@ -16,9 +16,8 @@ import pytest
 import zstandard
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
-from megatron.core.datasets.build import build_datasets
+from megatron.core.datasets.build import build_datasets, source_lines
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.sources import source_lines
 from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import find_inputs

@@ -39,8 +39,7 @@ from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Param
 from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Meter, StepView
-from megatron.training.metrics.interval import Interval
-from megatron.training.progress import Step
+from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
-from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.training.config.description import batch_line, microbatches_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import RunPlan

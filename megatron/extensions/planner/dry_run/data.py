@@ -11,7 +11,7 @@ from megatron.training.plan import Phase, RunPlan
 
 def data_lines(plan: RunPlan, phase: Phase) -> Iterator[str]:
     """The data sets of the training split in a phase as they are on this machine."""
-    from megatron.core.datasets.sources import source_lines
+    from megatron.core.datasets.build import source_lines
 
     config, data = phase.config, phase.config.data
     yield from plan.lines(phase)

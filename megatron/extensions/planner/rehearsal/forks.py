@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar, cast
 
-from megatron.training.reliability.processes import end_with_parent
+from megatron.extensions.planner.processes import end_with_parent
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T | Lost]:
                 finally:
                     sender.close()
                 running[receiver] = waiting.pop(), process
-            for receiver in cast(list[Connection], wait(list(running))):
+            for receiver in cast("list[Connection]", wait(list(running))):
                 job, process = running[receiver]
                 try:
                     result = receiver.recv()

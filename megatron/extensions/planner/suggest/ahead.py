@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from megatron.extensions.planner.processes import end_with_parent
 from megatron.extensions.planner.suggest.bounds import Candidate, best_first
 from megatron.extensions.planner.suggest.costs import NOTHING_HELD, LayoutCosts
 from megatron.extensions.planner.suggest.layouts import Family, Layout
 from megatron.extensions.planner.time.step_time import StageTimes
-from megatron.training.reliability.processes import end_with_parent
 
 Bounded = Callable[[Candidate[Any]], Candidate[Any] | None]
 

@@ -12,10 +12,9 @@ from functools import lru_cache
 
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, at_stage, execution_order, simulate
-from megatron.core.pipeline_parallel.steady_state import post_validated
 
 ROUNDS = 3
 """Steps of more rounds of p micro-batches than this are extrapolated."""

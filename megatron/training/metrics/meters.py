@@ -1,4 +1,4 @@
-"""Metrics of a user's own over a log interval: sums and counts that stay on the device."""
+"""Metrics of a user's own over a log interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.training.hooks import Meter, Metric, StepView
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 
 
 class UserMetrics(Meter):

@@ -1,4 +1,5 @@
-"""Losses of the log interval by row: sums that modules add up in the passes, and the loss of each data set of a blend.
+"""Losses of the log interval by row: sums that modules add up in the passes, of each data set of a blend and of each
+depth of multi-token prediction.
 
 The last pipeline stage adds the losses of a sample to its source's row (--log-source-loss). Totals stay on the device
 and travel with the reduction of the log, or of the evaluation.
@@ -12,10 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.training.hooks import Meter
-from megatron.training.metrics.interval import Interval
+from megatron.training.progress import Interval
 
 
 class Tallies(Meter):
@@ -87,3 +89,23 @@ class SourceLosses(Tallies):
             if self.counts:
                 found += tally
             tally.copy_(before)
+
+
+class MultiTokenLosses(Tallies):
+    """What the modules of a rank have tallied: in the present step, and since the last record."""
+
+    def __init__(
+        self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
+    ) -> None:
+        self.modules = [model.mtp for model in stages.values() if model.mtp is not None]
+        super().__init__([module.tally for module in self.modules], config.mtp_depths, state.tp.first, device)
+
+    def weighted_sum(self) -> Tensor:
+        """What the step so far has added to the loss sum that is trained, and not to the one that is reported. float64
+        scalar, 0 on ranks whose tallies do not count."""
+        parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
+        """Mean loss by depth from 1; None where no token counted."""
+        return {f"mtp_loss_{depth}": mean for depth, mean in enumerate(means(summed), 1)}
