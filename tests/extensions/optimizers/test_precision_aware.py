@@ -17,6 +17,7 @@ from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.train_step import train_step
+from tests.extensions import installed
 from tests.harness import run_world
 
 STRATEGY = "--data-parallel-sharding-strategy"
@@ -181,6 +182,7 @@ def test_what_does_not_combine_is_refused(flags: str, rule: str) -> None:
 
 
 @pytest.mark.grid("update", ["--optimizer muon"], ["--optimizer muon", MOMENTS["fp8"]])
+@pytest.mark.skipif(not installed("fp8"), reason="fp8 is deleted")
 def test_strategies_compute_the_same_bits_in_fp8(update: str) -> None:
     """ZeRO-2 and ZeRO-3 beside fp8 layers."""
     from tests.extensions.fp8 import test_sharding as strategies
