@@ -200,7 +200,10 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
     ("flags", "rule"),
     [
         (f"{OFFLOAD}0.5 --optimizer muon", "multiplies whole matrices; remove it, or use --optimizer adam or sgd"),
-        (f"{OFFLOAD}0.5 --qk-clip", "cannot be combined with --qk-clip: main parameters are scaled on the device"),
+        (
+            f"{OFFLOAD}0.5 --qk-clip",
+            "--qk-clip: cannot be combined with --optimizer-cpu-offload: main parameters are scaled on the device",
+        ),
         (f"{OFFLOAD}1.5", "--optimizer-offload-fraction 1.5: must be in [0, 1]"),
         ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction 0.5: has no effect without"),
         ("--no-pin-cpu-grads", "--no-pin-cpu-grads: has no effect without --optimizer-cpu-offload"),
