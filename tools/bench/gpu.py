@@ -30,6 +30,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import linear_format
 from megatron.extensions.planner.activations import activations_of_ranks
 from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.flops import flops_per_token
@@ -233,7 +234,7 @@ def measure(
     one_round = round_of(run, args.steps)
     speed = Spread.of([one_round() for _ in range(args.rounds)])
     tflops = speed.median * flops_per_token(config.model) / 1e12
-    peak = peak_tflops(config.logging, device, torch.bfloat16, config.parallel.fp8_format is not None)
+    peak = peak_tflops(config.logging, device, torch.bfloat16, linear_format(config.parallel))
     result = Result(
         name,
         precision,

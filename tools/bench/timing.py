@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.parts import linear_format
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.training.config.run_config import RunConfig
 from tools.bench.side_by_side import Spread
 
@@ -104,7 +106,7 @@ def ceilings(config: RunConfig, device: Any) -> Iterator[Ceiling]:
     side, calls = (8192, 10) if on_gpu else (64, 1)
     for kind, make in (("bf16", products_in_bf16), ("fp8", products_in_fp8)):
         for name, shape in {f"{side}^3": (side,) * 3, **products(config)}.items():
-            if kind == "bf16" or (config.parallel.fp8_format is not None and name != "head"):
+            if kind == "bf16" or (linear_format(config.parallel) is not None and name != "head"):
                 rows, out, size_in = shape
                 call, work = make(rows, out, size_in, device), 6e-12 * rows * out * size_in
                 yield Ceiling(f"{name} {kind}", timed_calls(call, device, work, calls), "TFLOP/s")
@@ -119,7 +121,7 @@ def ceilings(config: RunConfig, device: Any) -> Iterator[Ceiling]:
 def ceiling_tokens(config: RunConfig, found: Sequence[Ceiling]) -> float:
     """Tokens per second if a step were its matrix products alone, at the rates measured."""
     rates = {ceiling.name: ceiling.rate.median for ceiling in found}
-    layers, in_fp8 = config.model.num_layers, len(config.parallel.fp8_layers(config.model.num_layers))
+    layers, in_fp8 = config.model.num_layers, len(config.options(Fp8Flags).layers(config.model.num_layers))
     seconds = 0.0
     for name, (rows, out, size_in) in products(config).items():
         work = 6e-12 * rows * out * size_in
