@@ -125,7 +125,7 @@ def _waits_for(rank: int, standings: Mapping[int, Waiting]) -> set[int]:
     return {peer for peer in found if peer is not None} - {rank}
 
 
-def _behind(other: Standing, mine: Entered) -> bool:
+def _behind(other: Waiting, mine: Entered) -> bool:
     theirs = other.in_group(mine)
     return theirs is None or theirs.number < mine.number
 
