@@ -38,7 +38,6 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from tools.bench.preprocess import write_corpus
 from tools.bench.side_by_side import Spread, machine, positive, say_machine, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +75,37 @@ def _with_peak(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 
 
 # Preprocessing
+
+DOCUMENT_CHARACTERS = 100_000
+SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp")
+
+
+def texts(roots: Sequence[Path]) -> Iterator[str]:
+    """Documents from the source files below these folders, in a fixed order. Long texts are cut, as the memory of a
+    tokenizer grows with the longest document."""
+    for root in roots:
+        for path in sorted(root.rglob("*")):
+            if path.suffix in SUFFIXES and path.is_file():
+                try:
+                    text = path.read_text(encoding="utf-8")
+                except (UnicodeDecodeError, OSError):
+                    continue
+                for start in range(0, len(text), DOCUMENT_CHARACTERS):
+                    yield text[start : start + DOCUMENT_CHARACTERS]
+
+
+def write_corpus(path: Path, megabytes: float, roots: Sequence[Path]) -> None:
+    """Writes about so many MB of JSON lines, the same texts again where there are fewer."""
+    size = 0
+    with open(path, "w", encoding="utf-8") as out:
+        while size < megabytes * 1e6:
+            before = size
+            for text in texts(roots):
+                size += out.write(json.dumps({"text": text}) + "\n")
+                if size >= megabytes * 1e6:
+                    break
+            if size == before:
+                raise SystemExit(f"no text found below {', '.join(map(str, roots))}")
 
 
 def train_tokenizers(corpus: Path, folder: Path) -> dict[str, list[str]]:
