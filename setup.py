@@ -46,7 +46,7 @@ setup(
         *("megatron_tools", "megatron_tools.common", "megatron_tools.pictures"),
     ],
     package_data={
-        "": ["*.toml", "*.json", "*.yaml", "*.css"],
+        "": ["*.toml", "*.json", "*.yaml", "*.css", "*.html"],
         "megatron.extensions": ["flag_index.txt"],
         "megatron.extensions.planner": ["devices/*.yaml"],
     },

@@ -16,7 +16,9 @@ from pathlib import Path
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
-from .common import PICTURES, refuse_picture, run_tool
+
+from .common import refuse_picture, run_tool
+from .pictures.drawing import new_figure, write_picture
 from .pictures.run_folder import read_metrics
 
 TRAIN_KEY = "lm_loss"
@@ -33,12 +35,8 @@ def labels_of(folders: list[Path]) -> list[str]:
 
 def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
     """Writes the picture and returns a line that says what is in it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
+    figure = new_figure(8, 4.5)
+    axes = figure.subplots()
     summary, runs = [], [read_metrics(path) for path in paths]
     for path, run, label in zip(paths, runs, labels_of([run.path for run in runs]), strict=True):
         losses, valid = run.values(TRAIN_KEY), run.values(VALID_KEY)
@@ -55,9 +53,7 @@ def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
-    pyplot.close(figure)
+    write_picture(figure, output)
     return "\n".join(summary)
 
 
@@ -67,16 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
     parser.add_argument("--log-scale", action="store_true", help="logarithmic loss axis")
     args = parser.parse_args(argv)
-    try:
-        refuse_picture("--output", args.output, PICTURES)
-        print(draw(args.runs, args.output, args.log_scale))
-    except ImportError:
-        print("the loss curve needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"drawn: {args.output}")
+    refuse_picture("--output", args.output)
+    print(draw(args.runs, args.output, args.log_scale))
     return 0
 
 

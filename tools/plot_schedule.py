@@ -13,29 +13,30 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
 from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
 
-from .common import PICTURES, add_extension_flag, refuse_picture, run_tool
+from .common import add_extension_flag, refuse_picture, run_tool
+from .pictures.drawing import (
+    COLOURS,
+    NAMES,
+    draw_actions,
+    fill_legend,
+    idle_shares,
+    name_rows,
+    new_figure,
+    write_picture,
+)
 
-COLOURS = {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#54a24b", Kind.FB: "#b279a2"}
-NAMES = {
-    Kind.F: "F: forward",
-    Kind.B: "B: backward",
-    Kind.I: "I: backward, gradient of the input",
-    Kind.W: "W: backward, gradient of the weights",
-    Kind.FB: "FB: forward and backward in turns",
-}
 INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 SMALLEST_INCHES = 0.17
 """Of an action of a schedule that does not fit otherwise: three small digits."""
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not all(map(math.isfinite, (args.forward, args.input_grad, args.weight_grad, args.comm, args.exchange))):
         parser.error("--forward, --input-grad, --weight-grad, --comm and --exchange must be finite numbers")
     try:
-        refuse_picture("--output", args.output, PICTURES)
+        refuse_picture("--output", args.output)
     except ValueError as error:
         parser.error(str(error))
     if min(args.forward, args.input_grad, args.weight_grad) <= 0 or args.comm < 0:
@@ -94,7 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output:
         title = f"{args.pipeline_schedule}, p = {args.pp}, m = {args.num_microbatches}, v = {layout.chunks}"
         draw(found, layout, f"{title}: bubble {found.bubble:.1%}", args.output)
-        print(f"wrote {args.output}")
     return 0
 
 
@@ -181,45 +181,29 @@ def summary_of(found: Simulation) -> str:
 def draw(found: Simulation, layout: PipelineLayout, title: str, path: Path) -> None:
     """A bar for each compute action: colour by kind, paler for later chunks, with its microbatch. At the right the idle
     share of each rank. Of a long schedule the beginning and the end, where ranks differ: the middle repeats itself."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)
     inches = min(INCHES_PER_ACTION, max(SMALLEST_INCHES, MOST_INCHES * unit / found.makespan))
     windows = windows_of(found.makespan, unit * MOST_INCHES / inches)
     width = max(6.0, sum(stop - start for start, stop in windows) / unit * inches)
-    figure, panels = pyplot.subplots(
-        1, len(windows), sharey=True, squeeze=False, figsize=(width, 1.7 + 0.3 * layout.pp), layout="constrained"
-    )
-    for axes, (start, stop) in zip(panels[0], windows, strict=True):
-        for rank, entry in bars:
-            if entry.start < stop and entry.stop > start:
-                _draw_bar(axes, rank, entry, layout, 7 if inches == INCHES_PER_ACTION else 5)
-        axes.set(xlim=(start, stop), yticks=range(layout.pp), xlabel="time")
-    first, last = panels[0][0], panels[0][-1]
-    first.set(ylabel="pipeline rank", ylim=(layout.pp - 0.5, -0.5))
-    idle = last.secondary_yaxis("right")
-    shares = [f"{1 - busy / found.makespan:.1%}" for busy in found.busy]
-    idle.set_yticks(range(layout.pp), labels=shares)
-    idle.set_ylabel("idle")
+    points, scale = (7 if inches == INCHES_PER_ACTION else 5), 72 * inches / unit
+    figure = new_figure(width, 1.7 + 0.3 * layout.pp)
+    panels = figure.subplots(1, len(windows), sharey=True, squeeze=False)[0]
+    for axes, (start, stop) in zip(panels, windows, strict=True):
+        for rank, timeline in enumerate(found.timeline):
+            line = [entry for entry in drawn(timeline) if entry.start < stop and entry.stop > start]
+            paler = lambda action: 1 - 0.6 * layout.chunk_of(action.stage) / layout.chunks  # noqa: E731
+            draw_actions(axes, rank, line, 0.0, scale, paler, points)
+        axes.set(xlim=(start, stop), xlabel="time")
+    name_rows(panels[0], list(map(str, range(layout.pp))))
+    panels[0].set_ylabel("pipeline rank")
+    idle_shares(panels[-1], [1 - busy / found.makespan for busy in found.busy])
     left_out = f"; time {windows[0][1]:.0f} to {windows[1][0]:.0f} left out" if len(windows) > 1 else ""
-    kinds = [kind for kind in NAMES if any(entry.action.kind is kind for _, entry in bars)]
     figure.suptitle(title + left_out)
-    figure.legend(
-        handles=[
-            *(Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds),
-            Patch(color="none", label="number: micro-batch" + ("; paler: later chunk" if layout.chunks > 1 else "")),
-        ],
-        loc="outside lower center",
-        ncols=len(kinds) + 1,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    kinds = {entry.action.kind.value for _, entry in bars}
+    note = "number: micro-batch" + ("; paler: later chunk" if layout.chunks > 1 else "")
+    fill_legend(figure, {name: COLOURS[kind] for kind, name in NAMES.items() if kind in kinds} | {note: "none"})
+    write_picture(figure, path)
 
 
 def windows_of(makespan: float, most: float) -> list[tuple[float, float]]:
@@ -227,23 +211,6 @@ def windows_of(makespan: float, most: float) -> list[tuple[float, float]]:
     if makespan <= most:
         return [(0.0, makespan)]
     return [(0.0, most / 2), (makespan - most / 2, makespan)]
-
-
-def _draw_bar(axes: Any, rank: int, entry: Timed, layout: PipelineLayout, points: int) -> None:
-    action, start, stop = entry
-    opacity = 1 - 0.6 * layout.chunk_of(action.stage) / layout.chunks
-    look = {"color": COLOURS[action.kind], "alpha": opacity, "edgecolor": "black", "linewidth": 0.4}
-    axes.barh(rank, stop - start, left=start, height=0.85, **look)
-    axes.text(
-        (start + stop) / 2,
-        rank,
-        str(action.microbatch),
-        ha="center",
-        va="center",
-        color="white" if action.kind is Kind.F else "black",
-        fontsize=points,
-        clip_on=True,
-    )
 
 
 if __name__ == "__main__":

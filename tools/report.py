@@ -24,7 +24,7 @@ from megatron.training.config.output_paths import why_not_written
 
 from .common import run_tool
 from .pictures import report_sections as sections
-from .pictures.page import page, paragraph
+from .pictures.page import html
 from .pictures.plot_memory import read_plan
 from .pictures.run_folder import CONFIG, RunFolder, read_run
 
@@ -70,23 +70,25 @@ def report(
 ) -> str:
     """The page of a run."""
     last = next((record["time"] for record in reversed(run.records) if "time" in record), None)
-    lead = paragraph(f"{run.path.resolve()}" + (f"; last record {sections.when(last)} UTC" if last else ""), "soft")
+    lead = html.paragraph(
+        f"{run.path.resolve()}" + (f"; last record {sections.when(last)} UTC" if last else ""), "soft"
+    )
     if other is not None:
-        lead += paragraph(f"compared with {other.path.resolve()}", "soft")
-    return page(
+        lead += html.paragraph(f"compared with {other.path.resolve()}", "soft")
+    return html.page(
         f"Run {run.name}",
         lead,
-        [
-            ("Summary", sections.summary(run)),
-            ("Loss", sections.loss(run, other)),
-            ("Throughput", sections.throughput(run)),
-            ("Memory", sections.memory(run, plan, why_no_plan)),
-            ("Layout", sections.layout(run, gpus_per_node)),
-            ("Timeline", sections.timeline(run)),
-            ("Saves", sections.saves(run)),
-            ("Faults and restarts", sections.faults(run)),
-            ("Configuration", sections.configuration(run, other)),
-        ],
+        {
+            "Summary": sections.summary(run),
+            "Loss": sections.loss(run, other),
+            "Throughput": sections.throughput(run),
+            "Memory": sections.memory(run, plan, why_no_plan),
+            "Layout": sections.layout(run, gpus_per_node),
+            "Timeline": sections.timeline(run),
+            "Saves": sections.saves(run),
+            "Faults and restarts": sections.faults(run),
+            "Configuration": sections.configuration(run, other),
+        },
     )
 
 

@@ -37,7 +37,7 @@ LAYOUT_FIELDS = (
 
 
 PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
-"""Kinds of pictures that plots of matplotlib are written as."""
+"""Kinds of pictures that matplotlib writes."""
 
 
 def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
@@ -134,17 +134,20 @@ def refuse_output(paths: list[Path], overwrite: bool) -> None:
         )
 
 
-def refuse_picture(flag: str, path: Path | None, kinds: Sequence[str] = (".svg",)) -> None:
-    """Raises ValueError if a picture could not be written to a file, for its suffix or its folder, before any work is
-    done for it."""
+def refuse_picture(flag: str, path: Path | None) -> None:
+    """Raises ValueError if a picture could not be written to a file, for its suffix, its folder or want of matplotlib,
+    before any work is done for it."""
     if path is None:
         return
-    if path.suffix.lower() not in kinds:
-        wanted = "must end with the kind of picture: " if len(kinds) > 1 else "must end in "
-        example = path.with_suffix(kinds[0]) if path.suffix else f"{path}{kinds[0]}"
-        raise ValueError(f"{flag} {path}: {wanted}{', '.join(kinds)}; for example {example}")
+    if path.suffix.lower() not in PICTURES:
+        example = path.with_suffix(PICTURES[0]) if path.suffix else f"{path}{PICTURES[0]}"
+        raise ValueError(
+            f"{flag} {path}: must end with the kind of picture: {', '.join(PICTURES)}; for example {example}"
+        )
     if (why := why_not_written(path)) is not None:
         raise ValueError(f"{flag} {path}: {why}; name a file in a folder that can be written")
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{flag} {path}: needs matplotlib: pip install 'paritrain[plot]'")
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:

@@ -1,1 +1,1 @@
-"""Drawings of runs, layouts and plans as SVG, without any library; `tools/report.py` puts them into one page."""
+"""Drawings of runs, layouts and plans with matplotlib; `tools/report.py` puts them into one page."""

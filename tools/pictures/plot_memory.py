@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,18 +24,21 @@ if not __package__:  # run as a file of a clone
 from megatron.extensions.diagnosis.trace.trace_file import read_trace
 
 from ..common import refuse_picture, run_tool
-from .svg import Svg, byte_text, ticks, write_svg
+from .drawing import HUES, byte_text, fill_legend, name_rows, new_figure, write_picture, write_values
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CATEGORIES = {
-    "weights": "h-0",
-    "gradients": "h-1",
-    "optimizer": "h-2",
-    "activations": "h-3",
-    "working": "h-4",
-    "activations and working": "h-3",
-    "host": "h-5",
+    "weights": HUES[0],
+    "gradients": HUES[1],
+    "optimizer": HUES[2],
+    "activations": HUES[3],
+    "working": HUES[4],
+    "activations and working": HUES[3],
+    "host": HUES[5],
 }
-"""Category -> class of its colour. The last is of host memory, beside the device's."""
+"""Category -> colour. The last is of host memory, beside the device's."""
 
 MOST_RANKS = 32
 
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", type=Path, help="file of --dry-run --json")
     parser.add_argument("--trace", type=Path, help="file of --trace")
-    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the bars")
+    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the bars, as SVG, PNG or PDF")
     args = parser.parse_args(argv)
     if args.plan is None and args.trace is None:
         parser.error("name a --plan, a --trace, or both")
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bars += measured_bars(read_trace(args.trace)["otherData"]["ranks"])
     print("\n".join(f"{bar.label}: {told(bar)}" for bar in in_order(bars)))
     if args.output is not None:
-        write_svg(memory_picture(bars), args.output)
+        write_picture(memory_picture(bars), args.output)
     return 0
 
 
@@ -110,38 +112,38 @@ def in_order(bars: Sequence[Bar]) -> list[Bar]:
 def told(bar: Bar) -> str:
     """A bar in words."""
     parts = ", ".join(f"{name} {byte_text(size)}" for name, size in bar.sizes.items())
-    on_device = sum(size for name, size in bar.sizes.items() if name != "host")
-    return f"{'planned' if bar.planned else 'held'} {byte_text(on_device)}: {parts}{bar.note}"
+    return f"{'planned' if bar.planned else 'held'} {byte_text(on_device(bar))}: {parts}{bar.note}"
 
 
-def memory_picture(bars: Sequence[Bar]) -> Svg:
+def on_device(bar: Bar) -> int:
+    """Bytes of all categories but the host's."""
+    return sum(size for name, size in bar.sizes.items() if name != "host")
+
+
+def memory_picture(bars: Sequence[Bar]) -> Figure:
     """One horizontal bar each, by category, plan and measurement of a pipeline rank beside each other."""
     every = in_order(bars)
     drawn = every[:MOST_RANKS]
     more = f"; {len(drawn)} of {len(every)} bars are drawn" if len(every) > len(drawn) else ""
-    left, row, width = 150.0, 22.0, 900.0
-    longest = max((sum(bar.sizes.values()) for bar in drawn), default=0) or 1
-    scale = (width - left - 190) / longest
-    height = 30 + row * len(drawn) + 60
-    picture = Svg(width, height, "Memory of ranks, planned and held", "; ".join(map(told, drawn[:8])))
-    picture.text(4, 16, f"memory by category, planned and held{more}", "strong")
+    used = {name: colour for name, colour in CATEGORIES.items() if any(name in bar.sizes for bar in drawn)}
+    figure = new_figure(11, 1.3 + 0.26 * len(drawn))
+    axes = figure.subplots()
     for number, bar in enumerate(drawn):
-        x, y = left, 28 + number * row
-        what = "planned" if bar.planned else "held"
-        picture.text(left - 6, y + 14, f"{bar.label} {what}", "soft small", "end")
+        begin = 0
         for name, size in bar.sizes.items():
-            look = f"bar {CATEGORIES[name]}"
-            picture.rect(x, y + 2, size * scale, row - 5, look, f"{bar.label} {what}: {name} {byte_text(size)}")
-            x += size * scale
-        on_device = sum(size for name, size in bar.sizes.items() if name != "host")
-        picture.text(x + 6, y + 14, f"{byte_text(on_device)}{bar.note}", "small")
-    y = 28 + row * len(drawn)
-    unit = 1024 ** int(math.log(longest, 1024))
-    for value in (unit * number for number in ticks(0, longest / unit, 6)):
-        picture.text(left + value * scale, y + 14, byte_text(value) if value else "0", "soft small", "middle")
-    used = [name for name in CATEGORIES if any(name in bar.sizes for bar in drawn)]
-    picture.legend(left, height - 10, [(CATEGORIES[name], name) for name in used])
-    return picture
+            axes.barh(number, size, left=begin, height=0.8, color=CATEGORIES[name], edgecolor="white", linewidth=0.5)
+            begin += size
+        axes.annotate(f"{byte_text(on_device(bar))}{bar.note}", (begin, number), (4, 0), **BESIDE)
+    name_rows(axes, [f"{bar.label} {'planned' if bar.planned else 'held'}" for bar in drawn])
+    axes.set_title(f"memory by category, planned and held{more}")
+    axes.set_xlim(left=0)
+    write_values(axes.xaxis, byte_text)
+    fill_legend(figure, used)
+    return figure
+
+
+BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "annotation_clip": False}
+"""A text to the right of a point."""
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,7 +26,11 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.diagnosis.trace.trace_file import read_trace
 
 from ..common import add_config_flags, config_of, refuse_picture, run_tool
-from .svg import Svg, write_svg
+from .drawing import HUES, new_figure, write_picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FIELDS = (
     "tensor_model_parallel_size",
@@ -77,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks of a node (default: 8)")
     add_config_flags(parser, "layout", *FIELDS)
     parser.add_argument("--trace", type=Path, help="layout and hosts of a traced run instead")
-    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the map")
+    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the map, as SVG, PNG or PDF")
     args = parser.parse_args(argv)
     refuse_picture("--output", args.output)
     if args.trace is not None:
@@ -88,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = planned_map(config_of(ModelParallelConfig, args), args.world_size, args.gpus_per_node)
     print("\n".join(lines(found)))
     if args.output is not None:
-        write_svg(rank_picture(found), args.output)
+        write_picture(rank_picture(found), args.output)
     return 0
 
 
@@ -153,66 +157,52 @@ def _span(numbers: Sequence[int]) -> str:
     return ",".join(map(str, distinct[:8])) + (",..." if len(distinct) > 8 else "")
 
 
-HUES = 8
+IN_ROW = 8
+"""Ranks of a node beside each other."""
 
 
-def rank_picture(found: RankMap) -> Svg:
+def rank_picture(found: RankMap) -> Figure:
     """A box for each node with a cell for each rank: coloured by pipeline rank, with its coordinates; a red frame where
-    tensor-parallel ranks are on several nodes."""
+    tensor-parallel ranks are on several nodes. Coordinates are in cells."""
+    from matplotlib.patches import Rectangle
+
     nodes = list(found.ranks_of.items())
     drawn, most = nodes[:MOST_NODES], max(len(ranks) for _, ranks in nodes)
     detailed = len(drawn) <= 16
-    cell, high = (86.0, 46.0) if detailed else (26.0, 20.0)
-    in_row = min(most, 8)
-    box_width, box_height = in_row * cell + 16, -(-most // in_row) * high + 30
-    columns = max(1, min(len(drawn), int(1100 // (box_width + 12))))
-    width = max(560.0, columns * (box_width + 12) + 12)
+    width, height = (1.1, 0.5) if detailed else (0.3, 0.22)
+    box_width, box_height = min(most, IN_ROW) + 0.4, -(-most // IN_ROW) + 0.9
+    columns = max(1, min(len(drawn), int(15 / (box_width * width))))
+    rows = -(-len(drawn) // columns)
     notes = [crossing_line(found, axis) for axis in found.axes]
-    top = 30.0 + 17 * len(notes)
-    height = top + -(-len(drawn) // columns) * (box_height + 12) + 34
-    picture = Svg(width, height, "Ranks on nodes", "; ".join(notes))
-    more = f"; the first {MOST_NODES} are drawn" if len(nodes) > MOST_NODES else ""
-    picture.text(12, 18, f"{_count(found)}{more}", "strong")
-    for number, note in enumerate(notes):
-        picture.text(12, 36 + 17 * number, note, "soft")
     split = {rank for group in found.dims.groups("tp") if found.nodes_of(group) > 1 for rank in group}
+    legend = "colour: pipeline rank" + ("; red frame: TP crosses nodes" if split else "")
+    more = f"; the first {MOST_NODES} are drawn" if len(nodes) > MOST_NODES else ""
+    figure = new_figure(max(6, columns * box_width * width), rows * box_height * height + 0.2 * (len(notes) + 3))
+    axes = figure.subplots()
+    axes.set_title("\n".join([f"{_count(found)}{more}", *notes]))
     for number, (node, ranks) in enumerate(drawn):
-        x = 12 + number % columns * (box_width + 12)
-        y = top + number // columns * (box_height + 12)
-        picture.rect(x, y, box_width, box_height, "paper")
-        for x1, y1, x2, y2 in ((0, 0, 1, 0), (1, 0, 1, 1), (1, 1, 0, 1), (0, 1, 0, 0)):
-            picture.line(x + x1 * box_width, y + y1 * box_height, x + x2 * box_width, y + y2 * box_height)
-        picture.text(x + 8, y + 16, node[: int(box_width / 8)])
+        x, y = number % columns * box_width, number // columns * box_height
+        axes.add_patch(Rectangle((x, y), box_width - 0.2, box_height - 0.2, fill=False, edgecolor="#d1d9e0"))
+        axes.text(x + 0.1, y + 0.35, node[: int(box_width * width * 12)])
         for place, rank in enumerate(ranks):
-            at = x + 8 + place % in_row * cell, y + 24 + place // in_row * high
-            _draw_rank(picture, found, rank, at, (cell - 3, high - 3), detailed, rank in split)
-    picture.text(12, height - 10, "colour: pipeline rank" + ("; red frame: TP crosses nodes" if split else ""), "soft")
-    return picture
+            at = x + 0.1 + place % IN_ROW, y + 0.6 + place // IN_ROW
+            _draw_rank(axes, found, rank, at, detailed, rank in split)
+    axes.set(xlim=(-0.05, columns * box_width), ylim=(rows * box_height, -0.05), xticks=[], yticks=[], xlabel=legend)
+    axes.spines[:].set_visible(False)
+    return figure
 
 
-def _draw_rank(
-    picture: Svg,
-    found: RankMap,
-    rank: int,
-    at: tuple[float, float],
-    size: tuple[float, float],
-    detailed: bool,
-    split: bool,
-) -> None:
+def _draw_rank(axes: Axes, found: RankMap, rank: int, at: tuple[float, float], detailed: bool, split: bool) -> None:
+    from matplotlib.patches import Rectangle
+
     coords = found.dims.coords(rank)
-    axes = [axis for axis in ("pp", "dp", "ep", "cp", "tp") if found.dims.size(axis) > 1]
-    where = " ".join(f"{axis}{coords[axis]}" for axis in axes)
-    (x, y), (width, height) = at, size
-    picture.rect(x, y, width, height, f"bar h-{coords['pp'] % HUES}", f"rank {rank}: {where}")
-    if split:
-        picture.rect(x + 1, y + 1, width - 2, height - 2, "crossing")
-    if not detailed:
-        picture.text(x + width / 2, y + height / 2 + 4, str(rank), "small on", "middle")
-        return
-    picture.text(x + 6, y + 15, f"rank {rank}", "on strong")
-    half = -(-len(axes) // 2) if len(where) > 14 else len(axes)
-    for line, part in enumerate((axes[:half], axes[half:])):
-        picture.text(x + 6, y + 27 + 11 * line, " ".join(f"{axis}{coords[axis]}" for axis in part), "on small")
+    frame = {"edgecolor": "#d1242f", "linewidth": 1.5} if split else {"edgecolor": "white"}
+    axes.add_patch(Rectangle(at, 0.94, 0.94, facecolor=HUES[coords["pp"] % len(HUES)], **frame))
+    words = [f"{axis}{coords[axis]}" for axis in ("pp", "dp", "ep", "cp", "tp") if found.dims.size(axis) > 1]
+    half = -(-len(words) // 2) if len(" ".join(words)) > 14 else len(words)
+    lines = [f"rank {rank}", " ".join(words[:half]), " ".join(words[half:])] if detailed else [str(rank)]
+    look = {"ha": "center", "va": "center", "fontsize": 7}
+    axes.text(at[0] + 0.47, at[1] + 0.47, "\n".join(filter(None, lines)), **look)
 
 
 if __name__ == "__main__":

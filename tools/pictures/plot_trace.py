@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,17 +24,25 @@ from megatron.extensions.diagnosis.trace.pipeline_timeline import MeasuredStep, 
 from megatron.extensions.diagnosis.trace.trace_file import PLANNED_TRACK, Trace, read_trace
 
 from ..common import refuse_picture, run_tool
-from .svg import Svg, ticks, time_text, write_svg
+from .drawing import (
+    COLOURS,
+    NAMES,
+    draw_actions,
+    fill_legend,
+    idle_shares,
+    name_rows,
+    new_figure,
+    time_text,
+    write_picture,
+    write_values,
+)
 
-NAMES = {
-    "F": "F: forward",
-    "B": "B: backward",
-    "I": "I: backward, input gradient",
-    "W": "W: backward, weight gradient",
-    "FB": "FB: forward and backward in turns",
-}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MOST_RANKS = 64
-WIDTH, LEFT = 1100.0, 70.0
+INCHES = 11.0
+"""Width of a picture."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", type=Path, help="file that --trace wrote")
     parser.add_argument("--iteration", type=int, help="default: the last traced one")
     parser.add_argument("--rank", type=int, default=0, help="a rank of the pipeline to draw; default: 0")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.svg")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.svg", help="as SVG, PNG or PDF")
     parser.add_argument("--phases", type=Path, metavar="FILE.svg", help="draw the phases of all ranks' step too")
     args = parser.parse_args(argv)
     refuse_picture("--output", args.output)
@@ -49,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace = read_trace(args.trace)
     step = chosen(trace, args.iteration, args.rank)
     print(told(trace, step))
-    write_svg(timeline_picture(trace, step), args.output)
+    write_picture(timeline_picture(trace, step), args.output)
     if args.phases is not None:
-        write_svg(phases_picture(trace, step.iteration), args.phases)
+        write_picture(phases_picture(trace, step.iteration), args.phases)
     return 0
 
 
@@ -97,57 +106,27 @@ def _span_and_bubble(timeline: Sequence[Sequence[Timed]]) -> tuple[float, float]
     return length, 1 - busy / (len(timeline) * length) if length else 0.0
 
 
-def timeline_picture(trace: Trace, step: MeasuredStep) -> Svg:
+def timeline_picture(trace: Trace, step: MeasuredStep) -> Figure:
     """The plan above the measurement, on one scale."""
     plan = planned_timeline(trace, step)
     panels = [("planned, with the median times of this trace", plan)] if plan else []
     panels.append((f"measured, iteration {step.iteration}", step.timeline))
     longest = max(_span_and_bubble(timeline)[0] for _, timeline in panels) or 1.0
-    row, rows = (22.0 if len(step.ranks) <= 16 else 12.0), len(step.ranks)
-    height = 30 + len(panels) * (rows * row + 46) + 24
-    picture = Svg(WIDTH, height, f"Pipeline of iteration {step.iteration}, planned and measured", told(trace, step))
-    scale, y = (WIDTH - LEFT - 60) / longest, 8.0
-    for name, timeline in panels:
+    row = 0.3 if len(step.ranks) <= 16 else 0.17
+    figure = new_figure(INCHES, 0.5 + len(panels) * (row * len(step.ranks) + 0.6))
+    for axes, (name, timeline) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         length, bubble = _span_and_bubble(timeline)
-        picture.text(4, y + 14, f"{name}: {time_text(length)}, bubble {bubble:.1%}", "strong")
-        y += 22
-        _draw_rows(picture, timeline, step.ranks, y, row, scale, length)
-        y += rows * row
-        for value in ticks(0, longest, 8):
-            picture.line(LEFT + value * scale, y, LEFT + value * scale, y + 4)
-            picture.text(LEFT + value * scale, y + 15, time_text(value) if value else "0", "soft small", "middle")
-        y += 24
-    kinds = sorted({timed.action.kind.value for _, timeline in panels for line in timeline for timed in line})
-    entries = [(f"c-{kind}", NAMES[kind]) for kind in ("F", "B", "I", "W", "FB") if kind in kinds]
-    picture.legend(LEFT, height - 8, entries)
-    return picture
-
-
-def _draw_rows(
-    picture: Svg,
-    timeline: Sequence[Sequence[Timed]],
-    ranks: Sequence[int],
-    top: float,
-    row: float,
-    scale: float,
-    length: float,
-) -> None:
-    start = min(timed.start for line in timeline for timed in line)
-    for number, (rank, line) in enumerate(zip(ranks, timeline, strict=True)):
-        y = top + number * row
-        picture.text(LEFT - 6, y + row / 2 + 4, f"rank {rank}", "soft small", "end")
-        picture.line(LEFT, y + row - 1, LEFT + length * scale, y + row - 1)
-        for action, begin, end in line:
-            x, width = LEFT + (begin - start) * scale, (end - begin) * scale
-            outline = "bar " if width > 3 else ""
-            picture.rect(
-                x, y + 1, width, row - 3, f"{outline}c-{action.kind.value}", f"{action}: {time_text(end - begin)}"
-            )
-            label = str(action.microbatch)
-            if width > 6 + 6 * len(label):
-                picture.text(x + width / 2, y + row / 2 + 3.5, label, "small on", "middle")
-        idle = 1 - covered((timed.start, timed.stop) for timed in line) / length if length else 0.0
-        picture.text(LEFT + length * scale + 4, y + row / 2 + 4, f"idle {idle:.0%}", "soft small")
+        start = min(timed.start for line in timeline for timed in line)
+        for number, line in enumerate(timeline):
+            draw_actions(axes, number, line, start, 72 * (INCHES - 1.4) / longest)
+        busy = [covered((timed.start, timed.stop) for timed in line) for line in timeline]
+        name_rows(axes, [f"rank {rank}" for rank in step.ranks])
+        idle_shares(axes, [1 - each / length if length else 0.0 for each in busy])
+        axes.set(title=f"{name}: {time_text(length)}, bubble {bubble:.1%}", xlim=(0, longest))
+        write_values(axes.xaxis, time_text)
+    kinds = {timed.action.kind.value for _, timeline in panels for line in timeline for timed in line}
+    fill_legend(figure, {name: COLOURS[kind] for kind, name in NAMES.items() if kind in kinds})
+    return figure
 
 
 PHASES = {
@@ -157,9 +136,9 @@ PHASES = {
 }
 
 
-def phases_picture(trace: Trace, iteration: int) -> Svg:
+def phases_picture(trace: Trace, iteration: int) -> Figure:
     """What each rank's step consists of, from its data to its update, on the clock of all ranks."""
-    ranks: dict[int, list[tuple[str, str, float, float]]] = {}
+    ranks: dict[int, list[tuple[str, float, float]]] = {}
     steps: dict[int, tuple[float, float]] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X" and event.get("cat") == "step" and event["name"] == f"step {iteration}":
@@ -175,37 +154,33 @@ def phases_picture(trace: Trace, iteration: int) -> Svg:
         begin, end = event["ts"], event["ts"] + event["dur"]
         args = event["args"]
         if event["cat"] == "step" and event["name"] in PHASES:
-            ranks.setdefault(rank, []).append((PHASES[event["name"]], event["name"], begin, end))
+            ranks.setdefault(rank, []).append((PHASES[event["name"]], begin, end))
         elif event["cat"] == "pipeline" and args.get("iteration") == iteration and args["kind"] in NAMES:
-            ranks.setdefault(rank, []).append((args["kind"], event["name"], begin, end))
+            ranks.setdefault(rank, []).append((args["kind"], begin, end))
         elif event["cat"] == "wait" and args.get("axis") == "pp":
             waits.setdefault(rank, []).append((begin, end))
     shown = sorted(steps)[:MOST_RANKS]
     first, last = min(start for start, _ in steps.values()), max(stop for _, stop in steps.values())
-    row, scale = 16.0, (WIDTH - LEFT - 20) / ((last - first) or 1.0)
-    height = 26 + len(shown) * row + 50
     more = f"; the first {MOST_RANKS} of {len(steps)} ranks" if len(steps) > MOST_RANKS else ""
-    picture = Svg(WIDTH, height, f"Phases of iteration {iteration} on each rank")
-    picture.text(4, 16, f"step {iteration} of every rank: {time_text(last - first)}{more}", "strong")
+    figure = new_figure(INCHES, 1.1 + 0.22 * len(shown))
+    axes = figure.subplots()
+    used = {kind for line in ranks.values() for kind, *_ in line}
+    legend = {name: COLOURS[kind] for kind, name in NAMES.items() if kind in used}
+    legend |= {name: COLOURS[kind] for name, kind in PHASES.items()} | {
+        "other": COLOURS["other"],
+        "blank: waits": "white",
+    }
     for number, rank in enumerate(shown):
-        y = 26 + number * row
-        picture.text(LEFT - 6, y + 12, f"rank {rank}", "soft small", "end")
         start, stop = steps[rank]
-        picture.rect(LEFT + (start - first) * scale, y + 1, (stop - start) * scale, row - 3, "c-other", "other")
-        for colour, name, begin, end in ranks.get(rank, []):
-            x, width = LEFT + (begin - first) * scale, (end - begin) * scale
-            picture.rect(x, y + 1, width, row - 3, f"c-{colour}", f"{name}: {time_text(end - begin)}")
-        for begin, end in waits.get(rank, []):
-            x, width = LEFT + (begin - first) * scale, (end - begin) * scale
-            picture.rect(x, y + 1, width, row - 3, "paper", "waits for a message")
-    y = 26 + len(shown) * row
-    for value in ticks(0, last - first, 8):
-        picture.text(LEFT + value * scale, y + 14, time_text(value) if value else "0", "soft small", "middle")
-    used = {colour for line in ranks.values() for colour, *_ in line}
-    entries = [(f"c-{kind}", name) for kind, name in NAMES.items() if kind in used]
-    entries += [("c-data", "data"), ("c-reduction", "end of the gradient reduction"), ("c-optimizer", "optimizer")]
-    picture.legend(4, height - 8, [*entries, ("c-other", "other"), ("paper", "blank: waits")])
-    return picture
+        parts = [("other", start, stop), *ranks.get(rank, []), *(("wait", *wait) for wait in waits.get(rank, []))]
+        times = [(begin - first, end - begin) for _, begin, end in parts]
+        fills = [COLOURS.get(kind, "white") for kind, *_ in parts]
+        axes.broken_barh(times, (number - 0.4, 0.8), facecolors=fills)
+    name_rows(axes, [f"rank {rank}" for rank in shown])
+    axes.set(title=f"step {iteration} of every rank: {time_text(last - first)}{more}", xlim=(0, last - first or 1.0))
+    write_values(axes.xaxis, time_text)
+    fill_legend(figure, legend)
+    return figure
 
 
 if __name__ == "__main__":

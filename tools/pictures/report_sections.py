@@ -6,25 +6,25 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
 
-from .charts import MOST_POINTS, Series, curves
-from .page import bullets, cards, details, figures, paragraph, table
+from .drawing import Series, byte_text, curves, short_number, time_text
+from .page import figures, html
 from .plot_memory import in_order, measured_bars, memory_picture, planned_bars, told
 from .plot_ranks import RankMap, lines, map_of_trace, rank_picture
 from .plot_trace import chosen, phases_picture, timeline_picture
 from .plot_trace import told as step_told
 from .run_folder import CONFIG, RunFolder, number
-from .svg import byte_text, short_number, time_text
 
 MOST_ROWS = 200
 IN_SIGHT = 20
 
 
-def summary(run: RunFolder) -> str:
+def summary(run: RunFolder) -> Markup:
     """The figures that one asks for first."""
     loss, valid, speed = run.values("lm_loss"), run.values("valid_loss"), run.values("tokens_per_second")
     tokens, peak, mfu = run.values("consumed_tokens"), run.values("peak_memory_bytes"), run.values("mfu")
@@ -51,7 +51,7 @@ def summary(run: RunFolder) -> str:
         facts.append(("peak memory of a rank", byte_text(max(held)), ""))
     if run.world_size is not None:
         facts.append(("ranks", f"{run.world_size:,}", ""))
-    return cards(facts) + bullets(run.notes)
+    return html.cards(facts) + html.bullets(run.notes)
 
 
 def _finite(points: Sequence[tuple[float, float]]) -> list[float]:
@@ -72,15 +72,15 @@ def status(run: RunFolder) -> tuple[str, str]:
     return "not recorded", ""
 
 
-def loss(run: RunFolder, other: RunFolder | None) -> str:
+def loss(run: RunFolder, other: RunFolder | None) -> Markup:
     """Curves of loss, validation loss, gradient norm and learning rate, of two runs where there are two."""
     series = []
-    for each, prefix in [(run, ""), *([(other, f"{other.name}: ")] if other is not None else [])]:
-        series += [Series(f"{prefix}training", each.values("lm_loss"))]
+    for each, of in [(run, ""), *([(other, f", {other.name}")] if other is not None else [])]:
+        series += [Series(f"training{of}", each.values("lm_loss"))]
         if valid := each.values("valid_loss"):
-            series.append(Series(f"{prefix}validation", valid, dots=True))
+            series.append(Series(f"validation{of}", valid, dots=True))
     again = [number(event.get("iteration")) for event in run.events if event.get("event") == "start"][1:]
-    marks = [(at, "the run was started again") for at in again if at is not None]
+    marks = [at for at in again if at is not None]
     shown = [
         curves("loss", "nats per token" + ("; red: restarts" if marks else ""), series, marks=marks),
         curves("gradient norm", "before clipping", [Series("gradient norm", run.values("grad_norm"))], zero=True),
@@ -89,26 +89,17 @@ def loss(run: RunFolder, other: RunFolder | None) -> str:
     losses = run.values("lm_loss")
     bad = len(losses) - len(_finite(losses))
     note = (
-        paragraph(f"The training loss of {bad:,} of {len(losses):,} records is NaN or infinite.", "bad") if bad else ""
+        html.paragraph(f"The training loss of {bad:,} of {len(losses):,} records is NaN or infinite.", "bad")
+        if bad
+        else ""
     )
     if not any(shown):
-        return note or paragraph("The run has logged no loss.")
+        return note or html.paragraph("The run has logged no loss.")
     rows = [record for record in run.records if "lm_loss" in record][-20:]
     keys = [key for key in ("iteration", "lm_loss", "grad_norm", "learning_rate", "step_time") if rows]
     cells = [[_cell(record.get(key)) for key in keys] for record in rows]
-    last = details("The last records as a table", table("last records", keys, cells, range(len(keys))))
-    return note + figures(shown) + _thinned(run) + last
-
-
-def _thinned(run: RunFolder) -> str:
-    count = len(run.records)
-    if count <= MOST_POINTS:
-        return ""
-    return paragraph(
-        f"{count:,} records: of each curve at most {MOST_POINTS:,} points are drawn, the lowest and highest of each of "
-        "equal parts, so that no spike is lost. Figures in words are of all records.",
-        "soft",
-    )
+    last = html.details("The last records as a table", html.table("last records", keys, cells, range(len(keys))))
+    return note + figures(shown) + last
 
 
 def _cell(value: Any) -> str:
@@ -116,7 +107,7 @@ def _cell(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def throughput(run: RunFolder) -> str:
+def throughput(run: RunFolder) -> Markup:
     """Tokens and FLOP/s, and the time of a step."""
     shown = [
         curves("tokens per second", "all ranks", [Series("tokens/s", run.values("tokens_per_second"))], zero=True),
@@ -130,39 +121,39 @@ def throughput(run: RunFolder) -> str:
         for phase in ("data", "forward", "backward", "grad_sync", "optimizer")
         if (ratio := number(record.get(f"straggler_{phase}_ratio"))) is not None and ratio > 1.5
     ]
-    stragglers = table(
+    stragglers = html.table(
         "ranks that took more than 1.5 times the median", ("iteration", "phase", "rank", "times"), slow[-50:], (0, 2, 3)
     )
-    return (figures(shown) or paragraph("The run has logged no throughput.")) + stragglers
+    return (figures(shown) or html.paragraph("The run has logged no throughput.")) + stragglers
 
 
-def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan: str) -> str:
+def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan: str) -> Markup:
     """The peak over the run, and bars by rank and category: as planned and as held when the run was traced."""
     peak = Series("peak", run.values("peak_memory_bytes"))
-    chart = curves("peak memory so far", "of the rank that holds most", [peak], byte_text, zero=True, base=1024)
-    bars, text = planned_bars(plan or []), ""
+    chart = curves("peak memory so far", "of the rank that holds most", [peak], byte_text, zero=True)
+    bars, text = planned_bars(plan or []), Markup()
     if run.older_trace:
-        text = paragraph(
+        text = html.paragraph(
             f"The run was traced at another layout ({run.older_trace}): what ranks held is not drawn.", "soft"
         )
     elif run.trace is not None:
         bars += measured_bars(run.trace["otherData"]["ranks"])
     if not plan:
-        text += paragraph(f"No plan beside it: {why_no_plan}.", "soft")
+        text += html.paragraph(f"No plan beside it: {why_no_plan}.", "soft")
     if run.trace is None:
-        text += paragraph("What each rank held by category is recorded with --trace.", "soft")
+        text += html.paragraph("What each rank held by category is recorded with --trace.", "soft")
     elif any("process" in (facts.get("memory") or {}) for facts in run.trace["otherData"]["ranks"]):
-        text += paragraph(
+        text += html.paragraph(
             "On CPU the peak is that of the whole process, with the code of torch and data; activations are not "
             "counted apart.",
             "soft",
         )
-    drawn = figures([memory_picture(bars)], wide=True) if bars else ""
-    words = details("The bars in words", bullets(f"{bar.label}: {told(bar)}" for bar in in_order(bars)))
-    return (figures([chart]) or paragraph("The run has logged no memory.")) + drawn + words + text
+    drawn = figures([memory_picture(bars)], wide=True) if bars else Markup()
+    words = html.details("The bars in words", html.bullets([f"{bar.label}: {told(bar)}" for bar in in_order(bars)]))
+    return (figures([chart]) or html.paragraph("The run has logged no memory.")) + drawn + words + text
 
 
-def layout(run: RunFolder, gpus_per_node: int) -> str:
+def layout(run: RunFolder, gpus_per_node: int) -> Markup:
     """Which rank is where, and which groups cross nodes."""
     found, source = None, ""
     if run.trace is not None and not run.older_trace:
@@ -175,24 +166,26 @@ def layout(run: RunFolder, gpus_per_node: int) -> str:
         found = RankMap(dims, nodes)
         source = f"Nodes of {gpus_per_node} consecutive ranks (--gpus-per-node); a trace records the hosts themselves."
     if found is None:
-        return paragraph(source or "The layout is not known: the configuration or the number of ranks is missing.")
-    text = "<pre>" + escape("\n".join(lines(found))) + "</pre>"
-    return paragraph(source, "soft") + figures([rank_picture(found)], wide=True) + details("As text", text)
+        return html.paragraph(source or "The layout is not known: the configuration or the number of ranks is missing.")
+    text = html.pre("\n".join(lines(found)))
+    return html.paragraph(source, "soft") + figures([rank_picture(found)], wide=True) + html.details("As text", text)
 
 
-def timeline(run: RunFolder) -> str:
+def timeline(run: RunFolder) -> Markup:
     """The traced step, planned and measured."""
     if run.trace is None and run.trace_path is not None:
-        return paragraph(f"The trace {run.trace_path.name} could not be read; the summary says why.")
+        return html.paragraph(f"The trace {run.trace_path.name} could not be read; the summary says why.")
     if run.trace is None:
-        return paragraph("No trace: --trace --trace-step-start 10 --trace-step-end 12 records two steps of all ranks.")
+        return html.paragraph(
+            "No trace: --trace --trace-step-start 10 --trace-step-end 12 records two steps of all ranks."
+        )
     assert run.trace_path is not None
     try:
         steps = measured_steps(run.trace)
         step = chosen(run.trace)
         pictures = [timeline_picture(run.trace, step), phases_picture(run.trace, step.iteration)]
     except (KeyError, TypeError, ValueError) as error:
-        return paragraph(f"The trace {run.trace_path.name} cannot be drawn: {error!r}.")
+        return html.paragraph(f"The trace {run.trace_path.name} cannot be drawn: {error!r}.")
     rows = [
         [each.iteration, ", ".join(map(str, each.ranks)), time_text(each.makespan), f"{each.bubble:.1%}"]
         for each in steps[:MOST_ROWS]
@@ -206,12 +199,12 @@ def timeline(run: RunFolder) -> str:
         if run.older_trace
         else ""
     )
-    all_steps = table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
+    all_steps = html.table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
     return (
-        paragraph(f"{step_told(run.trace, step)}. {clock}{older}")
+        html.paragraph(f"{step_told(run.trace, step)}. {clock}{older}")
         + figures(pictures, wide=True)
-        + paragraph(where, "soft")
-        + details("All traced steps", all_steps)
+        + html.paragraph(where, "soft")
+        + html.details("All traced steps", all_steps)
     )
 
 
@@ -223,7 +216,7 @@ def when(seconds: Any) -> str:
     return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def saves(run: RunFolder) -> str:
+def saves(run: RunFolder) -> Markup:
     """Checkpoints that are there, and every save with how long it took."""
     kept = [
         [
@@ -245,35 +238,37 @@ def saves(run: RunFolder) -> str:
         ]
         for event in done[-MOST_ROWS:]
     ]
-    text = table("checkpoints on disk", ("iteration", "size", "files", "state", "written (UTC)"), kept, (1, 2))
+    text = html.table("checkpoints on disk", ("iteration", "size", "files", "state", "written (UTC)"), kept, (1, 2))
     head = "time (UTC)", "iteration", "seconds", "result"
-    text += table("saves, until each was on disk", head, rows[-IN_SIGHT:], (1, 2))
-    text += details("Earlier saves", table("earlier saves", head, rows[:-IN_SIGHT], (1, 2)))
+    text += html.table("saves, until each was on disk", head, rows[-IN_SIGHT:], (1, 2))
+    text += html.details("Earlier saves", html.table("earlier saves", head, rows[:-IN_SIGHT], (1, 2)))
     left_out = max(len(done), len(run.checkpoints)) - MOST_ROWS
     more = (
-        paragraph(f"The last {MOST_ROWS} rows are shown; {left_out} earlier ones are left out.") if left_out > 0 else ""
+        html.paragraph(f"The last {MOST_ROWS} rows are shown; {left_out} earlier ones are left out.")
+        if left_out > 0
+        else ""
     )
-    return (text or paragraph("No checkpoint in this folder.")) + more
+    return (text or html.paragraph("No checkpoint in this folder.")) + more
 
 
-def faults(run: RunFolder) -> str:
+def faults(run: RunFolder) -> Markup:
     """Starts and ends, steps that were skipped or not finite, pauses, alarms, stacks."""
     rows = starts_and_ends(run)
-    text = table("starts and ends", ("time (UTC)", "event", "about"), rows[-MOST_ROWS:])
+    text = html.table("starts and ends", ("time (UTC)", "event", "about"), rows[-MOST_ROWS:])
     starts, killed = (sum(row[1] == what for row in rows) for what in ("start", KILLED))
     if starts > 1:
         ends = f"; {killed} time{'s' if killed > 1 else ''} it recorded no end" if killed else ""
-        text = paragraph(f"The run was started {starts} times{ends}.") + text
+        text = html.paragraph(f"The run was started {starts} times{ends}.") + text
     if run.outcome:
-        text += table("status for the script that started the run", ("key", "value"), list(run.outcome.items()))
+        text += html.table("status for the script that started the run", ("key", "value"), list(run.outcome.items()))
     bad = [
         [int(record["iteration"]), *(_cell(record.get(f"{kind}_iterations")) for kind in ("skipped", "nan", "spike"))]
         for record in run.records
         if any((number(record.get(f"{kind}_iterations")) or 0) > 0 for kind in ("skipped", "nan", "spike"))
     ]
     heads = ("until iteration", "skipped", "not finite", "spikes")
-    text += table("log intervals with steps out of line", heads, bad[-MOST_ROWS:], (0, 1, 2, 3))
-    text += table(
+    text += html.table("log intervals with steps out of line", heads, bad[-MOST_ROWS:], (0, 1, 2, 3))
+    text += html.table(
         "pauses: time between log lines that training does not explain",
         ("after iteration", "seconds"),
         pauses(run),
@@ -281,13 +276,13 @@ def faults(run: RunFolder) -> str:
     )
     told = [record["layer_alarms"] for record in run.records if isinstance(record.get("layer_alarms"), list)]
     alarms = [line for lines in told for line in lines if isinstance(line, str)]
-    text += bullets(alarms[-MOST_ROWS:])
+    text += html.bullets(alarms[-MOST_ROWS:])
     for name, stack in list(run.stacks.items())[:16]:
         more = f"\n... {len(stack) - 20000:,} more characters" if len(stack) > 20000 else ""
-        text += details(f"stacks/{name}", f"<pre>{escape(stack[:20000] + more)}</pre>")
+        text += html.details(f"stacks/{name}", html.pre(stack[:20000] + more))
     if len(run.stacks) > 16:
-        text += paragraph(f"stacks of {len(run.stacks) - 16} more ranks are in the folder stacks.")
-    return text or paragraph("None recorded.")
+        text += html.paragraph(f"stacks of {len(run.stacks) - 16} more ranks are in the folder stacks.")
+    return text or html.paragraph("None recorded.")
 
 
 KILLED = "no end recorded"
@@ -325,10 +320,10 @@ def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
     return sorted(found, key=lambda pause: -pause[1])[:most]
 
 
-def configuration(run: RunFolder, other: RunFolder | None) -> str:
+def configuration(run: RunFolder, other: RunFolder | None) -> Markup:
     """All values, and where another run's differ."""
     if not run.config:
-        return paragraph(f"{CONFIG} is missing or cannot be read.")
+        return html.paragraph(f"{CONFIG} is missing or cannot be read.")
     text = ""
     if other is not None:
         keys = sorted(run.config.keys() | other.config.keys())
@@ -338,9 +333,9 @@ def configuration(run: RunFolder, other: RunFolder | None) -> str:
             if run.config.get(key) != other.config.get(key)
         ]
         heads = ("flag", run.name, other.name if other.name != run.name else str(other.path))
-        text += table(f"{len(differ)} values that differ", heads, differ) or paragraph("No value differs.")
+        text += html.table(f"{len(differ)} values that differ", heads, differ) or html.paragraph("No value differs.")
     rows = [[key, _value(run.config, key)] for key in run.config]
-    return text + details(f"All {len(rows)} values", table(CONFIG, ("flag", "value"), rows))
+    return text + html.details(f"All {len(rows)} values", html.table(CONFIG, ("flag", "value"), rows))
 
 
 def _value(config: Mapping[str, Any], key: str) -> str:

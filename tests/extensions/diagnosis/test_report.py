@@ -18,7 +18,6 @@ from tests.extensions.diagnosis.trace_cases import simulated_trace
 from tests.limits import HANG
 from tests.pure.test_output_files import check_pipe
 from tools import report
-from tools.pictures.charts import MOST_POINTS
 from tools.pictures.run_folder import read_run
 from tools.report import computed_plan, main
 
@@ -64,7 +63,7 @@ class Page(HTMLParser):
             assert not name.startswith("on"), f"{tag} {name}"
             if name == "id":
                 self.ids.append(value or "")
-            if name in ("src", "href", "data", "action", "srcset"):
+            if name in ("src", "href", "xlink:href", "data", "action", "srcset"):
                 self.links.append(value or "")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -79,13 +78,17 @@ class Page(HTMLParser):
         self.text += data + "\n"
 
 
+def sections_of(page: Page) -> list[str]:
+    return [each for each in page.ids if not each.endswith("-title") and not each.startswith("picture-")]
+
+
 def page_of(folder: Path, *flags: str) -> tuple[Page, str]:
     assert main([str(folder), "--no-plan", *flags]) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert [each for each in page.ids if not each.endswith("-title")] == SECTIONS
+    assert sections_of(page) == SECTIONS
     assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
-    assert "script" not in page.tags and not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "script" not in page.tags and not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org/)", text)
     assert len(page.ids) == len(set(page.ids)) and page.tags["h1"] == 1
     return page, text
 
@@ -154,7 +157,7 @@ def test_all_sections_of_a_run(run: Path) -> None:
     ):
         assert said in page.text, said
     assert "<script" not in text and page.text.count(ATTACK) >= 6
-    assert page.tags["svg"] >= 9 and page.tags["table"] >= 6 and "prefers-color-scheme: dark" in text
+    assert page.tags["svg"] >= 9 and page.tags["table"] >= 6
     assert not list(run.glob("*.tmp"))
 
 
@@ -163,7 +166,7 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
     write_metrics(other, 10)
     (other / "run_config.yaml").write_text(TRACED.replace("0.001", "0.002").replace("train-iters: 400\n", ""))
     page, _ = page_of(run, "--against", str(other))
-    assert "2 values that differ" in page.text and "other: training" in page.text and "not set" in page.text
+    assert "2 values that differ" in page.text and "training, other" in page.text and "not set" in page.text
 
 
 def test_a_run_that_went_on_at_another_layout(run: Path) -> None:
@@ -238,13 +241,9 @@ def test_a_trace_that_is_cut_is_not_said_to_be_missing(run: Path) -> None:
     assert "The trace iterations-3-3.json.gz could not be read; the summary says why." in page.text
 
 
-def test_of_a_long_run_points_are_left_out_and_it_says_so(tmp_path: Path) -> None:
+def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     write_metrics(tmp_path, 20_000)
-    page, text = page_of(tmp_path)
-    assert f"20,000 records: of each curve at most {MOST_POINTS:,} points are drawn" in page.text
-    assert len(text) < 600_000 and all(
-        len(line.split()) <= MOST_POINTS for line in re.findall(r'points="([^"]*)"', text)
-    )
+    assert len(page_of(tmp_path)[1]) < 600_000
 
 
 def test_the_layout_without_a_trace(tmp_path: Path) -> None:
@@ -293,7 +292,7 @@ def test_a_browser_shows_all_sections(run: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     built = Page(done.stdout)
-    assert [each for each in built.ids if not each.endswith("-title")] == SECTIONS
+    assert sections_of(built) == SECTIONS
     assert {tag: count for tag, count in built.tags.items() if tag != "tbody"} == {
         tag: count for tag, count in page.tags.items() if tag != "tbody"
     }

@@ -1,0 +1,209 @@
+"""Figures of one look by matplotlib: curves over iterations, rows of bars, and numbers with units."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+    from megatron.core.pipeline_parallel.actions import Action
+    from megatron.core.pipeline_parallel.simulator import Timed
+
+COLOURS = {
+    "F": "#4c78a8",
+    "B": "#72b7b2",
+    "I": "#72b7b2",
+    "W": "#54a24b",
+    "FB": "#b279a2",
+    "data": "#9d755d",
+    "optimizer": "#b279a2",
+    "reduction": "#e45756",
+    "other": "#c9c9c4",
+}
+NAMES = {
+    "F": "F: forward",
+    "B": "B: backward",
+    "I": "I: backward, input gradient",
+    "W": "W: backward, weight gradient",
+    "FB": "FB: forward and backward in turns",
+}
+HUES = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#cdb4db", "#84a59d", "#f6bd60", "#a3b18a")
+"""Fills that are light enough for dark text."""
+
+LOOK = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+"""Text stays text, and a run's name with a $ is no formula."""
+
+IDS = re.compile(r'(\bid="|href="#|url\(#)')
+_numbers = count()
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches. Raises ValueError if matplotlib is not installed."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("pictures need matplotlib: pip install 'paritrain[plot]'") from None
+    matplotlib.rcParams.update(LOOK)
+    return Figure((width, height), layout="constrained")
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Writes a figure as what the file's suffix says (`refuse_picture`)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font that measures text lacks some; viewers have others
+        figure.savefig(path, dpi=120)
+    print(f"wrote {path}")
+
+
+def inline(figure: Figure) -> str:
+    """A figure as an SVG element of a page, with ids of its own."""
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
+        figure.savefig(text, format="svg", metadata=nothing)
+    svg = text.getvalue()
+    return IDS.sub(rf"\g<1>picture-{next(_numbers)}-", svg[svg.index("<svg") :])
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve; with `dots`, single measurements."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    dots: bool = False
+
+
+def curves(
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    text: Callable[[float], str] | None = None,
+    zero: bool = False,
+    marks: Sequence[float] = (),
+) -> Figure | None:
+    """A chart over iterations; None where no series has a finite value. With `zero` the axis begins at 0. `marks` are
+    upright lines at iterations; `text` writes the axis' values, those of bytes at powers of two."""
+    finite = [Series(one.name, [(x, y) for x, y in one.points if math.isfinite(y)], one.dots) for one in series]
+    finite = [one for one in finite if one.points]
+    if not finite:
+        return None
+    figure = new_figure(5.8, 2.6)
+    axes = figure.subplots()
+    for one in finite:
+        look: dict[str, Any] = {"marker": "o", "markersize": 4} if one.dots or len(one.points) == 1 else {}
+        axes.plot(*zip(*one.points, strict=True), "" if one.dots else "-", linewidth=1.2, label=one.name, **look)
+    first, last = axes.get_xlim()
+    for mark in marks:
+        if first <= mark <= last:
+            axes.axvline(mark, color=COLOURS["reduction"], linewidth=1)
+    axes.set(title=f"{title}{f' ({unit})' if unit else ''}", xlabel="iteration")
+    axes.grid(alpha=0.3)
+    if zero:
+        axes.set_ylim(bottom=0)
+    if text is not None:
+        write_values(axes.yaxis, text)
+    if len(finite) > 1:
+        axes.legend(fontsize="small")
+    return figure
+
+
+def write_values(axis: Axis, text: Callable[[float], str]) -> None:
+    """Has an axis write its values by a function; those of bytes at round numbers of their unit."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+
+    axis.set_major_locator(MaxNLocator(6))
+    if text is byte_text:
+        most = max(axis.get_view_interval()[1], 1.0)
+        unit = 1024 ** int(math.log(most, 1024))
+        steps = MaxNLocator(6).tick_values(0, most / unit)
+        axis.set_major_locator(MultipleLocator((steps[1] - steps[0]) * unit))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value) if value else "0"))
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Rows from the top down."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def idle_shares(axes: Axes, shares: Sequence[float]) -> None:
+    """The idle share of each row, on the right."""
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(range(len(shares)), [f"{share:.1%}" for share in shares])
+    right.set_ylabel("idle")
+
+
+def draw_actions(
+    axes: Axes,
+    row: int,
+    line: Sequence[Timed],
+    start: float,
+    scale: float,
+    opacity: Callable[[Action], float] = lambda action: 1.0,
+    points: float = 7,
+) -> None:
+    """A bar for each action of a rank, with its micro-batch where that fits: a unit of time is `scale` points wide."""
+    times = [(timed.start - start, timed.stop - timed.start) for timed in line]
+    fills = [(COLOURS[timed.action.kind.value], opacity(timed.action)) for timed in line]
+    axes.broken_barh(times, (row - 0.42, 0.84), facecolors=fills, edgecolors="white", linewidth=0.4)
+    for (begin, length), (action, *_) in zip(times, line, strict=True):
+        label = str(action.microbatch)
+        if length * scale > 2 + points / 2 * len(label):
+            look = {"ha": "center", "va": "center", "fontsize": points, "clip_on": True}
+            axes.text(begin + length / 2, row, label, color="white" if action.kind.value == "F" else "black", **look)
+
+
+def fill_legend(figure: Figure, fills: Mapping[str, str]) -> None:
+    """Colour of each name, below the figure."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(facecolor=colour, label=name) for name, colour in fills.items()]
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), fontsize="small")
+
+
+def short_number(value: float) -> str:
+    """Three to four digits, with k, M, G or T for large ones."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{value / (size if size > 1e4 else 1e3):.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def byte_text(value: float) -> str:
+    """Bytes in the binary unit that fits."""
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log(max(abs(value), 1), 1024)), len(units) - 1)
+    value /= 1024**power
+    return f"{value:.0f} {units[power]}" if power == 0 or value >= 1000 else f"{value:.3g} {units[power]}"
+
+
+def time_text(microseconds: float) -> str:
+    """A time in the unit that fits."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.4g} {unit}"
+    return f"{microseconds:.4g} µs"
