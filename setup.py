@@ -16,6 +16,8 @@ DEV = [
     "pyarrow",
     "s3fs",
     "moto[s3]",
+    "fastapi",
+    "uvicorn",
     "flask",
     "flask-cors",
     "ruff",
@@ -74,6 +76,7 @@ setup(
     extras_require={
         "wandb": ["wandb>=0.17"],
         "plot": ["matplotlib>=3.8"],
+        "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "gigatoken": ["gigatoken>=0.10"],
         "lm-eval": ["lm_eval"],
         "text": ["pyarrow>=16", "s3fs"],

@@ -17,10 +17,9 @@ import argparse
 import os
 import signal
 import sys
-import threading
-import time
 from contextlib import ExitStack
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -30,7 +29,6 @@ if not __package__:  # run as a file of a clone
 
 from megatron.extensions.inference.chat_template import find_chat_template
 from megatron.extensions.inference.generation import Engine
-from megatron.extensions.inference.http_server import ApiServer, HttpLimits
 from megatron.extensions.inference.model import LoadedModel
 from megatron.extensions.inference.openai_api import Limits, OpenAIApi
 from megatron.extensions.inference.serving import EngineLoop
@@ -43,6 +41,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def main(argv: list[str] | None = None) -> int:
     args, launch = parse(argv), Launch.from_environment()
+    if not (find_spec("fastapi") and find_spec("uvicorn")):
+        raise ValueError("serving needs FastAPI and uvicorn: pip install 'paritrain[serve]'")
     with ExitStack() as stack:
         model = open_model(args, launch, stack)
         if model is None:
@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
     """Until a signal comes. Raises RuntimeError if another rank has ended, OSError if the port cannot be had."""
+    from megatron.extensions.inference.http_server import ApiServer, HttpLimits
+
     loop = EngineLoop(engine, args.max_waiting)
     limits = Limits(new_tokens=args.max_tokens_limit)
     template = lru_cache(partial(find_chat_template, model.tokenizer_config, args.chat_template))
@@ -82,14 +84,9 @@ def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
     with ApiServer((args.host, args.port), api, loop, http, log) as server:
         for number in SIGNALS:
             signal.signal(number, on_signal)
-        threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
         host = f"[{args.host}]" if ":" in args.host else args.host
-        print(f"serving {name} at http://{host}:{server.server_address[1]}/v1", flush=True)
-        try:
-            loop.run()
-        finally:
-            server.shutdown()
-            time.sleep(0.3)  # for threads that tell their clients
+        print(f"serving {name} at http://{host}:{server.port}/v1", flush=True)
+        loop.run()
 
 
 def give_up(launch: Launch, error: Exception) -> None:

@@ -64,7 +64,7 @@ class DatasetConfig(Section):
     mock_data: bool = False
     """Train on synthetic tokens; needs no files."""
 
-    dataset_type: str | None = flag(None, choices=DATASETS)
+    dataset_type: str | None = flag(None, choices=DATASETS, excludes="--mock-data")
     """Where training data come from; default: gpt, indexed datasets in files, or mock under --mock-data."""
 
     num_workers: int = flag(2, at_least=0)
@@ -73,7 +73,7 @@ class DatasetConfig(Section):
     eod_mask_loss: bool = False
     """Exclude end-of-document tokens from the loss."""
 
-    reset_position_ids: bool = False
+    reset_position_ids: bool = flag(False, no_effect_without="--position-embedding-type learned_absolute")
     """Restart the positions of a learned position embedding after each end of document."""
 
     reset_attention_mask: bool = False

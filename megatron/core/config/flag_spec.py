@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a configuration has, as flags would say it: on what another flag depends, or what excludes it."""
+
+    text: str
+    """`--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or one of several, divided by " or ". Behind it
+    may stand ": REASON" and "; REMEDY", which messages take over."""
+
+    holds: Callable[[Any], bool] | None = None
+    """Whether it holds for a `RunConfig`, where the words of `text` do not say it by themselves."""
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """The flags, with ": REASON" or nothing, and the remedy or nothing."""
+        rule, _, remedy = self.text.partition("; ")
+        flags, colon, why = rule.partition(": ")
+        return flags, colon + why, remedy
+
+
+Conditions = tuple[Condition, ...]
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,15 @@ class FlagSpec:
     bounds_reason: str = ""
     """Why these are the bounds."""
 
+    no_effect_without: Conditions = ()
+    """Without one of these it has no effect, which is said and harmless."""
+
+    needs: Conditions = ()
+    """Without one of these it is refused."""
+
+    excludes: Conditions = ()
+    """Beside one of these it is refused."""
+
     def broken_bound(self, value: float) -> str | None:
         """The rule that a number breaks; None if it is within the bounds."""
         low = (self.at_least is None or value >= self.at_least) and (self.above is None or value > self.above)
@@ -66,8 +97,19 @@ class FlagSpec:
 
 
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
-    """A dataclass field that carries a `FlagSpec` of these aliases and further fields."""
+    """A dataclass field that carries a `FlagSpec` of these aliases and further fields.
+
+    Conditions may be texts, and one alone needs no tuple."""
+    for name in ("no_effect_without", "needs", "excludes"):
+        if name in spec:
+            spec[name] = conditions(spec[name])
     return field(default=default, metadata={"flag": FlagSpec(aliases=aliases, **spec)})
+
+
+def conditions(given: str | Condition | tuple[str | Condition, ...]) -> Conditions:
+    """One condition or several, each as a text or whole."""
+    several = given if isinstance(given, tuple) else (given,)
+    return tuple(Condition(each) if isinstance(each, str) else each for each in several)
 
 
 T = TypeVar("T")

@@ -7,9 +7,11 @@ from functools import lru_cache
 from math import log, sqrt
 from typing import Any
 
+from megatron.core.config.attention import LOCAL, SOFTMAX_TYPES, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.layers import (
     LayerKind,
+    RecomputeConfig,
     Rotation,
     Span,
     all_but_last_of_each,
@@ -19,9 +21,6 @@ from megatron.core.config.layers import (
     layer_pattern,
 )
 from megatron.core.config.moe import MoEConfig
-from megatron.core.config.recompute import RecomputeConfig
-from megatron.core.config.rotary import RotaryConfig
-from megatron.core.config.self_attention import SOFTMAX_TYPES, SelfAttentionConfig
 from megatron.core.parts import (
     ACTIVATIONS,
     ATTENTIONS,
@@ -134,7 +133,7 @@ class TransformerConfig(
     """Linear attention in the layers of --linear-attention-freq: gated_delta_net is that of Qwen3-Next. Default: every
     layer has --attention-module."""
 
-    linear_attention_freq: str | None = None
+    linear_attention_freq: str | None = flag(None, no_effect_without="--experimental-attention-variant")
     """Layers with linear attention beside layers with --attention-module: N for the latter in layers N - 1, 2N - 1,
     ..., or a list of 1 (linear) and 0 for all layers. Default: every layer has linear attention."""
 
@@ -151,10 +150,10 @@ class TransformerConfig(
     """Depths N of multi-token prediction (MTP): modules behind the last layer that predict N further tokens
     (DeepSeek-V3); default: none."""
 
-    mtp_loss_scaling_factor: float = flag(0.1, at_least=0)
+    mtp_loss_scaling_factor: float = flag(0.1, at_least=0, no_effect_without="--mtp-num-layers")
     """Weight of the losses of multi-token prediction: this number times their mean over depths is added to the loss."""
 
-    mtp_layer_kind: str = flag("own_number", choices=("own_number", "last_layer"))
+    mtp_layer_kind: str = flag("own_number", choices=("own_number", "last_layer"), no_effect_without="--mtp-num-layers")
     """Window and rotary embedding of the layers of multi-token prediction, where layers differ in them: those of the
     first layers, module k as layer k (own_number, as in Megatron-LM), or of the last layer."""
 
@@ -164,7 +163,7 @@ class TransformerConfig(
     qk_layernorm: bool = False
     """Normalize queries and keys before the rotary embedding."""
 
-    qk_layernorm_scope: str = flag("head", choices=("head", "all"))
+    qk_layernorm_scope: str = flag("head", choices=("head", "all"), no_effect_without="--qk-layernorm")
     """What one norm of --qk-layernorm covers: the channels of a head, with a weight that all heads share, or those of
     all heads (OLMo 2)."""
 
@@ -175,7 +174,7 @@ class TransformerConfig(
     """Softmax of attention scores: plain (vanilla), or with an attention sink, one more score in each row that no value
     belongs to. The sink is 0 (off-by-one) or a parameter of each head (learnable, as in gpt-oss)."""
 
-    attention_output_gate: bool = False
+    attention_output_gate: bool = flag(False, excludes="--head-wise-attn-gate: both gate the same output")
     """Multiply attention's output, before its last projection, by the sigmoid of a projection of the layer's input, for
     each channel (Qwen3-Next)."""
 
@@ -224,11 +223,11 @@ class TransformerConfig(
     window_size: int | None = None
     """Sliding-window attention: each token attends to this many tokens, including itself."""
 
-    attention_chunk_size: int | None = None
+    attention_chunk_size: int | None = flag(None, excludes="--window-size")
     """Chunked attention: documents are cut into chunks of this many tokens, and each token attends to its own chunk
     (Llama 4)."""
 
-    window_attn_skip_freq: str | None = None
+    window_attn_skip_freq: str | None = flag(None, no_effect_without=LOCAL)
     """Layers with full attention beside layers with --window-size or --attention-chunk-size: N for layers N - 1,
     2N - 1, ..., or a list of 1 (window) and 0 (full) for all layers. Default: no layer has full attention."""
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron.core.config.flag_spec import flag
+from megatron.core.config.flag_spec import Condition, flag
+
+CAPACITY = Condition("--moe-expert-capacity-factor", lambda config: config.model.moe_drops_tokens)
+GROUPS = "--moe-router-num-groups; add --moe-router-num-groups, for example the number of nodes that hold the experts"
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """Experts, router and token dispatch. Without `num_experts` the model is dense."""
+
+    NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
     num_experts: int | None = None
     """Experts E in each mixture-of-experts (MoE) layer; default: every layer is dense."""
@@ -28,16 +34,16 @@ class MoEConfig:
     moe_shared_expert_intermediate_size: int | None = None
     """Width of a shared expert that processes every token; default: no shared expert."""
 
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: bool = flag(False, no_effect_without="--moe-shared-expert-intermediate-size")
     """Multiply the shared expert's output by a sigmoid of the token, a linear map to one number (Qwen2-MoE)."""
 
     moe_router_topk: int = 2
     """Experts k that each token is routed to."""
 
-    moe_router_num_groups: int | None = None
+    moe_router_num_groups: int | None = flag(None, no_effect_without="--moe-router-group-topk")
     """Divide the experts into this many equal groups, of which each token is routed to --moe-router-group-topk."""
 
-    moe_router_group_topk: int | None = None
+    moe_router_group_topk: int | None = flag(None, needs=GROUPS)
     """Groups of experts that a token may be routed to: those with the largest sums of their best k / this scores
     (device-limited routing, DeepSeek-V2, and node-limited routing, DeepSeek-V3)."""
 
@@ -61,7 +67,7 @@ class MoEConfig:
     """Choose experts by score plus a bias that rises while an expert receives less than its share: load balancing
     without a loss (arXiv 2408.15664). Needs scores of sigmoid or sqrtsoftplus."""
 
-    moe_router_bias_update_rate: float = 1e-3
+    moe_router_bias_update_rate: float = flag(1e-3, no_effect_without="--moe-router-enable-expert-bias")
     """Update step of the expert bias per iteration."""
 
     moe_router_load_balancing_type: tuple[str, ...] = flag(
@@ -84,14 +90,16 @@ class MoEConfig:
     moe_eval_capacity_factor: float | None = None
     """Capacity of an expert in evaluation; default: moe-expert-capacity-factor."""
 
-    moe_pad_expert_input_to_capacity: bool = False
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False, no_effect_without=(CAPACITY, "--moe-token-dispatcher-type alltoall")
+    )
     """Pad the messages to each expert to its capacity. All sizes are then known before routing, and an all-to-all over
     expert parallelism needs no wait of the host."""
 
-    moe_min_capacity: int = 0
+    moe_min_capacity: int = flag(0, no_effect_without=CAPACITY)
     """Smallest capacity of an expert for one sequence, in tokens, where capacity is limited."""
 
-    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"))
+    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), no_effect_without=CAPACITY)
     """Tokens to drop beyond the capacity: those of smallest weight (probs), or the last ones (position)."""
 
     moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))

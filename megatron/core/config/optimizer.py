@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
     decoupled_lr: float | None = None
     """Peak learning rate of the word embedding and the output layer; default: that of all."""
 
-    decoupled_min_lr: float | None = flag(None, at_least=0)
+    decoupled_min_lr: float | None = flag(None, at_least=0, no_effect_without="--decoupled-lr")
     """--decoupled-lr: their learning rate at the end of the decay; default: --min-lr."""
 
     lr_decay_style: str = flag("linear", choices=LR_SCHEDULES)
@@ -125,7 +125,7 @@ class OptimizerConfig(Section):
     gradient norm of all when the first forward passes of the next step have run: no rank waits between two steps. A
     step that must be clipped or skipped is rolled back to the bit and made again (arXiv 2401.10241, section 4)."""
 
-    loss_scale: float | None = None
+    loss_scale: float | None = flag(None, no_effect_without="--fp16")
     """fp16: fixed loss scale instead of the dynamic one."""
 
     initial_loss_scale: float = 2.0**32

@@ -39,10 +39,16 @@ class ModelParallelConfig(PrecisionConfig, Section):
     sequence_parallel: bool = False
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
 
-    tp_comm_overlap: bool = False
+    tp_comm_overlap: bool = flag(
+        False,
+        needs="--sequence-parallel; add --sequence-parallel, which sends the same number of bytes, or remove "
+        "--tp-comm-overlap",
+    )
     """Overlap tensor-parallel collectives with matrix products, part by part; needs --sequence-parallel."""
 
-    tp_comm_overlap_method: str | None = flag(None, choices=("ring", "symmetric"))
+    tp_comm_overlap_method: str | None = flag(
+        None, choices=("ring", "symmetric"), no_effect_without="--tp-comm-overlap"
+    )
     """--tp-comm-overlap: ring of sends and receives (ring, the default), or torch's fused operations over symmetric
     memory of the GPUs of one node (symmetric)."""
 
@@ -66,7 +72,9 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss,
     | next stage, *n repetition of a symbol or group. A multiple of PP of them, dealt to the ranks in turn."""
 
-    overlap_moe_expert_parallel_comm: bool = False
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False, needs="--num-experts: all-to-alls are those of experts; remove it"
+    )
     """Run a forward and a backward pass of different micro-batches in turns, so that each computes while all-to-alls of
     experts of the other one are under way; with --pipeline-schedule interleaved or zb-h2."""
 
@@ -189,7 +197,7 @@ class DDPConfig:
     fp8_param_gather: bool = False
     """Gather updated weights of fp8 linear layers in fp8 over the data-parallel ranks: half the bytes, same numbers."""
 
-    grad_reduce_in_bf16: bool = False
+    grad_reduce_in_bf16: bool = flag(False, excludes="--fp64")
     """Reduce gradients in bfloat16: half the bytes, sums over ranks with 8 bits. Accumulation stays in fp32."""
 
     @property

@@ -17,7 +17,7 @@ class CudaGraphFlags:
     cuda_graph_impl: str = flag("none", choices=("none", "local"))
     """GPUs: record the forward and backward pass of a micro-batch as a CUDA graph and replay it (local)."""
 
-    cuda_graph_warmup_steps: int = flag(3, above=0)
+    cuda_graph_warmup_steps: int = flag(3, above=0, no_effect_without="--cuda-graph-impl local")
     """--cuda-graph-impl: warm-up steps before recording, in which kernels are compiled and selected."""
 
 

@@ -16,9 +16,6 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
     p, options = c.parallel, c.options(CudaGraphFlags)
     impl = options.cuda_graph_impl
     if impl == "none":
-        steps = options.cuda_graph_warmup_steps
-        if steps != CudaGraphFlags.cuda_graph_warmup_steps:
-            yield Problem.no_effect("--cuda-graph-warmup-steps", steps, "--cuda-graph-impl local")
         return
     name, graph = "--cuda-graph-impl", f"--cuda-graph-impl {impl}"
     if p.cpu:
@@ -30,7 +27,6 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if size > 1:
             yield Problem.exclusive(flag, size, graph, "communication within a micro-batch is not recorded")
-    stats, straggler = named_value(c, "log_layer_stats"), named_value(c, "log_straggler")
     for flag, value, given, why in (
         ("--num-experts", c.model.num_experts, c.model.num_experts, "shapes depend on the routing"),
         ("--reset-attention-mask", None, c.data.reset_attention_mask, "documents differ from sample to sample"),
@@ -47,19 +43,6 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
             None,
             c.training.deterministic,
             "torch's deterministic indexed writes, as in the loss, read their indices on the host",
-        ),
-        (
-            "--log-layer-stats",
-            stats,
-            stats,
-            "hooks do not run in a recording",
-        ),
-        ("--trace", None, named_value(c, "trace"), "actions and collectives do not run one by one in a recording"),
-        (
-            "--log-straggler",
-            None,
-            straggler,
-            "forward and backward pass cannot be timed separately",
         ),
     ):
         if given:

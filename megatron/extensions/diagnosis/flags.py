@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.core.config.flag_spec import flag
+from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.parts import CALLBACKS, HANG_ANALYSES, STEP_SEARCHES
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
+
+
+def _by_torch(config: RunConfig) -> bool:
+    own = config.options(DiagnosisConfig)
+    return own.profile and (own.use_pytorch_profiler or config.parallel.cpu)
+
+
+BY_TORCH = Condition("--profile --use-pytorch-profiler", _by_torch)
+BY_NSYS = Condition("--profile on GPUs", lambda c: c.options(DiagnosisConfig).profile and not _by_torch(c))
 
 
 @extension_flags(
@@ -16,15 +25,17 @@ from megatron.training.extensions import extension_flags
 )
 @dataclass(frozen=True)
 class DiagnosisConfig:
-    log_layer_stats: int = flag(0, at_least=0)
+    log_layer_stats: int = flag(0, at_least=0, excludes="--cuda-graph-impl local: hooks do not run in a recording")
     """Iterations between statistics of each layer: norms of weights, gradients and updates, activations, attention
     logits, routers; 0: none."""
 
-    layer_growth_threshold: float = flag(1.2, at_least=0)
+    layer_growth_threshold: float = flag(1.2, at_least=0, no_effect_without="--log-layer-stats")
     """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
     the last 10 records while others' does not; 0: never."""
 
-    log_straggler: bool = False
+    log_straggler: bool = flag(
+        False, excludes="--cuda-graph-impl local: forward and backward pass cannot be timed separately"
+    )
     """Report the slowest ranks of each phase of a step."""
 
     straggler_minmax_count: int = flag(1, above=0)
@@ -43,29 +54,34 @@ class DiagnosisConfig:
     profile_ranks: tuple[int, ...] = flag((0,), many=True, at_least=0)
     """--profile: ranks that are profiled."""
 
-    trace: bool = False
+    trace: bool = flag(
+        False,
+        excludes="--cuda-graph-impl local: actions and collectives do not run one by one in a recording",
+    )
     """Trace some steps of all ranks on one clock into one file for Perfetto, in the folder trace of --tensorboard-dir
     or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline beside."""
 
-    trace_step_start: int = flag(10, at_least=0)
+    trace_step_start: int = flag(10, at_least=0, no_effect_without="--trace")
     """--trace: iterations before the trace starts."""
 
-    trace_step_end: int = flag(12, above=0)
+    trace_step_end: int = flag(12, above=0, no_effect_without="--trace")
     """--trace: iterations before it ends."""
 
-    use_pytorch_profiler: bool = False
+    use_pytorch_profiler: bool = flag(False, no_effect_without="--profile")
     """--profile: use torch's profiler on GPUs too."""
 
-    pytorch_profiler_collect_shapes: bool = False
+    pytorch_profiler_collect_shapes: bool = flag(False, no_effect_without=BY_TORCH)
     """--profile: traces of torch's profiler hold the shapes of operands."""
 
-    pytorch_profiler_collect_callstack: bool = False
+    pytorch_profiler_collect_callstack: bool = flag(False, no_effect_without=BY_TORCH)
     """--profile: traces of torch's profiler hold the Python stack of each operation."""
 
-    record_shapes: bool = False
+    record_shapes: bool = flag(False, no_effect_without=BY_NSYS)
     """--profile: ranges for nsys hold the shapes of operands."""
 
-    record_memory_history: bool = False
+    record_memory_history: bool = flag(
+        False, no_effect_without=Condition("GPUs", lambda config: not config.parallel.cpu)
+    )
     """GPUs: record allocations, and write them for torch's memory viewer: at --profile-step-end, at the end of a
     shorter run, and when memory runs out."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.parts import CALLBACKS
@@ -13,6 +14,8 @@ from megatron.training.extensions import extension_flags
 @dataclass(frozen=True)
 class EvalTasksConfig:
     """Downstream tasks that are evaluated during training, or on a checkpoint by --skip-train."""
+
+    NO_EFFECT_WITHOUT: ClassVar = "--eval-tasks"
 
     eval_tasks: tuple[str, ...] | None = flag(None, many=True, path="local")
     """Task files in lm-evaluation-harness' YAML form, or folders of them, whose data are local files."""

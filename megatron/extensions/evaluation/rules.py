@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from megatron.extensions.evaluation.flags import EvalTasksConfig
 from megatron.extensions.evaluation.task_file import read_tasks
-from megatron.training.config.flags import dashed
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
     options, model = c.options(EvalTasksConfig), c.model
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
     if not options.eval_tasks:
-        others = ((name, value) for name, value in given.items() if value is not None)
-        yield from (Problem.no_effect(dashed(name), value, "--eval-tasks") for name, value in others)
         return
     if c.tokenizer.tokenizer_type is None:
         yield Problem("--eval-tasks", None, "reads text, which needs a tokenizer", "add --tokenizer-type and its files")

@@ -17,11 +17,11 @@ CONFIG = "config.json"
 @extension_flags("Hugging Face", may_change=True, rules=f"{__package__}.rules:exports")
 @dataclass(frozen=True)
 class HuggingFaceConfig:
-    export_hf_interval: int | None = flag(None, above=0)
+    export_hf_interval: int | None = flag(None, above=0, no_effect_without="--save")
     """Iterations between exports of checkpoints to Hugging Face folders, written in the background; a multiple of
     --save-interval."""
 
-    export_hf_dir: str | None = flag(None, path="local", writes="folder")
+    export_hf_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--export-hf-interval")
     """Folder for these exports; default: hf in --save."""
 
 

@@ -14,12 +14,7 @@ from megatron.training.config.run_config import RunConfig
 def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
     options = c.options(HuggingFaceConfig)
     wanted, interval = options.export_hf_interval, c.checkpoint.save_interval
-    if wanted is None:
-        if options.export_hf_dir is not None:
-            yield Problem.no_effect("--export-hf-dir", options.export_hf_dir, "--export-hf-interval")
-    elif c.checkpoint.save is None:
-        yield Problem.no_effect("--export-hf-interval", wanted, "--save")
-    elif not interval or (interval > 0 and wanted % interval):
+    if wanted is not None and c.checkpoint.save is not None and (not interval or (interval > 0 and wanted % interval)):
         rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megatron.extensions.inference.generation import Engine, Generation, Request
 
@@ -25,13 +25,19 @@ class Progress(NamedTuple):
     error: str | None = None
 
 
+class Events(Protocol):
+    """Takes progress from the engine's thread."""
+
+    def put(self, progress: Progress, /) -> None: ...
+
+
 @dataclass(eq=False)
 class Job:
     """Requests that are answered together. `events` get the progress of each of them."""
 
     requests: Sequence[Request]
     deadline: float
-    events: queue.SimpleQueue[Progress] = field(default_factory=queue.SimpleQueue)
+    events: Events
     generations: list[Generation] = field(default_factory=list)
     """Belongs to the thread of the engine until all of them have a finish_reason."""
 
@@ -57,7 +63,7 @@ class EngineLoop:
         self.failure: str | None = None
         """Why the engine has ended."""
 
-    def submit(self, requests: Sequence[Request], seconds: float) -> Job:
+    def submit(self, requests: Sequence[Request], seconds: float, events: Events) -> Job:
         """From any thread. Raises Busy if too many texts wait, or the server ends."""
         with self._lock:
             if self.stopping.is_set():
@@ -67,7 +73,7 @@ class EngineLoop:
                     f"{self._pending} texts are growing or waiting, and {len(requests)} more are too many; try later"
                 )
             self._pending += len(requests)
-        job = Job(requests, time.monotonic() + seconds)
+        job = Job(requests, time.monotonic() + seconds, events)
         self._inbox.put(("submit", job))
         return job
 

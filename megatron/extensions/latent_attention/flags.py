@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron.core.config.flag_spec import flag
+from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.model import TransformerConfig
-from megatron.core.config.recompute import RECOMPUTED_PARTS
-from megatron.core.parts import ATTENTIONS, HeadWidths
+from megatron.core.parts import ATTENTIONS, RECOMPUTED_PARTS, HeadWidths
 from megatron.training.extensions import extension_flags
 
 
-@extension_flags("multi-latent attention", part_of="model", rules=f"{__package__}.rules:without_latents")
+@extension_flags("multi-latent attention", part_of="model")
 @dataclass(frozen=True)
 class LatentAttentionFlags:
     """Ranks and head widths of multi-latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = Condition(
+        "--multi-latent-attention", lambda config: config.model.attention == "multi_latent_attention"
+    )
 
     multi_latent_attention: bool = flag(False, effective="attention")
     """Multi-latent attention (MLA): keys and values of all heads are projections of one narrow latent per token, and

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from math import gcd
 
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
-from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.rules.precision import FP8_ALIGNMENT, fp8_alignment, tokens_for_latents
 from megatron.training.config.run_config import RunConfig
@@ -58,14 +56,6 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--qk-pos-emb-head-dim", rotary, rule, "for example 64")
     if c.parallel.fp8_format is not None:
         yield from _in_fp8(c)
-
-
-def without_latents(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Without multi-latent attention, its widths have no effect."""
-    for field in fields(LatentAttentionFlags) if c.model.attention != "multi_latent_attention" else ():
-        value = getattr(c.options(LatentAttentionFlags), field.name)
-        if value != field.default:
-            yield Problem.no_effect(field_table()[field.name].name, value, MLA)
 
 
 def _in_fp8(c: RunConfig) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.model import TransformerConfig
@@ -10,10 +11,12 @@ from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.extensions import extension_flags
 
 
-@extension_flags("gated delta nets", part_of="model", rules=f"{__package__}.rules:without_delta_nets")
+@extension_flags("gated delta nets", part_of="model")
 @dataclass(frozen=True)
 class LinearAttentionFlags:
     """The shape of gated delta nets (arXiv 2412.06464)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = "--experimental-attention-variant"
 
     linear_conv_kernel_dim: int = flag(4, above=0)
     """Gated delta net: tokens that the convolution of queries, keys and values spans, its own included."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from math import gcd, lcm
 
 from megatron.extensions.linear_attention.flags import LinearAttentionFlags
-from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
-from megatron.training.config.rules.model import VARIANT
 from megatron.training.config.rules.precision import fp8_alignment
 from megatron.training.config.run_config import RunConfig
 
@@ -30,14 +27,6 @@ def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--linear-num-key-heads", keys, rule, near)
     if p.fp8_format is not None and tp >= 1 and keys >= 1 and keys % tp == 0:
         yield from _in_fp8(c)
-
-
-def without_delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Without linear attention, its shape has no effect."""
-    for field in fields(LinearAttentionFlags) if c.model.experimental_attention_variant is None else ():
-        value = getattr(c.options(LinearAttentionFlags), field.name)
-        if value != field.default:
-            yield Problem.no_effect(field_table()[field.name].name, value, VARIANT)
 
 
 def _in_fp8(c: RunConfig) -> Iterator[Problem]:

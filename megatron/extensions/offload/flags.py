@@ -16,31 +16,37 @@ HERE = "megatron.extensions.offload"
 @extension_flags("optimizer states in host memory", may_change=True, rules=f"{HERE}.rules:states")
 @dataclass(frozen=True)
 class HostStateFlags:
-    optimizer_cpu_offload: bool = False
+    optimizer_cpu_offload: bool = flag(
+        False,
+        excludes="--optimizer-post-validation: updates on the host are not copied for a roll-back",
+    )
     """Keep optimizer states in host memory, --optimizer-offload-fraction of them, and update them there: gradients are
     copied to the host, updated parameters back, while the next ones are updated (ZeRO-Offload)."""
 
-    optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1)
+    optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: share of the elements whose states lie in host memory, in [0, 1]."""
 
-    pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads")
+    pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads", no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: pass gradients through pageable instead of pinned host memory."""
 
-    pin_cpu_params: bool = flag(True, name="--no-pin-cpu-params")
+    pin_cpu_params: bool = flag(True, name="--no-pin-cpu-params", no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
 
 
 @extension_flags("activations in host memory", may_change=True, rules=f"{HERE}.rules:activations")
 @dataclass(frozen=True)
 class ActivationFlags:
-    cpu_offloading: bool = False
+    cpu_offloading: bool = flag(
+        False,
+        excludes="--optimizer-post-validation: offloaded activations of forward passes are not taken back",
+    )
     """Keep what the first layers of each pipeline stage save for the backward in host memory, pinned for GPUs: copied
     while the forward pass computes, and fetched a layer ahead of the backward."""
 
-    cpu_offloading_num_layers: int = flag(0, at_least=0)
+    cpu_offloading_num_layers: int = flag(0, at_least=0, no_effect_without="--cpu-offloading")
     """--cpu-offloading: layers of each stage, from its first one. All but the last one leave it time to fetch."""
 
-    min_offloaded_tensor_size: int = flag(1024 * 1024, above=0)
+    min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
     """--cpu-offloading: elements of the smallest tensor that leaves the device."""
 
 

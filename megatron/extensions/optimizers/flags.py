@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron.core.config.flag_spec import flag
+from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.parts import MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES, UPDATE_HOOKS, StatePlan
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS
@@ -15,6 +16,7 @@ HERE = "megatron.extensions.optimizers"
 SCALE_BLOCK = 64
 """Elements of an optimizer state that share a scale; buffers start parameters and shards at multiples of it."""
 
+SWITCH = "--use-precision-aware-optimizer"
 STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 """Formats of Adam's moments."""
 
@@ -24,6 +26,10 @@ STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 class MuonFlags:
     """--optimizer muon: orthogonalized momentum for the matrices of hidden layers, and --muon-scalar-optimizer for
     embeddings, output layer, norms and biases."""
+
+    NO_EFFECT_WITHOUT: ClassVar = Condition(
+        "--optimizer muon", lambda config: OPTIMIZERS.facts(config.optimizer.optimizer).whole_matrices
+    )
 
     muon_momentum: float = flag(0.9, at_least=0, below=1)
     """Muon: decay of the momentum, an average of the gradients."""
@@ -60,47 +66,59 @@ class MuonFlags:
     muon_scalar_optimizer: str = flag("adam", choices=OPTIMIZERS)
     """Muon: optimizer of all other parameters than the matrices of hidden layers."""
 
-    moe_router_skip_muon: bool = False
+    moe_router_skip_muon: bool = flag(False, no_effect_without="--num-experts")
     """Muon: leave the router's weight to --muon-scalar-optimizer."""
 
 
 @extension_flags("QK-clip", may_change=True, rules=f"{HERE}.rules:qk_clip", resolve=f"{HERE}.rules:with_max_logits")
 @dataclass(frozen=True)
 class QKClipFlags:
-    qk_clip: bool = False
+    qk_clip: bool = flag(
+        False,
+        excludes=(
+            "--position-embedding-type alibi: its biases are no products of queries and keys",
+            "--attn-logit-softcapping: logits are bounded already",
+            "--use-precision-aware-optimizer: main parameters are scaled where they lie in fp32",
+            "--cuda-graph-impl local",
+            "--optimizer-cpu-offload: main parameters are scaled on the device, after the update",
+            "--optimizer-post-validation: the largest logits of the step are gone when it is made again",
+        ),
+    )
     """QK-clip (MuonClip, Kimi K2): after an update, scale the projections of queries and keys of heads whose largest
     attention logit in the step was above --qk-clip-threshold. Plain torch computes attention then."""
 
-    qk_clip_threshold: float = flag(100.0, above=0)
+    qk_clip_threshold: float = flag(100.0, above=0, no_effect_without="--qk-clip")
     """--qk-clip: the largest logit that a head may have."""
 
-    qk_clip_alpha: float = flag(0.5, at_least=0, at_most=1)
+    qk_clip_alpha: float = flag(0.5, at_least=0, at_most=1, no_effect_without="--qk-clip")
     """--qk-clip: exponent of the factor in the queries; the keys have the rest."""
 
 
 @extension_flags("precision-aware optimizer", may_change=True, rules=f"{HERE}.rules:precision_aware")
 @dataclass(frozen=True)
 class PrecisionAwareFlags:
-    use_precision_aware_optimizer: bool = False
+    use_precision_aware_optimizer: bool = flag(
+        False, excludes="--optimizer-post-validation: states are copied in the main dtype"
+    )
     """Adam: store gradients, main parameters and moments in the formats of --main-grads-dtype, --main-params-dtype,
     --exp-avg-dtype and --exp-avg-sq-dtype."""
 
-    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), needs=SWITCH)
     """--use-precision-aware-optimizer: format in which gradients are summed over micro-batches, rounded at random so
     that no part of a sum is lost on average."""
 
-    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"))
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), needs=SWITCH)
     """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64."""
 
-    exp_avg_dtype: str = flag("fp32", choices=STATE_DTYPES)
+    exp_avg_dtype: str = flag("fp32", choices=STATE_DTYPES, needs=SWITCH)
     """--use-precision-aware-optimizer: format of Adam's first moment; fp16 and fp8 (e4m3) have a scale for each block
     of 64."""
 
-    exp_avg_sq_dtype: str = flag("fp32", choices=STATE_DTYPES)
+    exp_avg_sq_dtype: str = flag("fp32", choices=STATE_DTYPES, needs=SWITCH)
     """--use-precision-aware-optimizer: format of Adam's second moment; fp16 and fp8 hold its square root, with a scale
     for each block of 64."""
 
-    store_param_remainders: bool = flag(True, name="--no-store-param-remainders")
+    store_param_remainders: bool = flag(True, name="--no-store-param-remainders", no_effect_without=SWITCH)
     """--use-precision-aware-optimizer: store main parameters in fp32 whole, not as the 16 bits that parameters in bf16
     lack."""
 

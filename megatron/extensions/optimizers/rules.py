@@ -18,25 +18,16 @@ POST_VALIDATION = "--optimizer-post-validation"
 
 
 def muon(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    o, table = c.options(MuonFlags), field_table()
+    o = c.options(MuonFlags)
     elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_matrices]
     if o.muon_scalar_optimizer not in elementwise:
         rule = "updates whole matrices, which embeddings, norms and biases are not"
         yield Problem("--muon-scalar-optimizer", o.muon_scalar_optimizer, rule, f"use {' or '.join(elementwise)}")
-    for name, value in vars(o).items():
-        flag = table[name]
-        if value != flag.default and c.optimizer.optimizer in elementwise:
-            yield Problem.no_effect(flag.name, None if isinstance(value, bool) else value, "--optimizer muon")
-    if o.moe_router_skip_muon and c.model.num_experts is None:
-        yield Problem.no_effect("--moe-router-skip-muon", None, "--num-experts")
 
 
 def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    o, m, p, table, switch = c.options(QKClipFlags), c.model, c.parallel, field_table(), "--qk-clip"
+    o, m, p, switch = c.options(QKClipFlags), c.model, c.parallel, "--qk-clip"
     if not o.qk_clip:
-        for flag in (table["qk_clip_threshold"], table["qk_clip_alpha"]):
-            if getattr(o, flag.field) != flag.default:
-                yield Problem.no_effect(flag.name, getattr(o, flag.field), switch)
         return
     if p.attention_backend not in ("auto", "unfused"):
         rule = f"does not return the largest logit of each head, which {switch} needs"
@@ -44,22 +35,6 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.qk_layernorm and m.attention_facts.grouped:
         why = "norms of queries and keys undo any scale of their projections, and bound logits themselves"
         yield Problem.exclusive(switch, None, "--qk-layernorm", why)
-    if m.alibi:
-        why = "its biases are no products of queries and keys"
-        yield Problem.exclusive(switch, None, "--position-embedding-type alibi", why)
-    if m.attn_logit_softcapping is not None:
-        yield Problem.exclusive(switch, None, "--attn-logit-softcapping", "logits are bounded already")
-    if c.options(PrecisionAwareFlags).use_precision_aware_optimizer:
-        why = "main parameters are scaled where they lie in fp32"
-        yield Problem.exclusive(switch, None, "--use-precision-aware-optimizer", why)
-    if named_value(c, "cuda_graph_impl") == "local":
-        yield Problem.exclusive(switch, None, "--cuda-graph-impl local")
-    if named_value(c, "optimizer_cpu_offload"):
-        why = "main parameters are scaled on the device, after the update"
-        yield Problem.exclusive("--optimizer-cpu-offload", None, switch, why)
-    if c.optimizer.optimizer_post_validation:
-        why = "the largest logits of the step are gone when it is made again"
-        yield Problem.exclusive(POST_VALIDATION, None, switch, why)
 
 
 def with_max_logits(c: RunConfig) -> RunConfig:
@@ -69,23 +44,13 @@ def with_max_logits(c: RunConfig) -> RunConfig:
     return replace(c, parallel=replace(c.parallel, attention_backend="unfused"))
 
 
-FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-"""Fields of --use-precision-aware-optimizer."""
-
-
 def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    o, p, table, switch = c.options(PrecisionAwareFlags), c.parallel, field_table(), "--use-precision-aware-optimizer"
+    o, p, switch = c.options(PrecisionAwareFlags), c.parallel, "--use-precision-aware-optimizer"
     if not o.use_precision_aware_optimizer:
-        for flag in (table[name] for name in FORMATS if getattr(o, name) != "fp32"):
-            yield Problem(flag.name, getattr(o, flag.field), f"needs {switch}", f"add {switch}, or remove {flag.name}")
-        if not o.store_param_remainders:
-            yield Problem.no_effect("--no-store-param-remainders", None, switch)
         return
     if c.optimizer.optimizer != "adam":
         rule = f"stores Adam's states, and --optimizer is {c.optimizer.optimizer}"
         yield Problem(switch, None, rule, "use --optimizer adam")
-    if c.optimizer.optimizer_post_validation:
-        yield Problem.exclusive(POST_VALIDATION, None, switch, "states are copied in the main dtype")
     if not c.optimizer.use_distributed_optimizer:
         off, remedy = unsharded_by(c)
         rule = f"cannot be combined with {off}: only the distributed optimizer stores states in these formats"

@@ -32,7 +32,7 @@ from megatron.training.config.flags import (
 from megatron.training.config.foreign_flags import foreign_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
-from megatron.training.config.rules.single_values import REQUIRED
+from megatron.training.config.rules.fields import REQUIRED
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.extensions import ExtensionError, load_extensions

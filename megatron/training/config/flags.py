@@ -14,7 +14,7 @@ from importlib import import_module
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from megatron.core.config.flag_spec import FlagSpec, Section
+from megatron.core.config.flag_spec import Condition, Conditions, FlagSpec, Section, conditions
 from megatron.core.config.model import TransformerConfig
 from megatron.core.registry import imported
 from megatron.training.config.problem import Problem
@@ -87,6 +87,9 @@ class Flag:
 
     default: Any
     spec: FlagSpec
+
+    section_needs: Conditions = ()
+    """Without these no flag of its dataclass has an effect: what that states as `NO_EFFECT_WITHOUT`."""
 
     @property
     def name(self) -> str:
@@ -227,13 +230,35 @@ def _flags_of(section: str, cls: type) -> Iterator[Flag]:
         if spec is not None:
             if "tuple" in str(hints[field.name]) and not spec.repeats:
                 spec = replace(spec, many=True)
-            yield Flag(section, field.name, _kind(hints[field.name]), field.default, spec)
+            owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", ()))
+            needs = conditions(vars(owner).get("NO_EFFECT_WITHOUT", ()))
+            yield Flag(section, field.name, _kind(hints[field.name]), field.default, spec, needs)
 
 
 def value_of(config: RunConfig, flag: Flag) -> Any:
     """What a configuration has in the field of a flag."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return getattr(config.options(extension.cls) if extension else getattr(config, flag.section), flag.field)
+
+
+def shown_value(value: Any) -> Any:
+    """A value behind its flag in a message: a switch has none."""
+    return None if isinstance(value, bool) else value
+
+
+def holds(config: RunConfig, condition: Condition) -> bool:
+    """Whether a configuration has what a condition says. Flags of extensions that are not installed are not given."""
+    if condition.holds is not None:
+        return condition.holds(config)
+    return any(_is_given(config, *words.split()) for words in condition.parts[0].split(" or "))
+
+
+def _is_given(config: RunConfig, spelling: str, *rest: str) -> bool:
+    flag, on = spelling_table().get(spelling, (None, True))
+    value = None if flag is None else value_of(config, flag)
+    if not rest:
+        return flag is not None and bool(value) == on
+    return value is not None and (value > float(rest[1]) if rest[0] == "above" else str(value) == rest[0])
 
 
 def flags_of(section: str) -> tuple[Flag, ...]:

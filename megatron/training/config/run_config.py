@@ -90,10 +90,10 @@ class TrainingConfig:
     manual_gc: bool = False
     """Collect Python's garbage between steps only, at the same steps on all ranks, instead of at thresholds."""
 
-    manual_gc_interval: int = 0
+    manual_gc_interval: int = flag(0, no_effect_without="--manual-gc")
     """--manual-gc: steps between collections; 0 turns collections between steps off."""
 
-    manual_gc_eval: bool = flag(True, name="--no-manual-gc-eval")
+    manual_gc_eval: bool = flag(True, name="--no-manual-gc-eval", no_effect_without="--manual-gc")
     """--manual-gc: do not collect before and after each evaluation."""
 
     deterministic: bool = flag(False, "--deterministic-mode")
@@ -208,10 +208,10 @@ class CheckpointConfig:
     load_rng: bool = flag(True, name="--no-load-rng")
     """Do not load random-number state."""
 
-    finetune: bool = False
+    finetune: bool = flag(False, no_effect_without="--load")
     """Load the weights only, and start at iteration 0 with fresh optimizer, schedule and data order."""
 
-    reset_iteration: bool = False
+    reset_iteration: bool = flag(False, no_effect_without="--load")
     """Load weights and optimizer state, and start at iteration 0 with fresh schedule and data order."""
 
     load_lr_state: bool = flag(True, name="--no-load-lr-state")
@@ -220,19 +220,19 @@ class CheckpointConfig:
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
 
-    fatal_save_errors: bool = False
+    fatal_save_errors: bool = flag(False, no_effect_without="--save")
     """Stop if a checkpoint cannot be saved after retries; default: continue training."""
 
-    keep_last: int | None = None
+    keep_last: int | None = flag(None, no_effect_without="--save")
     """Keep this many newest checkpoints and delete the others; 1 if only other retention flags are given."""
 
-    keep_every: int | None = flag(None, "--save-retain-interval")
+    keep_every: int | None = flag(None, "--save-retain-interval", no_effect_without="--save")
     """Keep checkpoints whose iteration is a multiple of this, in addition to the newest."""
 
-    save_retain_best: str | None = flag(None, choices=("valid_loss", "lm_loss"))
+    save_retain_best: str | None = flag(None, choices=("valid_loss", "lm_loss"), no_effect_without="--save")
     """Keep the checkpoint with the lowest value of this metric at its iteration, in addition to the newest."""
 
-    override_data_fingerprint: bool = False
+    override_data_fingerprint: bool = flag(False, no_effect_without="--load")
     """Resume from a checkpoint that was saved with other training data."""
 
     use_checkpoint_args: bool = False
@@ -244,7 +244,7 @@ class CheckpointConfig:
     save_optim: bool = flag(True, name="--no-save-optim")
     """Do not save optimizer state."""
 
-    exit_on_missing_checkpoint: bool = False
+    exit_on_missing_checkpoint: bool = flag(False, no_effect_without="--load")
     """Exit with an error if --load contains no checkpoint."""
 
 

@@ -15,8 +15,8 @@ from megatron.training.config.batch_size import legal_sizes, parse_batch_schedul
 from megatron.training.config.flags import EXTENSION_SECTIONS, flat_values
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
+from megatron.training.config.rules.fields import needs_and_exclusions, single_values
 from megatron.training.config.rules.length import callbacks_evaluate
-from megatron.training.config.rules.single_values import single_values
 from megatron.training.config.rules.switched_off import switched_off
 from megatron.training.config.run_config import RunConfig, TrainingConfig
 from megatron.training.extensions import problem_in_extension
@@ -47,6 +47,7 @@ def _own_findings(config: RunConfig, world_size: int) -> list[Problem]:
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     resolved = resolve(config, world_size)
+    problems += [p for p in needs_and_exclusions(resolved) if p.flag not in flagged]
     for rule in RULES:
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]

@@ -98,3 +98,9 @@ def test_user_errors(checkpoint: str, flags: str, message: str, capsys: pytest.C
         run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", "--port", "0", *flags.split()]))
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_fastapi_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tools.serve.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"serving needs FastAPI and uvicorn: pip install 'paritrain\[serve\]'"):
+        main(["--load", str(tmp_path)])

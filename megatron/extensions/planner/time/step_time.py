@@ -1,7 +1,7 @@
 """Time of a training step, predicted: what each rank's kernels and collectives take on a device, stage by stage, put
 together by the pipeline's own schedule, and the work between two steps.
 
-Every number comes from the fake step that gives memory and FLOPs, and from the device file. docs/planning.md says what
+Every number comes from the fake step that gives memory and FLOPs, and from the device file. docs/planner.md says what
 is modelled and how close predictions are to published runs.
 """
 

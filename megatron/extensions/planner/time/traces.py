@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.core import compiled_regions
 from megatron.core.attention import core_attention
-from megatron.core.config.recompute import RecomputeConfig
+from megatron.core.config.layers import RecomputeConfig
 from megatron.core.fp8 import casts, weight_grads
 from megatron.core.fp8.casts import Scaled
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.checkpoints import checkpoints, garbage, skipping
+from megatron.training.config.rules.checkpoints import checkpoints, skipping
 from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.data import data, tokenizer, validation_sets
 from megatron.training.config.rules.length import batch, length, schedule
@@ -73,5 +73,4 @@ RULES: tuple[Rule, ...] = (
     tokenizer,
     checkpoints,
     skipping,
-    garbage,
 )

@@ -18,8 +18,6 @@ def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
     kinds = [
         n for n, given in (("--data-path", d.data_path), (", ".join(own), own), ("--mock-data", d.mock_data)) if given
     ]
-    if d.dataset_type is not None and d.mock_data:
-        yield Problem.exclusive("--dataset-type", d.dataset_type, "--mock-data")
     kinds += [dashed(field) for field in d.listed]
     if not kinds and d.dataset == "gpt":
         yield Problem("--data-path", None, "the run has no data", "add --data-path, --train-data-path or --mock-data")

@@ -129,8 +129,6 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if o.decoupled_lr is not None and o.decoupled is not None and o.decoupled.min_lr > o.decoupled_lr:
         rule = f"must be at most --decoupled-lr {o.decoupled_lr:g}"
         yield Problem("--decoupled-min-lr", o.decoupled.min_lr, rule, f"nearest: {o.decoupled_lr:g}")
-    if o.decoupled_lr is None and o.decoupled_min_lr is not None:
-        yield Problem.no_effect("--decoupled-min-lr", o.decoupled_min_lr, "--decoupled-lr")
     yield from _decay_length(c, right, by_samples or by_iters)
     yield from _weight_decay(c)
 

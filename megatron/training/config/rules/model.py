@@ -9,7 +9,7 @@ from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, MixerFacts
 from megatron.core.registry import imported
-from megatron.training.config.flags import field_table, flags_of, value_of
+from megatron.training.config.flags import flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 
@@ -65,11 +65,6 @@ def window_heads(c: RunConfig) -> dict[str, int | None]:
 
 def _tensor_overlap(p: ModelParallelConfig) -> Iterator[Problem]:
     method = p.tp_comm_overlap_method
-    if p.tp_comm_overlap and not p.sequence_parallel:
-        remedy = "add --sequence-parallel, which sends the same number of bytes, or remove --tp-comm-overlap"
-        yield Problem("--tp-comm-overlap", None, "needs --sequence-parallel", remedy)
-    if method is not None and not p.tp_comm_overlap:
-        yield Problem.no_effect("--tp-comm-overlap-method", method, "--tp-comm-overlap")
     if method == "symmetric" and (p.cpu or p.distributed_backend == "gloo"):
         rule = "needs GPUs and nccl, but --cpu or gloo is given"
         yield Problem("--tp-comm-overlap-method", method, rule, "use ring, which runs on any device")
@@ -110,16 +105,11 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--num-query-groups", groups, rule, _divisors(heads, groups or 0))
     if not m.group_query_attention and groups not in (None, heads):
         yield Problem.no_effect("--num-query-groups", groups, "--group-query-attention")
-    if m.attention_output_gate and m.head_wise_attn_gate:
-        yield Problem.exclusive("--attention-output-gate", None, "--head-wise-attn-gate", "both gate the same output")
     yield from _heads_of_windows(c)
     yield from _activation(m)
-    if m.qk_layernorm_scope == "all":
-        if not m.qk_layernorm:
-            yield Problem.no_effect("--qk-layernorm-scope", "all", "--qk-layernorm")
-        elif m.normalization != "RMSNorm":
-            rule = f"is an RMSNorm, and --normalization is {m.normalization}"
-            yield Problem("--qk-layernorm-scope", "all", rule, "use head, or --normalization RMSNorm")
+    if m.qk_layernorm_scope == "all" and m.qk_layernorm and m.normalization != "RMSNorm":
+        rule = f"is an RMSNorm, and --normalization is {m.normalization}"
+        yield Problem("--qk-layernorm-scope", "all", rule, "use head, or --normalization RMSNorm")
     yield from _position_scales(m)
     if m.apply_layernorm_1p and m.normalization not in ("LayerNorm", "RMSNorm"):
         rule = f"is not known to --normalization {m.normalization}"
@@ -130,15 +120,9 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def _position_scales(m: TransformerConfig) -> Iterator[Problem]:
     """What depends on whether a layer has a rotary embedding."""
-    coeff, floor = m.attention_temperature_coeff, m.attention_temperature_floor
-    if m.qk_l2_norm and m.qk_layernorm:
-        yield Problem.exclusive("--qk-l2-norm", None, "--qk-layernorm", "both normalize queries and keys")
-    if m.qk_l2_norm and not m.rotary:
-        yield Problem.no_effect("--qk-l2-norm", None, "--position-embedding-type rope")
+    coeff = m.attention_temperature_coeff
     if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
         yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
-    if not coeff and floor != field_table()["attention_temperature_floor"].default:
-        yield Problem.no_effect("--attention-temperature-floor", floor, "--attention-temperature-coeff")
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:
@@ -224,22 +208,7 @@ def attention_kernel(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Patterns of layers, and what they need beside them."""
     m = c.model
-    local, rotary = "--window-size or --attention-chunk-size", "--position-embedding-type rope"
-    if m.window_size is not None and m.attention_chunk_size is not None:
-        yield Problem.exclusive("--attention-chunk-size", m.attention_chunk_size, "--window-size")
     some_local = m.window_size is not None or m.attention_chunk_size is not None
-    for flag, value, needed, given in (
-        ("--window-attn-skip-freq", m.window_attn_skip_freq, local, some_local),
-        ("--window-rotary-base", m.window_rotary_base, local, some_local),
-        ("--window-rotary-base", m.window_rotary_base, rotary, m.rotary),
-        ("--window-rotary-percent", m.window_rotary_percent, local, some_local),
-        ("--window-rotary-percent", m.window_rotary_percent, rotary, m.rotary),
-        *((flag, value, local, some_local) for flag, value in window_heads(c).items()),
-        ("--window-softmax-type", m.window_softmax_type, local, some_local),
-        ("--no-rope-freq", m.no_rope_freq, rotary, m.rotary),
-    ):
-        if value is not None and not given:
-            yield Problem.no_effect(flag, value, needed)
     if m.num_layers < 1:
         return
     for flag, pattern, present, read, what in (
@@ -262,8 +231,6 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Which layers have linear attention, and what they do not read."""
     m, flag, variant = c.model, "--linear-attention-freq", c.model.experimental_attention_variant
     if variant is None:
-        if m.linear_attention_freq is not None:
-            yield Problem.no_effect(flag, m.linear_attention_freq, VARIANT)
         return
     if c.parallel.context_parallel_size > 1 and not LINEAR_ATTENTIONS.facts(variant).whole_sequences:
         why = "its layers see the tokens of their own rank only"
@@ -297,8 +264,6 @@ OF_OTHER_ATTENTION = (
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m = c.model
-    if c.data.reset_position_ids and not c.restarts_positions:
-        yield Problem.no_effect("--reset-position-ids", None, "--position-embedding-type learned_absolute")
     longest = m.max_position_embeddings
     if longest is not None and 0 < longest < m.seq_length:
         rule = f"must be at least --seq-length {m.seq_length}"
@@ -310,15 +275,6 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if m.use_rope_scaling and low > high:
             rule = f"must be at most --rope-scaling-high-freq-factor {high}"
             yield Problem("--rope-scaling-low-freq-factor", low, rule, "for example 1 and 4, as in Llama 3.1")
-        return
-    settings = {
-        "--use-rope-scaling": m.use_rope_scaling,
-        "--rotary-interleaved": m.rotary_interleaved,
-        "--rotary-seq-len-interpolation-factor": m.rotary_seq_len_interpolation_factor,
-    }
-    for flag, value in settings.items():
-        if value:
-            yield Problem.no_effect(flag, None if value is True else value, "--position-embedding-type rope")
 
 
 def _rotated_channels(flag: str, percent: float | None, width: int | None) -> Iterator[Problem]:
@@ -333,27 +289,9 @@ def _rotated_channels(flag: str, percent: float | None, width: int | None) -> It
         yield Problem(flag, percent, rule, f"nearest: {shown}{near / width:g}")
 
 
-YARN = (
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
-)
-"""Fields that YaRN reads."""
-
-
 def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    m, table = c.model, field_table()
-    if not m.rotary and m.rope_type is not None:
-        yield Problem.no_effect("--rope-type", m.rope_type, "--position-embedding-type rope")
+    m = c.model
     if not m.rotary or not m.yarn:
-        for name in YARN:
-            if (value := getattr(m, name)) != table[name].default:
-                shown = None if isinstance(value, bool) else value
-                yield Problem.no_effect(table[name].name, shown, "--rope-type yarn")
         return
     if m.use_rope_scaling and m.rotary_scaling_factor != 1:
         yield Problem.exclusive("--use-rope-scaling", None, "--rope-type yarn", "both scale the rotary frequencies")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from megatron.core.config.moe import MoEConfig
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.schedules import runs_in_turns
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.rules.precision import kinds_in_fp8
 from megatron.training.config.run_config import RunConfig
@@ -17,7 +15,6 @@ from megatron.training.config.run_config import RunConfig
 
 def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.model.num_experts is None:
-        yield from _without_experts(c)
         return
     m, p = c.model, c.parallel
     if m.num_experts is not None and 0 < m.num_experts < m.moe_router_topk:
@@ -42,16 +39,6 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from _router(c)
 
 
-def _without_experts(c: RunConfig) -> Iterator[Problem]:
-    """Without experts, flags of experts have no effect."""
-    if c.parallel.overlap_moe_expert_parallel_comm:
-        yield Problem(OVERLAP, None, "needs --num-experts: all-to-alls are those of experts", "remove it")
-    for field in fields(MoEConfig):
-        value = getattr(c.model, field.name)
-        if value != field.default:
-            yield Problem.no_effect(field_table()[field.name].name, None if value is True else value, "--num-experts")
-
-
 def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, p = c.model, c.parallel
     ep, etp = p.expert_model_parallel_size, p.expert_tp
@@ -70,8 +57,6 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if shared is not None and not divides(tp, shared):
         rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
         yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, tp))
-    if m.moe_shared_expert_gate and shared is None:
-        yield Problem.no_effect("--moe-shared-expert-gate", None, "--moe-shared-expert-intermediate-size")
     pp = p.pipeline_model_parallel_size
     stage = world_size // pp if pp > 0 and world_size % pp == 0 else 0
     if stage and ep > 0 and etp > 0 and stage % (ep * etp):
@@ -163,19 +148,6 @@ def _router(c: RunConfig) -> Iterator[Problem]:
     elif len(types) != len(coefficients):
         rule = f"must be as many as the {len(types)} of --moe-router-load-balancing-type {' '.join(types)}"
         yield Problem("--moe-aux-loss-coeff", coefficients, rule, "give one for each")
-    if not m.moe_router_enable_expert_bias and m.moe_router_bias_update_rate != MoEConfig.moe_router_bias_update_rate:
-        rate = m.moe_router_bias_update_rate
-        yield Problem.no_effect("--moe-router-bias-update-rate", rate, "--moe-router-enable-expert-bias")
-    for flag, value, default in (
-        ("--moe-token-drop-policy", m.moe_token_drop_policy, "probs"),
-        ("--moe-min-capacity", m.moe_min_capacity, 0),
-        ("--moe-pad-expert-input-to-capacity", m.moe_pad_expert_input_to_capacity, False),
-    ):
-        if value != default and not m.moe_drops_tokens:
-            yield Problem.no_effect(flag, None if value is True else value, "--moe-expert-capacity-factor")
-    if m.moe_pad_expert_input_to_capacity and m.moe_token_dispatcher_type != "alltoall":
-        needed = "--moe-token-dispatcher-type alltoall"
-        yield Problem.no_effect("--moe-pad-expert-input-to-capacity", None, needed)
 
 
 def _scores(m: MoEConfig) -> Iterator[Problem]:
@@ -194,11 +166,6 @@ def _groups(m: MoEConfig) -> Iterator[Problem]:
     """A token's experts are chosen from some groups of experts."""
     groups, best, topk = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
     if groups is None or best is None:
-        if groups is not None:
-            yield Problem.no_effect("--moe-router-num-groups", groups, "--moe-router-group-topk")
-        if best is not None:
-            remedy = "add --moe-router-num-groups, for example the number of nodes that hold the experts"
-            yield Problem("--moe-router-group-topk", best, "needs --moe-router-num-groups", remedy)
         return
     if m.moe_sinkhorn:
         sinkhorn = "--moe-router-load-balancing-type sinkhorn"

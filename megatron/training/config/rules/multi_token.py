@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LOSSES
 from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.rules.precision import FP8_ALIGNMENT, fp8_alignment
@@ -16,10 +15,6 @@ DEPTHS = "--mtp-num-layers"
 def multi_token(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, depths, s = c.model, c.model.mtp_depths, c.model.seq_length
     if depths < 1:
-        if m.mtp_loss_scaling_factor != TransformerConfig.mtp_loss_scaling_factor:
-            yield Problem.no_effect("--mtp-loss-scaling-factor", m.mtp_loss_scaling_factor, DEPTHS)
-        if m.mtp_layer_kind != TransformerConfig.mtp_layer_kind:
-            yield Problem.no_effect("--mtp-layer-kind", m.mtp_layer_kind, DEPTHS)
         return
     if 0 < s <= depths:
         rule = f"must be below --seq-length {s}: beyond it no token of a sample has a label at the last depth"

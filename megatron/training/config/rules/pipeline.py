@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS
@@ -160,20 +159,9 @@ def _fixed_ends(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
 
 
 def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    m = c.model
-    for granularity, flag, value in (
-        ("full", "--recompute-method", m.recompute_method),
-        ("full", "--recompute-num-layers", m.recompute_num_layers),
-        ("selective", "--recompute-modules", m.recompute_modules),
-    ):
-        if value is not None and m.recompute_granularity != granularity:
-            yield Problem.no_effect(flag, value, f"--recompute-granularity {granularity}")
-    yield from _recomputed_parts(m)
-
-
-def _recomputed_parts(m: TransformerConfig) -> Iterator[Problem]:
     """Parts that the model does not have, or that a larger one includes, are not recomputed by themselves."""
-    flag, named = "--recompute-modules", m.recompute_modules or ()
+    m, flag = c.model, "--recompute-modules"
+    named = m.recompute_modules or ()
     try:
         dense = len(m.moe_layers) < m.num_layers
     except ValueError:
@@ -196,8 +184,6 @@ def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
         flag, other = unsharded_by(c)
         rule, remedy = f"cannot be combined with {flag}: {why}", f"add --no-overlap-param-gather, or {other}"
         yield Problem("--overlap-param-gather", None, rule, remedy)
-    if c.ddp.grad_reduce_in_bf16 and c.parallel.fp64:
-        yield Problem.exclusive("--grad-reduce-in-bf16", None, "--fp64")
 
 
 def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:

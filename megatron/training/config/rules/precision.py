@@ -27,8 +27,6 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
     chosen = [f"--{name}" for name in ("fp16", "bf16", "fp32", "fp64") if getattr(p, name)]
     if len(chosen) > 1:
         yield Problem.exclusive(chosen[0], None, " and ".join(chosen[1:]))
-    if o.loss_scale is not None and not p.fp16:
-        yield Problem.no_effect("--loss-scale", o.loss_scale, "--fp16")
     if o.min_loss_scale > o.initial_loss_scale:
         rule = f"must be at most --initial-loss-scale {o.initial_loss_scale:g}"
         yield Problem("--min-loss-scale", o.min_loss_scale, rule, f"nearest: {o.initial_loss_scale:g}")

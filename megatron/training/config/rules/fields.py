@@ -1,4 +1,4 @@
-"""Rules of single flags: required values and ranges of numbers."""
+"""Rules that fields state themselves: required values, ranges of numbers, and the flags that they need or exclude."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.config.flag_spec import FlagSpec
+from megatron.core.config.flag_spec import Condition, FlagSpec
 from megatron.core.config.param_groups import group_rule
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
-from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, value_of
+from megatron.training.config.flags import (
+    EXTENSION_SECTIONS,
+    Flag,
+    all_flags,
+    holds,
+    shown_value,
+    spelling_table,
+    value_of,
+)
 from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -58,6 +66,29 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
             yield Problem.of_message("--param-group", text, str(error))
     if config.optimizer.lr is None and not config.training.skip_train:
         yield Problem("--lr", None, "is required", "add the peak learning rate, for example --lr 3e-4")
+
+
+def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
+    """What a flag that is given lacks, or stands beside and must not."""
+    for flag in all_flags():
+        value = value_of(c, flag)
+        if value == flag.default:
+            continue
+        name, shown, spec = flag.name, shown_value(value), flag.spec
+        idle = [each for each in flag.section_needs if not holds(c, each)]
+        for condition in idle or [each for each in spec.no_effect_without if not holds(c, each)]:
+            yield Problem.no_effect(name, shown, condition.parts[0])
+        for needed, why, remedy in () if idle else (each.parts for each in spec.needs if not holds(c, each)):
+            yield Problem(name, shown, f"needs {needed}{why}", remedy or f"add {needed}, or remove {name}")
+        for condition in () if idle else (each for each in spec.excludes if holds(c, each)):
+            yield Problem.exclusive(name, shown, _as_given(c, condition), condition.parts[1].removeprefix(": "))
+
+
+def _as_given(c: RunConfig, condition: Condition) -> str:
+    """The flag of a condition with the value that it has."""
+    name, *rest = condition.parts[0].split()
+    value = shown_value(value_of(c, spelling_table()[name][0]))
+    return " ".join([name, *rest]) if value is None else f"{name} {value}"
 
 
 def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:

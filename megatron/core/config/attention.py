@@ -1,0 +1,126 @@
+"""Configuration of positions and of attention's scores, gates and heads: fields that `TransformerConfig` inherits. No
+torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import Condition, flag
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+LOCAL = "--window-size or --attention-chunk-size"
+ROTARY = Condition("--position-embedding-type rope", lambda config: config.model.rotary)
+YARN = Condition("--rope-type yarn", lambda config: config.model.rotary and config.model.yarn)
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """How positions enter: the kind of embedding, and the rotary one's frequencies and scaling."""
+
+    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "alibi", "none"))
+    """Position embedding: a learned table, rotary (rope), linear biases of attention scores (alibi), or none."""
+
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+
+    window_rotary_base: float | None = flag(None, no_effect_without=(LOCAL, ROTARY))
+    """Base of the rotary frequencies in layers with a sliding window or chunks, where they are then not scaled or
+    interpolated (Gemma 3); default: the same rotary embedding as in other layers."""
+
+    no_rope_freq: str | None = flag(None, no_effect_without=ROTARY)
+    """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list of 1 (without) and 0 for all layers.
+    Default: every layer has it."""
+
+    rotary_percent: float = flag(1.0, above=0, at_most=1)
+    """Fraction of each head's channels that are rotated."""
+
+    rotary_interleaved: bool = flag(False, no_effect_without=ROTARY)
+    """Rotate pairs of neighbouring channels, as GPT-J does, instead of pairs half the rotated width apart."""
+
+    rotary_seq_len_interpolation_factor: float | None = flag(None, no_effect_without=ROTARY)
+    """Divide positions by this number, which stretches the rotary embedding to longer sequences."""
+
+    use_rope_scaling: bool = flag(False, no_effect_without=ROTARY)
+    """Scale rotary frequencies as in Llama 3.1."""
+
+    rope_scaling_factor: float = 8.0
+    """Llama 3.1 scaling: divisor of low frequencies."""
+
+    rope_scaling_low_freq_factor: float = 1.0
+    """Llama 3.1 scaling: wavelengths above original length / this value are fully scaled."""
+
+    rope_scaling_high_freq_factor: float = 4.0
+    """Llama 3.1 scaling: wavelengths below original length / this value are not scaled."""
+
+    rope_scaling_original_max_position_embeddings: int = 8192
+    """Llama 3.1 scaling: original context length."""
+
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), no_effect_without=ROTARY)
+    """Rotary frequencies: as they are (rope), or scaled to longer sequences by YaRN (yarn). Default: yarn for
+    multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, both are the same."""
+
+    rotary_scaling_factor: float = flag(1.0, at_least=1, no_effect_without=YARN)
+    """YaRN: longest sequence, as a multiple of the original context length."""
+
+    original_max_position_embeddings: int = flag(4096, no_effect_without=YARN)
+    """YaRN: original context length."""
+
+    beta_fast: float = flag(32.0, no_effect_without=YARN)
+    """YaRN: frequencies with at least this many rotations over the original context length are not scaled."""
+
+    beta_slow: float = flag(1.0, no_effect_without=YARN)
+    """YaRN: frequencies with at most this many rotations over the original context length are fully scaled."""
+
+    yarn_correction_range_round_to_int: bool = flag(
+        True, name="--no-yarn-correction-range-round-to-int", no_effect_without=YARN
+    )
+    """YaRN: leave the bounds of the pairs of channels between both unrounded, as gpt-oss does."""
+
+    mscale: float = flag(1.0, no_effect_without=YARN)
+    """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
+
+    mscale_all_dim: float = flag(0.0, no_effect_without=YARN)
+    """YaRN: the same of all channels of queries and keys, by the scale of the softmax, and taken out of the rotated
+    ones (DeepSeek). Scales the softmax of multi-latent attention only."""
+
+
+@dataclass(frozen=True)
+class SelfAttentionConfig:
+    """What attention does beside its projections and its kernel."""
+
+    attn_logit_softcapping: float | None = None
+    """Cap c of attention scores z, scaled and before the mask, which become c tanh(z / c) (Gemma 2); default: none."""
+
+    head_wise_attn_gate: bool = False
+    """Multiply the output of each head of attention, before the last projection, by the sigmoid of one number, a linear
+    map of the layer's input (Step-3.5)."""
+
+    value_channels: int | None = None
+    """Width of one value head; default: that of a query or key head, --kv-channels."""
+
+    attention_value_scale: float = 1.0
+    """Factor of the values (MiMo-V2)."""
+
+    window_num_attention_heads: int | None = flag(None, no_effect_without=LOCAL)
+    """Query heads in layers with a sliding window or chunks (Step-3.5); default: as in other layers."""
+
+    window_num_query_groups: int | None = flag(None, no_effect_without=LOCAL)
+    """Key/value heads in layers with a sliding window or chunks (MiMo-V2); default: as in other layers."""
+
+    window_softmax_type: str | None = flag(None, choices=SOFTMAX_TYPES, no_effect_without=LOCAL)
+    """--softmax-type of layers with a sliding window or chunks (MiMo-V2); default: as in other layers."""
+
+    window_rotary_percent: float | None = flag(None, above=0, at_most=1, no_effect_without=(LOCAL, ROTARY))
+    """--rotary-percent of layers with a sliding window or chunks (Step-3.5); default: as in other layers."""
+
+    qk_l2_norm: bool = flag(False, no_effect_without=ROTARY, excludes="--qk-layernorm: both normalize queries and keys")
+    """Divide each head's queries and keys by the root of their mean square, without weights, in layers with rotary
+    embedding (Llama 4). Megatron-LM does so in all layers."""
+
+    attention_temperature_coeff: float = 0.0
+    """In layers without rotary embedding, multiply the queries of position p, counted from 0, by 1 + this number times
+    ln(1 + floor((p + 1) / N)), N being --attention-temperature-floor (arXiv 2501.19399). 0.1 in Llama 4."""
+
+    attention_temperature_floor: int = flag(8192, no_effect_without="--attention-temperature-coeff")
+    """N of --attention-temperature-coeff: queries of positions below N - 1 stay as they are."""
