@@ -37,9 +37,9 @@ from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from tools.bench.ceilings import Ceiling, ceiling_tokens, ceilings, wait_for
 from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, groups_of, say_groups, spans_of
 from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, positive, say_machine, write_json
+from tools.bench.timing import Ceiling, ceiling_tokens, ceilings, wait_for
 
 if TYPE_CHECKING:
     from megatron.training.run import TrainingRun

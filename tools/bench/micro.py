@@ -27,10 +27,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.training.config.run_config import RunConfig
-from tools.bench.ceilings import products
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
-from tools.bench.part_timing import Call, Part, Row, is_lost, timed
 from tools.bench.side_by_side import machine, positive, say_machine, write_json
+from tools.bench.timing import Call, Part, Row, is_lost, products, timed
 
 if TYPE_CHECKING:
     from torch import Tensor
