@@ -103,8 +103,10 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
     yield "\nNot built, refused (settings have no effect without the feature):"
     for group in sorted(tables["not_built"], key=lambda group: group["feature"]):
         flags = [*group.get("flags", ()), *(f"{prefix}..." for prefix in group.get("prefixes", ()))]
-        kind = "settings of " if group.get("switch") else ""
-        yield f"  {' '.join(flags)}: {kind}{group['feature']}" + (f"; {group['remedy']}" if "remedy" in group else "")
+        feature = group["feature"]
+        if switch := group.get("switch"):
+            feature = f"settings of {feature}, which {' '.join(switch)} turns on"
+        yield f"  {' '.join(flags)}: {feature}" + (f"; {group['remedy']}" if "remedy" in group else "")
     for flag, values in tables["values_not_built"].items():
         yield from (f"  {flag} {value}: {feature}" for value, feature in values.items())
     yield from (f"  {flag} with several values: {what}" for flag, what in tables["several_not_built"].items())

@@ -508,6 +508,11 @@ STEP_SEARCHES: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, v
 None. Called on every rank, before the next update of the weights; it may run the step again."""
 
 
+HANG_ANALYSES: Registry[Any, NoFacts] = Registry("hang analysis", NoFacts, "status")
+"""`Analysis(status)`: finds the rank that others wait for in vain, built as a rank starts, before its process groups.
+The one registered last is used; see `megatron.training.reliability.rank_status.HangAnalysis`."""
+
+
 @dataclass(frozen=True)
 class WatchFacts:
     when: Callable[[Any, Any], bool] = _always

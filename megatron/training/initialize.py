@@ -29,7 +29,6 @@ from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
 from megatron.training.config.output_paths import unwritable
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reliability.flight_recorder import groups_of, record_collectives
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet
 from megatron.training.reliability.stop_requests import StopConditions
@@ -237,7 +236,6 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=parallel.startup_timeout_minutes)
     launch.export(os.environ)
-    record_collectives(os.environ)
     # Pipeline messages have groups of their own for what must not wait for each other.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if backend == "nccl" and config.checkpoint.save:
@@ -255,7 +253,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     with phases("process groups"):
         state = build_groups(parallel, timeout)
         check_overlap(parallel, state, device)
-        watchdog.status.groups = groups_of(state)
+        watchdog.status.state = state
     return Runtime(launch, device, state, phases, watchdog)
 
 
