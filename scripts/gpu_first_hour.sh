@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # The first hour with a GPU, in parts of less than ten minutes each: tests, models, parts of a step one by one, and one
-# page of tables beside what was predicted.
+# page of tables.
 #
 #   bash scripts/gpu_first_hour.sh wheels             before, on a machine with a package index: fills .wheels/ with what
 #                                                     the tests need, for a machine where nothing can be installed
-#   bash scripts/gpu_first_hour.sh predict FOLDER     before, or at any time: what a step should take, with torch's CUDA
-#                                                     build but without a GPU (tools/bench/gpu_bytes.py)
 #   bash scripts/gpu_first_hour.sh PART [FOLDER]      tests | llama | headline | calibrate | parts | models | features |
 #                                                     page
 #   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another, in at most 61 minutes; the first
@@ -36,7 +34,6 @@ declare -A WRITTEN=(
     [parts]="tiny.json micro.json"
     [models]="gpt-bf16.json gpt-graphs.json recipes.json"
     [features]="traced.html"
-    [predict]="predicted-llama-bf16.json predicted-llama-fp8.json"
 )
 WHEELS=.wheels
 PYTHON="${PYTHON:-python3}"
@@ -61,8 +58,8 @@ for argument in "$@"; do
     esac
 done
 part="${positional[0]:-}"
-if [[ " ${PARTS[*]} wheels predict page all " != *" $part "* || ${#positional[@]} -gt 2 ]]; then
-    refuse "usage: bash scripts/gpu_first_hour.sh wheels|predict|$(
+if [[ " ${PARTS[*]} wheels page all " != *" $part "* || ${#positional[@]} -gt 2 ]]; then
+    refuse "usage: bash scripts/gpu_first_hour.sh wheels|$(
         IFS="|"
         echo "${PARTS[*]}"
     )|page|all [FOLDER] [--cpu --tiny]"
@@ -285,15 +282,11 @@ features() {
     limited 55 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads_params
     limited 55 "$PYTHON" "${ranks[@]}" --pp 2 --untie-embeddings-and-output-weights --pipeline-schedule zb-h2 \
         --optimizer-post-validation --log-interval 5 --trace --trace-step-start 2 --trace-step-end 4 --save "$OUT/traced"
-    limited 45 "$PYTHON" tools/report.py "$OUT/traced" --output "$OUT/traced.html"
+    if "$PYTHON" -c "import matplotlib" 2>/dev/null; then  # a GPU machine may lack it; the folder can be drawn elsewhere
+        limited 45 "$PYTHON" tools/report.py "$OUT/traced" --output "$OUT/traced.html"
+    fi
     limited 55 "$PYTHON" "${train[@]}" --deterministic-mode --attention-dropout 0.1
     rm -rf "$OUT/checkpoints" "$OUT"/traced/iter_*
-}
-
-predict() {
-    local run=("$PYTHON" tools/bench/gpu_bytes.py --device "${DEVICE:-h100}" --samples 1 --layers 8)
-    limited 280 "${run[@]}" --config llama-8b-layers --json "$OUT/predicted-llama-bf16.json"
-    limited 280 "${run[@]}" --config llama-8b-layers --precision fp8 --json "$OUT/predicted-llama-fp8.json"
 }
 
 page() {

@@ -2,11 +2,13 @@
 
     python tools/translate_flags.py train_gpt3_175b_distributed.sh
     python tools/translate_flags.py -- --num-layers 24 --checkpoint-activations --deepspeed
+    python tools/translate_flags.py --list
 
 Prints the flags of this program, and below them what changed and why, and where results differ from Megatron-LM's. A
 script is read, not run: variables that it assigns are replaced by their values or defaults, others stay as they are.
 Branches are read if their tests hold or are not known; stderr names the flags of the latter. Exit code 1 if a flag has
-no translation, 2 if the file is no launch script.
+no translation, 2 if the file is no launch script. --list prints what becomes of every flag that this program does not
+have itself.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
+from megatron.extensions import megatron_flags
 from megatron.extensions.megatron_flags.megatron_differences import differences_met
 from megatron.training.config.arguments import config_of, read_flags
 from megatron.training.config.reading import FlagReader, Reading, tokens_of
@@ -34,6 +39,9 @@ LAUNCHER = re.compile(
     r"--(nproc|nnodes|node[-_]rank|master[-_]|rdzv|max[-_]restarts|tee|log[-_]dir|hostfile|num_gpus|num_nodes)"
 )
 
+TABLES = Path(megatron_flags.__file__).with_name("megatron_flags.toml")
+"""What becomes of flags that no field has; the command line reads it."""
+
 NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 
 
@@ -41,17 +49,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", nargs="?", type=Path, help="launch script; instead, give flags behind --")
     parser.add_argument("flags", nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, behind --")
+    parser.add_argument(
+        "--list", action="store_true", help="print all flags that are read as others, ignored or refused"
+    )
     argv = sys.argv[1:] if argv is None else list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
     args.flags = argv[cut + 1 :]
-    if bool(args.script) == bool(args.flags):
-        parser.error("give a script, or flags behind --")
+    if bool(args.script) + bool(args.flags) + args.list != 1:
+        parser.error("give a script, or flags behind --, or --list")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.list:
+        print(*lines_of_all_flags(tomllib.loads(TABLES.read_text(encoding="utf-8"))), sep="\n")
+        return 0
     words = words_of_script(args.script) if args.script else args.flags
     tokens = [(name, values) for name, values in tokens_of(words) if name.startswith("--")]
     if not tokens:
@@ -70,6 +84,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if differences := list(differences_met(resolved(reader), reader.spelled)):
         print("\nDifferent from Megatron-LM:", *differences, sep="\n  ")
     return 1 if refused else 0
+
+
+def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
+    """A line for each flag or value that is read as another one, for each reason of no effect, for each feature."""
+    yield "Read as other flags ({} stands for the values):"
+    yield from (f"  {flag} -> {ours}" for flag, ours in sorted((tables["usual"] | tables["replaced"]).items()))
+    for flag, (option, before, after) in tables["exchanged"].items():
+        yield f"  {flag} -> {option} {after} in place of {'any value' if before == 'any' else before}"
+    for flag, values in sorted(tables["same_values"].items()):
+        yield from (f"  {flag} {value} -> {ours}" for value, ours in values.items())
+    yield "\nValues that an example registers, loaded as by --extension:"
+    yield from (f"  {value}: examples/{file}" for value, file in sorted(tables["examples"].items()))
+    yield "\nWithout effect:"
+    for group in sorted(tables["no_effect"], key=lambda group: group["reason"]):
+        only = f" ({' or '.join(group['values'])} only)" if group.get("values") else ""
+        yield f"  {' '.join(group['flags'])}{only}: {group['reason']}"
+    yield "\nNot built, refused (settings have no effect without the feature):"
+    for group in sorted(tables["not_built"], key=lambda group: group["feature"]):
+        flags = [*group.get("flags", ()), *(f"{prefix}..." for prefix in group.get("prefixes", ()))]
+        feature = group["feature"]
+        if switch := group.get("switch"):
+            feature = f"settings of {feature}, which {' '.join(switch)} turns on"
+        yield f"  {' '.join(flags)}: {feature}" + (f"; {group['remedy']}" if "remedy" in group else "")
+    for flag, values in tables["values_not_built"].items():
+        yield from (f"  {flag} {value}: {feature}" for value, feature in values.items())
+    yield from (f"  {flag} with several values: {what}" for flag, what in tables["several_not_built"].items())
 
 
 def resolved(reader: FlagReader) -> RunConfig:

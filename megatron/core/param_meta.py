@@ -13,6 +13,10 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from types import MappingProxyType
 
+HISTORY = "_history"
+"""End of the names of tensors that record earlier steps, as scales of number formats do. A checkpoint may lack them, or
+have them of another length: they begin anew. A run may have no use for them."""
+
 
 @dataclass(frozen=True)
 class Init:

@@ -7,7 +7,7 @@ registry stands how its parts are built. `config` is the section of the run's co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -274,6 +274,54 @@ class WhenFacts:
     """Section of the configuration -> whether it asks for the part."""
 
 
+@dataclass(frozen=True)
+class LinearFormatFacts:
+    """Functions are of the ModelParallelConfig."""
+
+    when: Callable[[Any], bool]
+    """Whether it asks for the format."""
+
+    layers: Callable[[Any, int], range]
+    """(config, layers of the model) -> numbers of those whose linear layers use it."""
+
+    alignment: Callable[[Any, int], tuple[int, str]]
+    """(config, ranks) -> number that divides a rank's features if `ranks` have a part of them, and the flag that asks
+    for it."""
+
+    tokens: int
+    """Number that divides the tokens of a micro-batch for every kernel."""
+
+    described: Callable[[Any], str]
+    """The format in a few words."""
+
+    peak_tflops: Mapping[str, float]
+    """Part of the name of a GPU -> peak of its data sheet."""
+
+
+LINEAR_FORMATS: Registry[Any, LinearFormatFacts] = Registry(
+    "format of products", LinearFormatFacts, attributes=("build", "check")
+)
+"""Number format of the products of linear layers beside that of the parameters; none of the trunk's. `build(config,
+layers, casts)` makes a `megatron.core.tensor_parallel.linear_gemms.LinearFormat`; `check(config, device)` raises
+ValueError if the device cannot compute it."""
+
+
+def linear_format(config: Any) -> str | None:
+    """The format of products that a ModelParallelConfig asks for; None for that of the parameters."""
+    return next((name for name in LINEAR_FORMATS if LINEAR_FORMATS.facts(name).when(config)), None)
+
+
+PARAM_GATHERS: Registry[Any, WhenFacts] = Registry("gather of parameters", WhenFacts, "ddp")
+"""`build(ddp)`: casts weights of linear layers before a `DistributedDataParallel` gathers them; None if it has none
+to cast. Its `cast_()` is called before the gathers. `when` is of the ModelParallelConfig; linear layers then have
+buckets of their own, of which it takes those that it wants (`Bucket.gather_bytes`)."""
+
+
+def param_gather(config: Any) -> str | None:
+    """The gather of parameters that a ModelParallelConfig asks for; None for one in their own format."""
+    return next((name for name in PARAM_GATHERS if PARAM_GATHERS.facts(name).when(config)), None)
+
+
 UPDATE_HOOKS: Registry[Any, WhenFacts] = Registry("hook of updates", WhenFacts, "config, modules, shards, state")
 """`hook(config, modules, shards, state)`: its `after_update(skip)` is called after each update of main parameters
 on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
@@ -458,6 +506,11 @@ METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts, "config")
 STEP_SEARCHES: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
 """`search(run, verdict)`: a `megatron.training.hooks.Finding` about a step whose loss or gradient was not finite, or
 None. Called on every rank, before the next update of the weights; it may run the step again."""
+
+
+HANG_ANALYSES: Registry[Any, NoFacts] = Registry("hang analysis", NoFacts, "status")
+"""`Analysis(status)`: finds the rank that others wait for in vain, built as a rank starts, before its process groups.
+The one registered last is used; see `megatron.training.reliability.rank_status.HangAnalysis`."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn(
         "planner",
         "memory, FLOPs and time of a run before it starts; the fastest layouts; rehearsals",
-        needs=("fusions",),
+        needs=("fp8", "fusions"),
     ),
     BuiltIn("conversion", "conversion of checkpoints between formats"),
     BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
@@ -53,7 +53,8 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn("inference", "Generation of text from checkpoints, and its server."),
     BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
-    BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several."),
+    BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)),
+    BuiltIn("fp8", "Products of linear layers in 8-bit floating point."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
     BuiltIn("linear_attention", "Gated delta nets, a linear attention, as in Qwen3-Next."),
 )

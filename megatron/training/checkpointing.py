@@ -35,11 +35,11 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_state,
 )
 from megatron.core.dist_checkpointing.storage import Checkpoint, on_first_rank, save
-from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.param_meta import HISTORY
 from megatron.core.parts import MODEL_LOADERS
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
@@ -451,13 +451,13 @@ LATENT_BIASES = ("fc1_latent_proj.bias", "fc2_latent_proj.bias")
 
 
 def _without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
-    """The targets without histories of fp8 scaling that the checkpoint has not, or of another length: they begin anew,
-    as a run may take up fp8, or another recipe, at any time. So do `LATENT_BIASES` that it has not."""
+    """The targets without histories that the checkpoint has not, or of another length: they begin anew, as a run may
+    take up fp8, or another recipe, at any time. So do `LATENT_BIASES` that it has not."""
 
     def saved(key: str) -> bool:
         return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
 
-    new = (AMAX_HISTORY, *LATENT_BIASES)
+    new = (HISTORY, *LATENT_BIASES)
     return {key: target for key, target in targets.items() if not key.endswith(new) or saved(key)}
 
 
@@ -504,13 +504,13 @@ def _unused(
     checkpoint: Checkpoint, load_optimizer: bool, optimizer: OptimizerConfig | None = None
 ) -> Callable[[str], bool]:
     """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
-    have no use for histories of fp8 scaling, and none for optimizer states of parameters that it freezes. Loads of
+    have no use for histories, and none for optimizer states of parameters that it freezes. Loads of
     experts are not needed any more."""
 
     def unused(key: str) -> bool:
         if key.startswith(OPTIMIZER):
             return not load_optimizer or (optimizer is not None and optimizer.freezes(_parameter_of(key)))
-        if key.endswith((AMAX_HISTORY, FORMER_LOADS)):
+        if key.endswith((HISTORY, FORMER_LOADS)):
             return True
         name = key.removeprefix(MODEL)
         return load_optimizer and optimizer_key(MAIN_PARAM, name) in checkpoint.tensors

@@ -13,7 +13,6 @@ from megatron.core.batch import Batch
 from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count
-from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import MICROBATCH_RUNNERS
 from megatron.core.pipeline_parallel.actions import Action
@@ -21,6 +20,7 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Meter
@@ -76,7 +76,7 @@ class ForwardBackward:
         return batches, total
 
     def end_step(self, skip: torch.Tensor) -> None:
-        """Updates expert biases, fp8 scales and what is logged with an update of the weights, unless `skip` is 1."""
+        """Updates expert biases, scales and what is logged with an update of the weights, unless `skip` is 1."""
         for meter in self.meters:
             meter.end_step(skip)
 

@@ -23,14 +23,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.cpu_half import has_products_of, multiply_in_fp32
 from megatron.core.dist_checkpointing.shared_folder import ranks_without
-from megatron.core.fp8.casts import BLOCK_CAPABILITY, BLOCK_CUDA, FIRST_CAPABILITY
 from megatron.core.parallel_state import Axis, ParallelState, build_groups
-from megatron.core.parts import MICROBATCH_RUNNERS
+from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
 from megatron.training.config.output_paths import unwritable
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reliability.flight_recorder import groups_of, record_collectives
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet
 from megatron.training.reliability.stop_requests import StopConditions
@@ -117,27 +115,6 @@ def check_overlap(config: ModelParallelConfig, state: ParallelState, device: tor
         raise ValueError(
             "--tp-comm-overlap-method symmetric needs GPUs of one node, under nccl, that reach each other's memory, "
             f"and those of the tensor-parallel ranks {', '.join(map(str, state.tp.ranks))} do not; use ring"
-        )
-
-
-def check_fp8(config: ModelParallelConfig, device: torch.device) -> None:
-    """Raises ValueError if fp8 is requested and the GPU does not support it."""
-    if config.fp8_format is None or device.type != "cuda":
-        return
-    found = torch.cuda.get_device_capability(device)
-    if config.fp8_recipe == "blockwise":
-        cuda, name = torch.version.cuda or "0", torch.cuda.get_device_name(device)
-        if found[0] != BLOCK_CAPABILITY or tuple(map(int, cuda.split("."))) < BLOCK_CUDA:
-            raise ValueError(
-                f"--fp8-recipe blockwise needs a GPU of compute capability {BLOCK_CAPABILITY}, as Hopper is, and torch "
-                f"for CUDA {'{}.{}'.format(*BLOCK_CUDA)} or above; {name} has {'{}.{}'.format(*found)} and torch has "
-                f"CUDA {cuda}: use --fp8-recipe tensorwise"
-            )
-    if found < FIRST_CAPABILITY:
-        needed, has = ("{}.{}".format(*capability) for capability in (FIRST_CAPABILITY, found))
-        raise ValueError(
-            f"--fp8-format {config.fp8_format} needs a GPU of compute capability {needed} or above, as Ada and Hopper "
-            f"are, and {torch.cuda.get_device_name(device)} has {has}: leave it out, or use another GPU"
         )
 
 
@@ -244,7 +221,8 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     device = choose_device(parallel, launch)
     keep_memory(device)
     check_compiler(parallel, device)
-    check_fp8(parallel, device)
+    if (name := linear_format(parallel)) is not None:
+        LINEAR_FORMATS[name].check(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if (runner := parallel.microbatch_runner) is not None:
@@ -258,7 +236,6 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=parallel.startup_timeout_minutes)
     launch.export(os.environ)
-    record_collectives(os.environ)
     # Pipeline messages have groups of their own for what must not wait for each other.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if backend == "nccl" and config.checkpoint.save:
@@ -276,7 +253,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     with phases("process groups"):
         state = build_groups(parallel, timeout)
         check_overlap(parallel, state, device)
-        watchdog.status.groups = groups_of(state)
+        watchdog.status.state = state
     return Runtime(launch, device, state, phases, watchdog)
 
 

@@ -12,14 +12,13 @@ from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.shared_folder import check_shared
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
 from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
 from megatron.training.checkpointing import Checkpointer, load_start
@@ -31,7 +30,7 @@ from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime, choose_products
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.loss_tallies import MultiTokenLosses, SourceLosses
-from megatron.training.metrics.meters import FP8Scales, UserMetrics
+from megatron.training.metrics.meters import UserMetrics
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.metrics.summary import PeakMemory
@@ -116,7 +115,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             runtime.say(f" {line}")
         for callback in parts.callbacks:
             callback.on_model(plan.longest.config, stages, runtime)
-        scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
     with phases("optimizer"):
         ddp = DistributedDataParallel(
             config.ddp,
@@ -143,7 +141,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             check_shared(Path(config.checkpoint.save), "--save", state.world)
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
-        scaling.refresh()
         saver = RunSaver(checkpointer, runtime, progress)
     if config.logging.sample_log:
         path = Path(config.logging.sample_log)
@@ -155,7 +152,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         ExpertLoad(config.model, state, stages, runtime.device),
         MultiTokenLosses(config.model, state, stages, runtime.device),
         SourceLosses(data.logged_sources, state, stages, runtime.device),
-        FP8Scales(scaling),
         ModelSums(config.logging, optimizer, stages, state, runtime.device),
         UserMetrics(parts.metrics, runtime.device),
         PeakMemory(state.world, runtime.device),

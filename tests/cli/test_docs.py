@@ -120,7 +120,7 @@ LONG = {
         "extending",
         "mixture_of_experts",
         "multi_token_prediction",
-        "planning",
+        "planner",
     )
 }
 """Pages whose commands run by --whole alone: other tests start the same programs."""

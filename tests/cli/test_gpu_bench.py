@@ -11,8 +11,6 @@ import pytest
 
 from tests.forked import run_program
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of, largest_that_fits, planned_bytes
-from tools.bench.gpu_page import COARSE
-from tools.bench.kernel_groups import group_of_op
 from tools.bench.profile_groups import (
     GPU_CATEGORIES,
     GROUPS,
@@ -120,24 +118,6 @@ def test_every_kernel_of_the_library_has_a_group() -> None:
     assert kernels - called == set(OWN)
     assert set(OWN.values()) <= {*GROUPS, OTHER}
     assert {group_of(name) for name in OWN} == set(OWN.values())
-
-
-@pytest.mark.parametrize(
-    ("operator", "kernel"),
-    [
-        ("norm_cast", "norm_cast_rows"),
-        ("norm_gradients", "norm_gradient_rows"),
-        ("swiglu_cast", "swiglu_tiles"),
-        ("heads_gradient_cast", "head_tiles"),
-        ("cast_transpose", "cast_tiles"),
-        ("amax_of_rows_and_columns", "amax_tiles"),
-        ("transposed_bytes", "transpose_tiles"),
-        ("clear_rows_behind_", "clear_rows_kernel"),
-    ],
-)
-def test_measured_and_predicted_groups_of_a_kernel_are_one(operator: str, kernel: str) -> None:
-    predicted = group_of_op("megatron", operator, ("", ""))
-    assert COARSE.get(predicted, predicted) == COARSE.get(group_of(kernel), group_of(kernel))
 
 
 def test_groups_of_a_trace() -> None:

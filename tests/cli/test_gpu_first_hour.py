@@ -145,7 +145,7 @@ def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) ->
     calls = read_folder(out).calls
     assert [call["code"] for call in calls].count(137) == 1 and len(calls) == 10
     assert calls[1]["command"].endswith("--prompt a some words --max-new-tokens 8")
-    text = "\n".join(page(read_folder(out), (), ()))
+    text = "\n".join(page(read_folder(out), ()))
     assert re.search(r"\| features \| \*\*137\*\* \| \d+ of 55 \| `.* muon` \|", text)
     assert text.count("| features | 0 |") == 9
 
@@ -228,9 +228,9 @@ def table_after(text: str) -> list[list[str]]:
 
 def test_documented_bytes_and_times_add_up() -> None:
     rows = table_after("Bytes of one layer of Llama 3 8B")
-    total = next(number for number, row in enumerate(rows) if row[0] == "**element-wise, the last five rows**")
+    total = next(number for number, row in enumerate(rows) if row[0] == "**element-wise, the last three rows**")
     for column, cell in list(enumerate(rows[total]))[1:]:
-        counts = [re.fullmatch(r"[\d,]+", row[column]) for row in rows[total - 5 : total]]
+        counts = [re.fullmatch(r"[\d,]+", row[column]) for row in rows[total - 3 : total]]
         assert sum(int(count[0].replace(",", "")) for count in counts if count) == int(cell.strip("*").replace(",", ""))
 
 
@@ -325,7 +325,7 @@ def test_wrong_arguments() -> None:
     for arguments, message in (
         (
             ["nothing"],
-            "usage: bash scripts/gpu_first_hour.sh wheels|predict|tests|llama|headline|calibrate|parts|models|",
+            "usage: bash scripts/gpu_first_hour.sh wheels|tests|llama|headline|calibrate|parts|models|",
         ),
         (["parts", "--gpu"], "unknown argument --gpu"),
         (["parts", "--cpu"], "--cpu is for trials: add --tiny"),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.limits import HANG
 from tools.bench.gpu import of_this_device
-from tools.bench.gpu_page import main, page, read_folder, read_prediction
+from tools.bench.gpu_page import main, page, read_folder
 from tools.bench.side_by_side import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -41,28 +41,6 @@ RUN = {
         {"name": "idle", "microseconds": 5e4, "share": 0.2, "count": 0, "longest": []},
     ],
 }
-NONE = {"groups": {}}
-PREDICTED = {
-    "config": "llama-8b-layers",
-    "precision": "bf16",
-    # 8 layers in 8 micro-batches: 64 x 3 + 8 x 3 + 24 ms, and 144 launches in place of 11. 400 tokens a micro-batch.
-    "parts": {
-        "layer": {
-            "groups": {"GEMMs": {"us": 2000.0, "launches": 2}, "weight-gradient sums": {"us": 1000.0, "launches": 0}}
-        },
-        "layer, once a step": NONE,
-        "micro-batch": {"groups": {"GEMMs": {"us": 3000.0, "launches": 1}}},
-        "step": {"groups": {"optimizer": {"us": 24000.0, "launches": 8}}},
-    },
-    "predicted": {
-        "layers": 1,
-        "micro_batches": 1,
-        "micro_batch_size": 1,
-        "host_ms": 11.0,
-        "step_ms": 30.0,
-        "tokens_per_second": 40_000 / 3,
-    },
-}
 PART = {"group": "attention", "name": "cudnn", "milliseconds": SPREAD, "tflop": 5.0, "gigabytes": 2.0, "failed": None}
 MACHINE = {"gpu": "NVIDIA H100", "python": "3.12", "versions": {"torch": "2.11.0"}}
 
@@ -71,7 +49,7 @@ def test_page_of_what_there_is(tmp_path: Path) -> None:
     def write(name: str, *rows: object) -> None:
         (tmp_path / name).write_text(json.dumps({"machine": MACHINE, "rows": rows}))
 
-    assert list(page(read_folder(tmp_path), (), ()))[2] == "No figures."
+    assert list(page(read_folder(tmp_path), ()))[2] == "No figures."
     write("llama-bf16.json", RUN)
     write("micro.json", PART, PART | {"name": "flash3", "milliseconds": None, "failed": "ImportError: none"})
     variant = {"variant": "as it is", "tokens_per_second": SPREAD}
@@ -80,17 +58,13 @@ def test_page_of_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "tests.txt").write_text(
         "FAILED tests/gpu/test_fp8.py::test_a - AssertionError\n= 1 failed, 9 passed in 9s ="
     )
-    text = "\n".join(page(read_folder(tmp_path), [PREDICTED], ["llama-fp8.json: layers"]))
+    text = "\n".join(page(read_folder(tmp_path), ["llama-fp8.json: layers"]))
     for line in (
         "NVIDIA H100; Python 3.12, torch 2.11.0",
         "| llama-bf16.json | NVIDIA H100 | llama-8b-layers bf16 | 8 | 8 x 1 | 10,000 (9,000 to 11,000) | 600.0 | 60.6% "
-        "| 80.0% | 7.00 | 7.00 | 1.000 | 800.0 (0.75 x) |",
+        "| 80.0% | 7.00 | 7.00 | 1.000 |",
         "| group | ms | share | kernels | longest |",
         "| GEMM | 200.00 | 80.0% | 9 | nvjet/a; b |",
-        "| GEMM | 200.00 | 216.00 |",
-        "| idle | 50.00 | 0.00 |",
-        "| optimizer | 0.00 | 24.00 |",
-        "| step | 250.00 | 240.00 |",
         "| llama-bf16.json | h100 | 625 | 600 | 0.960 |",
         "| attention | cudnn | 10,000.000 (9,000.000 to 11,000.000) | 0.5 | 0 |",
         "| attention | flash3 | failed: ImportError: none |  |  |",
@@ -105,7 +79,7 @@ def test_page_of_what_there_is(tmp_path: Path) -> None:
 
 
 def text_of(folder: Path) -> str:
-    return "\n".join(page(read_folder(folder), (), ()))
+    return "\n".join(page(read_folder(folder), ()))
 
 
 def test_figures_of_two_devices_are_told_apart(tmp_path: Path) -> None:
@@ -212,34 +186,13 @@ def test_a_line_of_calls_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "calls.jsonl").write_text(
         f'{json.dumps(call)}\n\n{{"part": "headl\n{json.dumps(call | {"code": 0})}\n[]'
     )
-    text = "\n".join(page(found := read_folder(tmp_path), (), ()))
+    text = "\n".join(page(found := read_folder(tmp_path), ()))
     assert "| llama | **143**, stopped from outside | 9 of 200 | `python gpu.py` |" in text
     assert len(found.calls) == 2
     assert found.unreadable == [
         'calls.jsonl: line 3 is no whole command: {"part": "headl',
         "calls.jsonl: line 5 is no whole command: []",
     ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}",
-        "[]",
-        '{"predicted": {"lay',
-        json.dumps(PREDICTED | {"parts": {}}),
-        json.dumps(PREDICTED | {"predicted": {**PREDICTED["predicted"], "tokens_per_second": 0}}),  # type: ignore[dict-item]
-    ],
-)
-def test_predictions_that_cannot_be_used_are_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "llama-bf16.json").write_text(json.dumps({"machine": MACHINE, "rows": [RUN]}))
-    (tmp_path / "predicted-llama-bf16.json").write_text(text)
-    assert main([str(tmp_path)]) == 0
-    written = (tmp_path / "page.md").read_text()
-    assert "predicted-llama-bf16.json: predicted figures (" in written and "| llama-bf16.json |" in written
-    assert "predicted TFLOP/s |" not in written.partition("## Beside the planner")[0]
-    (tmp_path / "predicted-llama-bf16.json").write_text(json.dumps(PREDICTED))
-    assert read_prediction(tmp_path / "predicted-llama-bf16.json") == PREDICTED
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Damages the checkpoints of a run in every way and resumes: what was said, what was loaded, and how it ended.
 
-    python -m tests.faults.corruption          prints the table of docs/checkpoints.md
+    python -m tests.faults.corruption          prints a table of the outcomes
 
 A run of two processes (TP2) saves at iterations 2, 4 and 6 and is then stopped. For each kind of damage the same
 command goes on from a damaged copy to iteration 8; where it comes there, its last checkpoint is compared with that of

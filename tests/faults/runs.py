@@ -1,6 +1,6 @@
 """Runs of four processes that a fault ends, and how long that takes.
 
-python -m tests.faults.runs --table [KIND ...]      # prints the table of docs/reliability.md
+python -m tests.faults.runs --table [KIND ...]      # prints a table of the outcomes
 """
 
 from __future__ import annotations

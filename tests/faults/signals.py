@@ -1,6 +1,6 @@
 """Runs of two processes that are told to stop, at the moments at which that is hardest.
 
-python -m tests.faults.signals [CASE ...]      # prints the table of docs/reliability.md
+python -m tests.faults.signals [CASE ...]      # prints a table of the outcomes
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ PRODUCTS = """
 import torch
 from torch import nn
 from megatron.core.parallel_state import Axis
-from megatron.core.config import PrecisionConfig
-from megatron.core.fp8 import casts as fp8
-from megatron.core.fp8.cast_transpose import amax_of, amax_of_rows_and_columns, cast_transpose
-from megatron.core.fp8.cast_transpose import cast_transpose_noting_amax
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.fp8 import casts as fp8
+from megatron.extensions.fp8.cast_transpose import amax_of, amax_of_rows_and_columns, cast_transpose
+from megatron.extensions.fp8.cast_transpose import cast_transpose_noting_amax
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
-from megatron.core.fp8.build import build_gemms
-from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
-from megatron.core.fp8.recipes import Fp8Context, WeightCasts
+from megatron.extensions.fp8.build import Fp8Format
+from megatron.extensions.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.moe.experts import Segments, add_each_product_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
@@ -34,8 +34,8 @@ torch.manual_seed(1)
 
 
 def layer(recipe, name, device, compiled, x, w, b, dy):
-    context = Fp8Context(PrecisionConfig(fp8_format=name, fp8_recipe=recipe), range(1), WeightCasts())
-    gemms = build_gemms("linear", context, Axis(), Cuts(), torch.device(device), compiled)
+    context = Fp8Format(Fp8Flags(fp8_format=name, fp8_recipe=recipe), range(1), WeightCasts())
+    gemms = context.linear("linear", Axis(), Cuts(), torch.device(device), compiled)
     x, w, b = (value.to(device).detach().requires_grad_() for value in (x, w, b))
     w.main_grad = torch.zeros(w.shape, device=device)
     queue = WeightGradQueue()
@@ -56,7 +56,7 @@ for recipe in ("tensorwise", "delayed", "rowwise", *blocks):
                 assert error < 0.01, (recipe, name, compiled, key, error)
 
 def experts(recipe, device, compiled, x, w, dy):
-    context = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
+    context = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
     device, one = torch.device(device), has_grouped_fp8_kernel(recipe, torch.device(device))
     gemms = Fp8GroupedGemms(context, Axis(), Cuts(), one, compiled, add_each_product_)
     segments = Segments.of_counts(torch.tensor([50, 0, 37, 9], device=device), spare=True)

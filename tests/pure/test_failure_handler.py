@@ -22,6 +22,7 @@ from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.failure_report import ADVICE, Failure, died
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
+from megatron.training.reliability.rank_store import out_of_memory_kills
 from megatron.training.reliability.run_status import Outcome
 from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import SignalListener
@@ -152,3 +153,11 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     PATH_KINDS.register("theirs", lambda path: path.endswith(".theirs"), about="", order=25, loaded_as="theirs")
     MODEL_LOADERS.register("theirs", ModelLoader(Checkpointer.load, load_stages))
     assert advice(error, save=run, load=f"{run}/a.theirs") == f"{again}: {there} in --save {run}"
+
+
+def test_the_kernels_killer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = StackDump()
+    assert "killer" not in stacks.last_words(1)
+    module = "megatron.training.reliability.stack_dump"
+    monkeypatch.setattr(f"{module}.out_of_memory_kills", lambda: out_of_memory_kills() + 2)
+    assert "the kernel's out-of-memory killer has ended 2 processes of this machine" in stacks.last_words(1)

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import notices, resolve, validate
+from tests.extensions import needs
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,8 @@ def problems(argv: str, world_size: int) -> list[str]:
             1,
             "has no effect in float16, in which no grouped kernel of GPUs computes; use --bf16, or",
         ),
-        (
+        needs(
+            "fp8",
             f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe blockwise",
             1,
             "--moe-grouped-gemm: has no effect in fp8 with --fp8-recipe blockwise, for which there is no grouped ker",
@@ -159,7 +161,7 @@ def test_rules(flags: str, world_size: int, expected: str) -> None:
         f"{OVERLAP} --ep 2 --global-batch-size 8",
         f"{GROUPED} --bf16",
         f"{GROUPED} --cpu",
-        f"{GROUPED} --bf16 --fp8-format e4m3 --micro-batch-size 2",
+        needs("fp8", f"{GROUPED} --bf16 --fp8-format e4m3 --micro-batch-size 2"),
         f"--ep 2 {GROUPS} 4 --moe-router-group-topk 2",
         f"--ep 2 {SINKHORN} --moe-router-topk 1 --moe-z-loss-coeff 1e-3 --moe-router-force-load-balancing",
     ],

@@ -1,6 +1,6 @@
 """Jobs of a SLURM of one node that `start_slurm.sh` starts.
 
-python -m tests.slurm.cluster      # prints the table of docs/reliability.md
+python -m tests.slurm.cluster      # prints a table of the outcomes
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""A GPU that is not there: training steps on fake `cuda` tensors, and Inductor generating kernels for them.
+"""Run a training step's CUDA path without a GPU: on fake `cuda` tensors, with Inductor generating code for the device.
+
+    python tools/bench/fake_cuda.py --config llama-8b-layers --precision fp8 --fp8-recipe rowwise
+
+Prints the graphs of each compiled region. Exits with code 1 if a region ran uncompiled, as beyond its limit of
+variants, and with code 2 where torch's CUDA build, Triton or a C++ compiler is missing.
 
 Fake tensors have shapes, strides and a graph, but no values. torch runs their operations without a GPU; two parts of it
 ask the driver nevertheless, and get an answer here: the autograd engine, which wants to know the stream of each
@@ -7,27 +12,39 @@ device, and Inductor, which reads the device's properties.
 
 from __future__ import annotations
 
+import argparse
+import copy
 import ctypes
 import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatron.extensions.planner.device_file import DeviceFile
+from megatron.core import compiled_regions
+from megatron.extensions.planner.device_file import DeviceFile, device_names, read_device
+from megatron.training.config.run_config import RunConfig
+from tools.bench.gpu import PRECISIONS, SHAPES, config_of
+from tools.bench.side_by_side import positive
 
 GUARD = r"""
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -271,3 +288,154 @@ def _zeros(x: Tensor) -> Any:
     if x.ndim == 0:
         return 0.0 if x.is_floating_point() else 0
     return [_zeros(row) for row in x]
+
+
+@dataclass
+class RegionUse:
+    """A compiled region: its calls, the graphs made of it (forward and backward ones apart), and uncompiled calls."""
+
+    name: str
+    calls: int = 0
+    graphs: int = 0
+    eager_calls: int = 0
+
+
+@contextmanager
+def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
+    """Within it compiled regions are compiled to the device's code, run on fake tensors, and are counted by name."""
+    uses: dict[str, RegionUse] = {}
+    known: dict[tuple[Any, bool], Callable[..., Any]] = {}
+
+    def compiled(function: Callable[..., Any], static: bool = False) -> Callable[..., Any]:
+        if (function, static) not in known:
+            name = f"{function.__module__.removeprefix('megatron.core.')}.{function.__qualname__}"
+            known[function, static] = _watched(function, static, uses.setdefault(name, RegionUse(name)), mode)
+        return known[function, static]
+
+    limit = max(torch._dynamo.config.recompile_limit, compiled_regions.RECOMPILE_LIMIT)
+    with (
+        mock.patch.object(compiled_regions, "_compiled", compiled),
+        torch._dynamo.config.patch(recompile_limit=limit),
+    ):
+        yield uses
+
+
+def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: FakeTensorMode) -> Callable[..., Any]:
+    """torch.compile of a region, whose graphs Inductor generates code for and fake tensors run."""
+    from torch._inductor import compile_fx
+
+    ran = [False]
+
+    def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        use.graphs += 1
+        generate_code(copy.deepcopy(module), inputs, settings)
+
+        def run(inputs: list[Any]) -> Any:
+            ran[0] = True
+            given = list(inputs)
+            inputs.clear()
+            with mode:
+                return module(*given)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_fx.compile_fx(module, inputs, inner_compile=compile_graph)
+
+    compiled = torch.compile(function, backend=backend, dynamic=False if static else None)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        use.calls += 1
+        ran[0] = False
+        with _disable_current_modes():
+            out = compiled(*args)
+        if ran[0]:
+            return out
+        use.eager_calls += 1
+        return function(*args)
+
+    return call
+
+
+class _Generated(BaseException):
+    """Ends a compilation when its code is generated."""
+
+
+def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> None:
+    """Inductor's code for a graph, up to the source of its Triton kernels. Raises what Inductor raises."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _InProcessFxCompile
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    def generate(graph: Any) -> Any:
+        graph.codegen()
+        raise _Generated
+
+    given = {"cudagraphs": BoxedBool(False), "is_inference": False, **settings}
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", generate),
+        config.patch(force_disable_caches=True, compile_threads=1),
+        V.set_debug_handler(DebugContext()),
+    ):
+        try:
+            _InProcessFxCompile().codegen_and_compile(module, inputs, (), given)
+        except _Generated:
+            return
+    raise AssertionError("Inductor generated no module")
+
+
+def run_step(config: RunConfig) -> None:
+    """The first step of the run of pretrain_gpt.py, within `fake_cuda`."""
+    from megatron.extensions.fusions.hooks import KernelChoice
+    from megatron.training.initialize import StartupPhases, initialize
+    from megatron.training.reliability.launch import Launch
+    from megatron.training.setup import build_run
+    from megatron.training.train_step import train_step
+
+    with (
+        mock.patch("megatron.training.initialize.choose_device", return_value=torch.device("cuda", 0)),
+        mock.patch.object(KernelChoice, "choose", lambda self, config, parallel, runtime: parallel),  # is given
+        mock.patch.object(KernelChoice, "on_model"),  # there is nothing to time
+    ):
+        run = build_run(config, initialize(config, Launch(), StartupPhases()))
+    train_step(run)
+    run.data.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=SHAPES, required=True)
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--fp8-format", default="hybrid")
+    parser.add_argument("--fp8-recipe", default="delayed")
+    parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's flags, in quotes")
+    parser.add_argument("--device", default="h100", help=f"{', '.join(device_names())}, or a device file")
+    parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="its kernel")
+    parser.add_argument("--layers", type=positive, default=2)
+    args = parser.parse_args(argv)
+    if (problem := unavailable()) is not None:
+        print(f"{Path(__file__).name} {problem}", file=sys.stderr)
+        return 2
+    flags = f"{PRECISIONS[args.precision].format(format=args.fp8_format, recipe=args.fp8_recipe)} {args.flags}"
+    try:
+        device = read_device(args.device)
+        config = config_of(replace(SHAPES[args.config], micro_batches=2), args.layers, 1, flags)
+    except ValueError as error:
+        parser.error(str(error))
+    with fake_cuda(device, args.attention) as mode, watched_regions(mode) as uses:
+        run_step(config)
+    for use in uses.values():
+        eager = f"; UNCOMPILED in {use.eager_calls} calls" if use.eager_calls else ""
+        print(f"  {use.name}: {use.graphs} graphs, {use.calls} calls{eager}")
+    uncompiled = [use.name for use in uses.values() if use.eager_calls]
+    print(f"regions that ran uncompiled: {', '.join(uncompiled) or 'none'}")
+    return 1 if uncompiled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -30,6 +30,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import linear_format
 from megatron.extensions.planner.activations import activations_of_ranks
 from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.flops import flops_per_token
@@ -37,9 +38,9 @@ from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from tools.bench.ceilings import Ceiling, ceiling_tokens, ceilings, wait_for
 from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, groups_of, say_groups, spans_of
 from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, positive, say_machine, write_json
+from tools.bench.timing import Ceiling, ceiling_tokens, ceilings, wait_for
 
 if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
@@ -233,7 +234,7 @@ def measure(
     one_round = round_of(run, args.steps)
     speed = Spread.of([one_round() for _ in range(args.rounds)])
     tflops = speed.median * flops_per_token(config.model) / 1e12
-    peak = peak_tflops(config.logging, device, torch.bfloat16, config.parallel.fp8_format is not None)
+    peak = peak_tflops(config.logging, device, torch.bfloat16, linear_format(config.parallel))
     result = Result(
         name,
         precision,

@@ -1,10 +1,8 @@
-"""One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER [--predicted FILE ...]`.
+"""One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER`.
 
 Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
 tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. What is missing or not
-readable is named, not an error. `--predicted`, by default the files FOLDER/predicted-*.json, are files of
-tools/bench/gpu_bytes.py: what they predict for a step of as many layers and micro-batches stands beside what was
-measured in the same configuration and precision.
+readable is named, not an error.
 """
 
 from __future__ import annotations
@@ -42,77 +40,6 @@ EXPECTED = {
 }
 """What scripts/gpu_first_hour.sh writes."""
 
-
-COARSE = {
-    "GEMMs": "GEMM",
-    "weight-gradient sums": "GEMM",
-    "residual addends": "GEMM",
-    "residual adds": "elementwise, copies",
-    "activation": "elementwise, copies",
-    "rotary, copies": "elementwise, copies",
-    "experts": "elementwise, copies",
-    "elementwise": "elementwise, copies",
-    "copies": "elementwise, copies",
-    "norm": "norms, fp8 casts",  # which one kernel does
-    "fp8 casts": "norms, fp8 casts",
-    "fp8 transposes": "norms, fp8 casts",
-    "fp8 weight-gradient adds": "norms, fp8 casts",
-    "communication": "collectives",
-}
-"""Groups of a profile (profile_groups.py) or of a prediction (kernel_groups.py) -> what can be compared."""
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """A step as gpu_bytes.py predicts it."""
-
-    step_ms: float
-    tflops: float
-    groups: Mapping[str, float]
-    """Milliseconds by group of `COARSE`."""
-
-
-def predicted_step(row: Figures, files: Sequence[Figures]) -> Predicted | None:
-    """The step that was measured, from a file of the same configuration, precision and samples in a micro-batch."""
-    for figures in files:
-        whole = figures["predicted"]
-        same = figures["config"] == row["config"] and figures["precision"].partition(" ")[0] == row["precision"]
-        if not same or whole["micro_batch_size"] != row["micro_batch_size"]:
-            continue
-        layers, batches = row["layers"], row["micro_batches"]
-        milliseconds, launches = _sums(figures, layers, batches)
-        of_file = sum(_sums(figures, whole["layers"], whole["micro_batches"])[1].values())
-        host_ms = whole["host_ms"] / of_file * sum(launches.values()) if of_file else 0.0
-        step_ms = max(host_ms, sum(milliseconds.values()))
-        tokens = whole["tokens_per_second"] * whole["step_ms"] / 1e3 / whole["micro_batches"] * batches
-        of_token = row["tflops"] / row["tokens_per_second"]["median"]  # the model's: it differs with the layers
-        return Predicted(step_ms, tokens / step_ms * 1e3 * of_token, milliseconds)
-    return None
-
-
-def read_prediction(path: Path) -> Figures:
-    """A file of gpu_bytes.py. Raises OSError, or one of `MALFORMED` for a file that lacks what the page reads."""
-    figures: Figures = json.loads(path.read_text())
-    whole, _ = figures["predicted"], figures["config"] + figures["precision"]
-    milliseconds, _ = _sums(figures, whole["layers"], whole["micro_batches"])
-    names = ("layers", "micro_batches", "micro_batch_size", "host_ms", "step_ms", "tokens_per_second")
-    if not min(sum(milliseconds.values()), *(whole[name] for name in names)) > 0:
-        raise ValueError("a predicted step has figures above 0")
-    return figures
-
-
-def _sums(figures: Figures, layers: int, batches: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(milliseconds, launches) by group of a step of so many layers and micro-batches."""
-    factors = {"layer": layers * batches, "layer, once a step": layers, "micro-batch": batches, "step": 1}
-    milliseconds: dict[str, float] = defaultdict(float)
-    launches: dict[str, float] = defaultdict(float)
-    for part, factor in factors.items():
-        for group, sums in figures["parts"][part]["groups"].items():
-            milliseconds[COARSE.get(group, group)] += factor * sums["us"] / 1e3
-            launches[COARSE.get(group, group)] += factor * sums["launches"]
-    return dict(milliseconds), dict(launches)
-
-
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 """What reading JSON of another form raises."""
 
@@ -143,8 +70,6 @@ class Found:
 def read_folder(folder: Path) -> Found:
     found = Found()
     for path in sorted(folder.glob("*.json")):
-        if path.name.startswith("predicted-"):
-            continue
         try:
             document = json.loads(path.read_text())
             rows = document["rows"]
@@ -186,15 +111,15 @@ def _read_calls(path: Path, found: Found) -> None:
             found.unreadable.append(f"calls.jsonl: line {number} is no whole command: {line[:60]}")
 
 
-def page(found: Found, predicted: Sequence[Figures], missing: Sequence[str]) -> Iterator[str]:
+def page(found: Found, missing: Sequence[str]) -> Iterator[str]:
     """The lines of the page."""
     yield "# Figures of a GPU"
     yield ""
     yield from _machines(found)
-    yield from _runs(found, predicted)
+    yield from _runs(found)
     yield from _planner(found)
     for file, row in found.runs:
-        yield from _groups(f"{file}, {found.device(file)}", row, predicted_step(row, predicted))
+        yield from _groups(f"{file}, {found.device(file)}", row)
     yield from _compared(found)
     yield from _parts(found)
     yield from _tests(found)
@@ -231,7 +156,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
-def _runs(found: Found, predicted: Sequence[Figures]) -> Iterator[str]:
+def _runs(found: Found) -> Iterator[str]:
     if not found.runs:
         return
     yield ""
@@ -269,11 +194,8 @@ def _runs(found: Found, predicted: Sequence[Figures]) -> Iterator[str]:
             "" if peak is None else _gib(peak),
             "" if peak is None else f"{peak / planned:.3f}",
         ]
-        if predicted:
-            guess = predicted_step(row, predicted)
-            cells.append("" if guess is None else f"{guess.tflops:.1f} ({row['tflops'] / guess.tflops:.2f} x)")
         rows.append(cells)
-    yield from _table([*head, "predicted TFLOP/s"] if predicted else head, rows)
+    yield from _table(head, rows)
 
 
 def _planner(found: Found) -> Iterator[str]:
@@ -304,7 +226,7 @@ def _calls(found: Found) -> Iterator[str]:
     yield from _table(["part", "exit code", "seconds", "command"], rows)
 
 
-def _groups(source: str, row: Figures, guess: Predicted | None) -> Iterator[str]:
+def _groups(source: str, row: Figures) -> Iterator[str]:
     groups = row.get("groups", ())
     if not groups:
         return
@@ -316,15 +238,6 @@ def _groups(source: str, row: Figures, guess: Predicted | None) -> Iterator[str]
         milliseconds = f"{group['microseconds'] / 1e3:.2f}"
         rows.append([group["name"], milliseconds, f"{group['share']:.1%}", str(group["count"]), longest])
     yield from _table(["group", "ms", "share", "kernels", "longest"], rows)
-    if guess is None:
-        return
-    measured: dict[str, float] = defaultdict(float)
-    for group in groups:
-        measured[COARSE.get(group["name"], group["name"])] += group["microseconds"] / 1e3
-    names = [*measured, *(name for name in guess.groups if name not in measured)]
-    cells = [[name, f"{measured.get(name, 0):.2f}", f"{guess.groups.get(name, 0):.2f}"] for name in names]
-    whole = f"{sum(measured.values()):.2f}", f"{guess.step_ms:.2f}"
-    yield from _table(["group", "measured ms", "predicted ms"], [*cells, ["step", *whole]])
 
 
 def _compared(found: Found) -> Iterator[str]:
@@ -415,17 +328,10 @@ def _gib(size: float) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--predicted", type=Path, nargs="+", help="files of gpu_bytes.py")
     parser.add_argument("--quiet", action="store_true", help="write the page without printing it")
     args = parser.parse_args(argv)
     missing = [f"{name}: {what}" for name, what in EXPECTED.items() if not (args.folder / name).is_file()]
-    predicted = []
-    for path in args.predicted or sorted(args.folder.glob("predicted-*.json")):
-        try:
-            predicted.append(read_prediction(path))
-        except (OSError, *MALFORMED) as error:
-            missing.append(f"{path}: predicted figures ({type(error).__name__}: {error})")
-    text = "\n".join(page(read_folder(args.folder), predicted, missing)) + "\n"
+    text = "\n".join(page(read_folder(args.folder), missing)) + "\n"
     if not args.quiet:
         print(text, flush=True)
     target = args.folder / "page.md"

@@ -27,10 +27,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.training.config.run_config import RunConfig
-from tools.bench.ceilings import products
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
-from tools.bench.part_timing import Call, Part, Row, is_lost, timed
 from tools.bench.side_by_side import machine, positive, say_machine, write_json
+from tools.bench.timing import Call, Part, Row, is_lost, products, timed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,7 +171,7 @@ def attention_call(
 
 def casts(config: RunConfig) -> Iterator[Part]:
     """What the recipes add to the products: fc1 of a layer, its weight being cast already."""
-    from megatron.core.fp8.build import RECIPES
+    from megatron.extensions.fp8.build import RECIPES
 
     rows, out, size_in = products(config)["fc1"]
     x, dy, dw = (1e-9 * elements for elements in (rows * size_in, rows * out, out * size_in))
@@ -193,16 +192,15 @@ def in_recipe(recipe: str, what: str) -> Callable[[RunConfig, Any], Call]:
     def make(config: RunConfig, device: Any) -> Call:
         import torch
 
-        from megatron.core.config.precision import PrecisionConfig
-        from megatron.core.fp8.build import build_gemms
-        from megatron.core.fp8.recipes import Fp8Context, WeightCasts
         from megatron.core.parallel_state import Axis
-        from megatron.core.tensor_parallel.linear_gemms import Cuts
+        from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
+        from megatron.extensions.fp8.build import Fp8Format
+        from megatron.extensions.fp8.flags import Fp8Flags
 
         rows, out, size_in = products(config)["fc1"]
         casts = WeightCasts()
-        fp8 = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
-        gemms = build_gemms("linear", fp8, Axis(), Cuts(), device, config.parallel.compiles(device.type))
+        fp8 = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
+        gemms = fp8.linear("linear", Axis(), Cuts(), device, config.parallel.compiles(device.type))
         x, dy = random(device, rows, 1, size_in), random(device, rows, 1, out)
         weight, total = random(device, out, size_in), torch.zeros(out, size_in, device=device)
         of_x, of_dy = gemms.cast_input(x, True), gemms.cast_grad(dy, True)

@@ -49,7 +49,7 @@ OWN: dict[str, str] = {
     "loss_and_gradient": "loss",
     "scale_row": "loss",
 }
-"""Triton kernels of the library, which profiles call by their functions: the groups that predictions count them in."""
+"""Triton kernels of the library, which profiles call by their functions."""
 
 OTHER, IDLE = "other", "idle"
 

@@ -194,9 +194,6 @@ class DDPConfig:
     """What data-parallel ranks shard: nothing, optimizer state (ZeRO-1), gradients too, reduced with each micro-batch
     (ZeRO-2), parameters too, gathered layer by layer (ZeRO-3); default: as --use-distributed-optimizer says."""
 
-    fp8_param_gather: bool = False
-    """Gather updated weights of fp8 linear layers in fp8 over the data-parallel ranks: half the bytes, same numbers."""
-
     grad_reduce_in_bf16: bool = flag(False, excludes="--fp64")
     """Reduce gradients in bfloat16: half the bytes, sums over ranks with 8 bits. Accumulation stays in fp32."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,10 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from megatron.core.distributed.param_layout import DEFAULT, GroupOf, Piece, launch_order, plan_buffers
 from megatron.core.distributed.unit_sharding import UnitSharding
-from megatron.core.fp8.casts import E4M3
-from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, WeightCasts
-from megatron.core.fp8.weight_gather import Part, WeightGather, gemms_of_weights
 from megatron.core.init import is_present, set_present
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.tensor_parallel.linear_gemms import matrix_of
+from megatron.core.parts import PARAM_GATHERS, param_gather
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
     accumulate_weight_grad,
@@ -49,9 +48,9 @@ class DistributedDataParallel:
 
     With `overlap_grad_reduce`, a bucket's reduction starts during backward, as soon as its last gradient is complete.
     With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and each
-    module waits for its own parameters before it runs. With `fp8_param_gather`, weights of fp8 layers are gathered in
-    fp8, and outside of this rank's shards the parameters themselves fall behind. Call `finish_param_sync` before you
-    read parameters outside of a forward pass.
+    module waits for its own parameters before it runs. An entry of PARAM_GATHERS gathers weights in another format:
+    outside of this rank's shards the parameters themselves fall behind. Call `finish_param_sync` before you read
+    parameters outside of a forward pass.
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
     passes of their unit (`UnitSharding`); `queue` is where split backwards leave weight gradients,
@@ -78,6 +77,7 @@ class DistributedDataParallel:
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
         self.use_distributed_optimizer, self.whole_roles = use_distributed_optimizer, frozenset(whole_roles)
+        gather = param_gather(parallel_config)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         for param in (param for module in self.modules for param in module.parameters()):
             if not (param.requires_grad or is_present(param)):
@@ -94,7 +94,7 @@ class DistributedDataParallel:
             bucket_size=ddp_config.ddp_bucket_size,
             group_of=group_of,
             whole_roles=whole_roles,
-            linears_apart=ddp_config.fp8_param_gather and parallel_config.fp8_format is not None,
+            linears_apart=gather is not None,
             units_apart=ddp_config.shards_gradients,
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
@@ -122,7 +122,8 @@ class DistributedDataParallel:
         """Buckets whose gradients are reduced once a step, in launch order."""
         of_units = [bucket for bucket in self.buckets if isinstance(bucket, UnitBucket)]
         self.units = UnitSharding(self.modules, self.params, of_units, ddp_config.shards_parameters, queue, casts)
-        self._weight_gather = self._gather_in_fp8() if ddp_config.fp8_param_gather else None
+        self.param_gather: Any = None if gather is None else PARAM_GATHERS[gather](self)
+        """Casts weights before they are gathered; None where all are gathered in their own format."""
         self._started = 0
         self._readiness = None
         if ddp_config.overlap_grad_reduce:
@@ -132,30 +133,6 @@ class DistributedDataParallel:
         self._small_grads = SmallGrads()
         hook = partial(_move_grad, self._small_grads)
         self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
-
-    def _gather_in_fp8(self) -> WeightGather | None:
-        """Prepares gathers in fp8 of the buckets that hold weights of fp8 layers alone; None if there are none."""
-        gemms, axis = gemms_of_weights(self.modules), self.state.shard_axis("dp_cp")
-        weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
-        parts: list[Part] = []
-        for bucket in self.buckets if self.use_distributed_optimizer and axis.size > 1 else ():
-            params = {place.index: self.params[place.index] for place in bucket.layout.params}
-            if any(id(param) not in gemms for param in params.values()):
-                continue
-            whole, shard = bucket.gather_in_fp8()
-            for place in bucket.layout.params:
-                param, first = params[place.index], bucket.layout.start
-                values = whole[place.start - first : place.stop - first].view(E4M3).view(matrix_of(param).shape)
-                weight = GatheredWeight(values, torch.empty(0))
-                weights[place.index] = weight, gemms[id(param)]
-                param.gathered_in_fp8 = weight  # type: ignore[attr-defined]
-            for piece in bucket.owned_pieces:
-                span = slice(
-                    piece.offset - bucket.owned_range[0],
-                    piece.offset - bucket.owned_range[0] + piece.stop - piece.start,
-                )
-                parts.append(Part(*weights[piece.index], piece.start, bucket.owned_params[span], shard[span]))
-        return WeightGather(list(weights.values()), parts, axis) if weights else None
 
     def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
         """Zeroes the gradients, and expects those of `num_microbatches` micro-batches.
@@ -235,9 +212,9 @@ class DistributedDataParallel:
     def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
         """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them; of some
         buckets, by default of all."""
-        if self._weight_gather is not None:
-            assert buckets is None, "scales of fp8 follow from all parameters"
-            self._weight_gather.cast_()
+        if self.param_gather is not None:
+            assert buckets is None, "casts follow from all parameters"
+            self.param_gather.cast_()
         for bucket in reversed(self.buckets):
             if buckets is None or bucket in buckets:
                 bucket.start_param_sync()
@@ -248,7 +225,7 @@ class DistributedDataParallel:
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Waits for the all-gathers, and repeats those that were in fp8 in the parameters' format: every parameter is
+        """Waits for the all-gathers, and repeats those in another format in that of the parameters: every parameter is
         whole again that is whole between passes. Collective over the data-parallel ranks."""
         self.wait_param_sync()
         for bucket in reversed(self._reduced_whole):

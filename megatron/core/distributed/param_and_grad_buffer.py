@@ -48,7 +48,7 @@ class Bucket:
         self._grad_sync: Pending | None = None
         self._rounded: Tensor | None = None
         self._param_sync: Pending | None = None
-        self._fp8: Tensor | None = None
+        self._bytes: Tensor | None = None
         self._behind = False
 
     def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
@@ -57,11 +57,11 @@ class Bucket:
         whole = data[start : self.layout.stop]
         return whole, whole[self.shard_range[0] - start : self.shard_range[1] - start]
 
-    def gather_in_fp8(self) -> tuple[Tensor, Tensor]:
-        """Makes gathers of parameters send bytes, which `fp8_param_gather` casts, in place of parameters. Returns the
-        memory of the whole bucket in uint8, and this rank's part of it."""
-        self._fp8 = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
-        return self._fp8, self._fp8.chunk(self.axis.size)[self.axis.rank]
+    def gather_bytes(self) -> tuple[Tensor, Tensor]:
+        """Makes gathers of parameters send bytes, which an entry of PARAM_GATHERS casts, in place of parameters.
+        Returns the memory of the whole bucket in uint8, and this rank's part of it."""
+        self._bytes = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
+        return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]
 
     def begin(self, owners: Sequence[nn.Parameter]) -> None:
         """Called when the parameters, its `owners`, have been moved into `params`."""
@@ -98,9 +98,9 @@ class Bucket:
     def start_param_sync(self) -> None:
         """Starts to all-gather `owned_params` into `params`; does nothing where each rank owns the whole."""
         assert self._param_sync is None, "the last gather of this bucket has not been waited for"
-        if self._fp8 is not None:
-            shard = self._fp8.chunk(self.axis.size)[self.axis.rank]
-            self._param_sync, self._behind = start_all_gather(shard, self.axis, out=self._fp8), True
+        if self._bytes is not None:
+            shard = self._bytes.chunk(self.axis.size)[self.axis.rank]
+            self._param_sync, self._behind = start_all_gather(shard, self.axis, out=self._bytes), True
         elif self.shard_grads and self.axis.size > 1:
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
 
@@ -111,7 +111,7 @@ class Bucket:
             self._param_sync = None
 
     def gather_params_(self) -> None:
-        """All-gathers `owned_params` into `params` where the last gather was in fp8."""
+        """All-gathers `owned_params` into `params` where the last gather was of bytes."""
         self.finish_param_sync()
         if self._behind:
             start_all_gather(self.param_shard, self.axis, out=self.params).wait()

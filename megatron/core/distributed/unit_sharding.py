@@ -30,7 +30,7 @@ from torch.autograd import Variable
 
 from megatron.core.distributed.grad_readiness import units_of
 from megatron.core.distributed.param_and_grad_buffer import UnitBucket
-from megatron.core.fp8.recipes import WeightCasts
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.recompute import computing_again
 

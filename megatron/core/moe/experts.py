@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.host_to_device import HostCopy, has_values, integers_on
 from megatron.core.moe.parameters import expert_metas
 from megatron.core.param_meta import ParamMeta
@@ -263,10 +262,10 @@ class GroupedBiasFunction(torch.autograd.Function):
 def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
     """The products of a layer whose features are sharded over expert tensor parallelism as `cuts` says."""
     plain = GROUPED if grouped else EACH
-    if ctx.fp8 is None:
+    if ctx.format is None:
         return plain
-    axis = ctx.experts.expt_tp
-    return Fp8GroupedGemms(ctx.fp8, axis, cuts, grouped, ctx.compiled, plain.add_weight_grad_)
+    built: GroupedGemms = ctx.format.grouped(ctx.experts.expt_tp, cuts, grouped, ctx.compiled, plain.add_weight_grad_)
+    return built
 
 
 def _matrices(weight: Tensor) -> Tensor:
@@ -383,8 +382,8 @@ class Experts(nn.Module):
         super().__init__()
         widths = config.expert_io_size, config.moe_ffn_size // ctx.experts.expt_tp.size
         self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, ctx.device, *widths)
-        if ctx.fp8 is not None:
-            self.grouped = self.grouped and has_grouped_fp8_kernel(ctx.fp8.config.fp8_recipe, ctx.device)
+        if ctx.format is not None:
+            self.grouped = self.grouped and ctx.format.groups_in_one_kernel(ctx.device)
         cut = ctx.experts.expt_tp.size > 1
         self.linear_fc1, self.linear_fc2 = (
             GroupedLinear(metas, cuts, self.grouped, ctx)

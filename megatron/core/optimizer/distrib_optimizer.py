@@ -194,9 +194,9 @@ class DistributedOptimizer:
 
         `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
         `judge` may refuse the update. `decoupled_lr` is that of parameters with a learning rate of their own.
-        `on_update` is called with `skip`, 1 if nothing was updated, before parameters are gathered: scales of fp8
+        `on_update` is called with `skip`, 1 if nothing was updated, before parameters are gathered: scales of casts
         follow from it. With `overlap_param_gather` the parameters are whole again only when a forward pass has waited
-        for them, or `finish_param_sync`; with `fp8_param_gather` only after `finish_param_sync`.
+        for them, or `finish_param_sync`; with a `param_gather` of the ddp only after `finish_param_sync`.
 
         `ahead` updates before the norm is known (needs `optimizer_post_validation`): the result can be read after
         `validate`, which must come before the next step. `moved` are the tensors that `on_update` changes.
@@ -288,7 +288,7 @@ class DistributedOptimizer:
 
     def _updated_on_device(self) -> set[Bucket]:
         """Buckets whose parameters can be gathered before the host has made its update."""
-        if self.ddp.config.fp8_param_gather:
+        if self.ddp.param_gather is not None:
             return set()
         return set(self.ddp.buckets) - {shard.bucket for shard in self.shards if shard.on_host}
 

@@ -17,10 +17,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from megatron.core.batch_overlap import BatchOverlap
-from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 

@@ -188,7 +188,7 @@ class Overlapped:
     """A linear layer with overlap. Its GEMMs run in the precision of the parameters."""
 
     def __init__(self, linear: Any, ctx: TPContext) -> None:
-        assert ctx.fp8 is None and ctx.comm_overlap is not None, "overlapped GEMMs do not run in fp8"
+        assert ctx.format is None and ctx.comm_overlap is not None, "overlapped GEMMs run in the parameters' format"
         super().__init__(linear, ctx)  # type: ignore[call-arg]
         self.overlap = OVERLAPS[ctx.comm_overlap]()
 

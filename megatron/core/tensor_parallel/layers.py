@@ -28,14 +28,21 @@ from megatron.core.collectives import (
     start_nothing,
     start_reduce_scatter,
 )
-from megatron.core.fp8.build import build_gemms
-from megatron.core.fp8.recipes import DelayedGemms, Fp8Context
 from megatron.core.init import set_present
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import kernel_for
-from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient, attach, given_input
-from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of
+from megatron.core.tensor_parallel.linear_gemms import (
+    PLAIN,
+    Cuts,
+    LinearFormat,
+    LinearGemms,
+    Operand,
+    OutputGradient,
+    attach,
+    given_input,
+    matrix_of,
+)
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
@@ -92,8 +99,8 @@ class TPContext:
     attention_backend: str = "auto"
     """--attention-backend, or what `backend_choice` found; "auto" for torch's own order."""
 
-    fp8: Fp8Context | None = None
-    """fp8 GEMMs of linear layers; None for GEMMs in `dtype`."""
+    format: LinearFormat | None = None
+    """Number format of the GEMMs of linear layers; None for `dtype`."""
 
     overlap: BatchOverlap = field(default_factory=BatchOverlap)
     """Runs the passes of two micro-batches in turns: what hands over to the other one."""
@@ -108,9 +115,9 @@ class TPContext:
     """Number of the transformer layer that is being built."""
 
     def of_layer(self, number: int) -> TPContext:
-        """Context of transformer layer `number`: without fp8 where that layer stays in `dtype`."""
-        in_fp8 = self.fp8 is not None and number in self.fp8.layers
-        return replace(self, layer=number, fp8=self.fp8 if in_fp8 else None)
+        """Context of transformer layer `number`: without `format` where that layer stays in `dtype`."""
+        used = self.format is not None and number in self.format.layers
+        return replace(self, layer=number, format=self.format if used else None)
 
 
 @dataclass(frozen=True)
@@ -251,7 +258,8 @@ class ParallelLinear(nn.Module):
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
         self.axis, self.queue, self.boundary, self.compiled = ctx.tp, ctx.queue, boundary, ctx.compiled
-        self.gemms = build_gemms(name, ctx.fp8, ctx.tp, boundary.cuts, ctx.device, ctx.compiled)
+        of_layer = ctx.tp, boundary.cuts, ctx.device, ctx.compiled
+        self.gemms = PLAIN if ctx.format is None else ctx.format.linear(name, *of_layer)
 
     def forward(
         self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None
@@ -267,7 +275,7 @@ class ParallelLinear(nn.Module):
         """What the backward before this layer's can make of its dY; None if nothing, or if dY is gathered first, or if
         hooks see it."""
         sums = bias is not None and bias.requires_grad
-        makes = sums or isinstance(self.gemms, DelayedGemms)
+        makes = sums or self.gemms.grad_casts is not None
         if not makes or self.boundary.leave_adjoint is not start_nothing or observed(self):
             return None
         return OutputGradient(self.gemms, self.weight.requires_grad, sums)

@@ -1,18 +1,26 @@
 """The three GEMMs of a linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X.
 
 `LinearFunction` decides when they run and what the ranks exchange; a `LinearGemms` decides their precision.
+
+Kernels of a neighbour may cast and sum a layer's tensors, where they have these in registers. What computes a layer's
+input may cast it: a tensor without values then stands in for the input (`given_input`). In the backward, what reads the
+layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). Where no neighbour does, the
+layer does it itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.parts import operation
+from megatron.core.parallel_state import Axis
+from megatron.core.parts import LINEAR_FORMATS, linear_format, operation
 from megatron.core.tensor_parallel.weight_grad import add_product_
 
 Operand = tuple[Tensor, ...]
@@ -47,11 +55,29 @@ class Cuts:
     """Input and output along the sequence, without a gather; the weight is whole."""
 
 
+class GradCasts(Protocol):
+    """Casts of a gradient by kernels that compute it, in place of `LinearGemms.cast_grad`."""
+
+    def grad_order(self, needs_dw: bool) -> Any:
+        """The casts that a kernel is to make."""
+
+    def given_grad(self, pair: Any, tokens: tuple[int, ...]) -> Operands:
+        """`cast_grad` by such a kernel, of a gradient [*tokens, out]."""
+
+    def no_value(self, dtype: torch.dtype) -> Tensor:
+        """One NaN: what tensors that have casts in place of values consist of."""
+
+
 class LinearGemms(Protocol):
     """The GEMMs of one linear layer in one precision."""
 
     adds_residual: bool
     """Whether `forward` takes an addend."""
+
+    @property
+    def grad_casts(self) -> GradCasts | None:
+        """Casts of gradients by other kernels; None where the GEMMs read them as they are, or scales are not known
+        before."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
         """Casts x [s, b, in], before a gather. Without `needs_dw` no weight gradient will be asked for."""
@@ -91,6 +117,7 @@ class PlainGemms:
     """GEMMs in the precision of the parameters."""
 
     adds_residual = True
+    grad_casts: GradCasts | None = None
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
         return Operands((x,), (x,))
@@ -121,3 +148,150 @@ def matrix_of(weight: Tensor) -> Tensor:
 def rows_of(x: Tensor) -> Tensor:
     """[s, b, n] -> [s * b, n]"""
     return x.reshape(-1, x.shape[-1])
+
+
+Cast = TypeVar("Cast", bound=Operand)
+
+MadeCasts = dict[tuple[int, str], Operand]
+"""Casts by weight (its id) and kind."""
+
+
+class WeightCasts:
+    """Cache of weights in another format. Within `kept()` each weight is cast once; outside it is cast at every use."""
+
+    def __init__(self) -> None:
+        self._kept: MadeCasts | None = None
+
+    @contextmanager
+    def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
+        """Keeps casts until the end of the block, in which weights must not change. Within another such block, those of
+        the outer one. `made` holds casts of these weights already, and gets those that are made."""
+        if self._kept is not None:
+            yield
+            return
+        self._kept = {} if made is None else made
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that are kept."""
+        storages = (part.untyped_storage() for made in (self._kept or {}).values() for part in made)
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    @property
+    def keeps(self) -> bool:
+        """Whether casts are kept now."""
+        return self._kept is not None
+
+    def get(self, weight: Tensor, kind: str, make: Callable[[], Cast]) -> Cast:
+        """Returns the cast of `kind`, made by `make` where it is not kept."""
+        if self._kept is None:
+            return make()
+        key = id(weight), kind
+        if key not in self._kept:
+            self._kept[key] = make()
+        return cast("Cast", self._kept[key])
+
+    def forget(self, weight: Tensor) -> None:
+        """Drops the casts of a weight, which are made again at its next use."""
+        for key in [key for key in self._kept or () if key[0] == id(weight)]:
+            del self._kept[key]  # type: ignore[union-attr]
+
+    def keep(self, weight: Tensor, **casts: Operand) -> None:
+        """Keeps casts of a weight, by kind."""
+        assert self._kept is not None
+        self._kept.update({(id(weight), kind): made for kind, made in casts.items()})
+
+
+class LinearFormat(Protocol):
+    """Number format of the products of linear layers, of all layers of a model."""
+
+    layers: range
+    """Numbers of the transformer layers that use it."""
+
+    def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> LinearGemms:
+        """The GEMMs of the linear layer `name`."""
+
+    def grouped(self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: Any) -> Any:
+        """The `GroupedGemms` of a layer of experts. `add_weight_grad_` are those of the parameters' format."""
+
+    def groups_in_one_kernel(self, device: torch.device) -> bool:
+        """Whether one kernel multiplies all experts, and reads the numbers of rows on the device."""
+
+
+def build_format(config: Any, layers: int, modules: int, casts: WeightCasts) -> LinearFormat | None:
+    """The format that a ModelParallelConfig asks for; None for that of the parameters in all `layers`. The `modules` of
+    multi-token prediction, whose numbers follow those of layers, use it if the last layer does."""
+    name = linear_format(config)
+    used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)
+    if name is None or not used:
+        return None
+    if layers - 1 in used:
+        used = range(used.start, layers + modules)
+    built: LinearFormat = LINEAR_FORMATS[name].build(config, used, casts)
+    return built
+
+
+def given_input(x: Tensor) -> Operands | None:
+    """The casts that a stand-in carries; None for a tensor that has values."""
+    return getattr(x, "given_casts", None)
+
+
+class OutputGradient:
+    """The gradient dY of a linear layer's output, about which the backward before the layer's can tell it more."""
+
+    def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
+        self.gemms, self.needs_dw = gemms, needs_dw
+        self.needs_sum = needs_sum
+        """Whether the sum over tokens is of use, the gradient of a bias."""
+        self._made: tuple[Tensor, int, Operands | None, Tensor | None] | None = None
+
+    def order(self) -> Any:
+        """The casts of dY that the layer's GEMMs will read. None where they read dY itself, or scales are not known
+        before."""
+        casts = self.gemms.grad_casts
+        return None if casts is None else casts.grad_order(self.needs_dw)
+
+    def put(self, grad: Tensor, pair: Any, row_sum: Tensor | None) -> None:
+        """Hands over what was made of dY [s, b, ...]: casts as `order` says, and the sum over tokens."""
+        operands = None
+        if pair is not None:
+            assert self.gemms.grad_casts is not None
+            operands = self.gemms.grad_casts.given_grad(pair, grad.shape[:2])
+        self._made = grad, grad._version, operands, row_sum
+
+    def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """`put` in place of a gradient [s, b, ...] that nobody else reads: returns a tensor of NaN of its shape."""
+        assert self.gemms.grad_casts is not None
+        grad = self.gemms.grad_casts.no_value(dtype).expand(shape)
+        self.put(grad, pair, None)
+        return grad
+
+    def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
+        """(casts, sum over tokens) of `grad`, each None where it was not made, or made of another tensor: dY is that
+        alone if nothing was added to it on its way."""
+        made, self._made = self._made, None
+        if made is None or not _same_values(made[0], made[1], grad):
+            return None, None
+        return made[2:]
+
+
+def attach(y: Tensor, gradient: OutputGradient | None) -> Tensor:
+    """Lets what reads y, the output of a layer, find its `OutputGradient`."""
+    if gradient is not None:
+        y.output_gradient = gradient  # type: ignore[attr-defined]
+    return y
+
+
+def gradient_of_output(y: Tensor | None) -> OutputGradient | None:
+    return getattr(y, "output_gradient", None)
+
+
+def _same_values(made: Tensor, version: int, grad: Tensor) -> bool:
+    """Whether `grad` is `made`, or a view of all of it, unchanged since."""
+    storages = (x.untyped_storage()._cdata for x in (made, grad))
+    places = {(storage, x.storage_offset(), x.numel()) for storage, x in zip(storages, (made, grad), strict=True)}
+    return len(places) == 1 and made._version == version

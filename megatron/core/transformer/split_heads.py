@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.parts import kernel_for
-from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient
+from megatron.core.tensor_parallel.linear_gemms import OutputGradient
 from megatron.core.transformer.activations import PARTIAL_SUMS
 from megatron.core.transformer.rotary import apply_rotary, apply_rotary_interleaved
 

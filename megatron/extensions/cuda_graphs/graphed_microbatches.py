@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8.recipes import MadeCasts, WeightCasts
+from megatron.core.tensor_parallel.linear_gemms import MadeCasts, WeightCasts
 from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
 
 Replay = Callable[[], None]

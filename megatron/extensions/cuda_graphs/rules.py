@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.parts import param_gather
 from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
 from megatron.training.config.flags import named_value
 from megatron.training.config.problem import Problem
@@ -54,7 +55,6 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
         why = "memory of whole gradients comes and goes during the passes"
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
         yield Problem.exclusive(name, impl, strategy, why)
-    fp8 = p.fp8_format is not None and p.fp8_recipe != "rowwise" and c.optimizer.use_distributed_optimizer
-    if c.ddp.fp8_param_gather and fp8:  # elsewhere another rule speaks of it
+    if param_gather(p) is not None and c.optimizer.use_distributed_optimizer:  # else another rule speaks of it
         why = "recorded steps cast the weights that they find in bf16"
         yield Problem.exclusive("--fp8-param-gather", None, graph, why)

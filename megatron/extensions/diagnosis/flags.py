@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.parts import CALLBACKS, STEP_SEARCHES
+from megatron.core.parts import CALLBACKS, HANG_ANALYSES, STEP_SEARCHES
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
@@ -102,3 +102,4 @@ CALLBACKS.register(
     "layer statistics", f"{__package__}.layer_stats.statistics:LayerStats", when=_when(lambda o: o.log_layer_stats)
 )
 STEP_SEARCHES.register("first value that is not finite", f"{__package__}.step_dump:search_and_save")
+HANG_ANALYSES.register("last collectives", f"{__package__}.hang_analysis:CollectivesAnalysis")

@@ -15,14 +15,12 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.evaluation.rows import Round, Row, batch_lengths, plan_rounds
-
-FP8_TOKENS = 128
-"""Lengths of batches are multiples of this in fp8, whose kernels take whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
     """Lengths that the layout can compute, up to a legal one."""
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     divisor = sequence_divisor(cp, tp, parallel.sequence_parallel)
-    return batch_lengths(longest, divisor * (FP8_TOKENS if parallel.fp8_format is not None else 1))
+    name = linear_format(parallel)
+    return batch_lengths(longest, divisor * (1 if name is None else LINEAR_FORMATS.facts(name).tokens))
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.fp8.recipes import DelayedGemms, given_operands
-from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient, attach, given_input
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParallelLinear,
@@ -24,9 +22,18 @@ from megatron.core.tensor_parallel.layers import (
     entered,
     observed,
 )
-from megatron.core.tensor_parallel.linear_gemms import Operand, Operands, matrix_of, rows_of
+from megatron.core.tensor_parallel.linear_gemms import (
+    Operand,
+    Operands,
+    OutputGradient,
+    attach,
+    given_input,
+    matrix_of,
+    rows_of,
+)
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, saved_without_graph
 from megatron.core.transformer.activations import FusedActivation
+from megatron.extensions.fp8.recipes import DelayedGemms, given_operands
 from megatron.extensions.fusions.kernel_choice import FusedKernel
 from megatron.extensions.fusions.kernels.swiglu_cast import swiglu_cast, swiglu_gradient_cast
 

@@ -15,12 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.dropout import DropoutMask, add_update
-from megatron.core.fp8.cast_transpose import CastOrder, CastPair
-from megatron.core.fp8.recipes import DelayedGemms
-from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient, gradient_of_output
 from megatron.core.tensor_parallel.layers import observed
-from megatron.core.tensor_parallel.linear_gemms import rows_of
+from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_of_output, rows_of
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
+from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair
+from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.fusions.kernels.norms import gradients_of_norm as _backward
 from megatron.extensions.fusions.kernels.norms import norm_cast, norm_gradients
 from megatron.extensions.fusions.kernels.norms import normalized as _normalized

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import KERNELS, LEFT_OUT
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fusions.attention.choice import choose_attention
 from megatron.extensions.fusions.flags import Fusions
 from megatron.extensions.fusions.kernel_choice import RunShapes, choose_kernels, device_clock
@@ -55,9 +56,10 @@ def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTMo
     stage, device = runtime.state.axis("stage"), runtime.device
     for residual, choice in choose_additions(stages.values(), tokens, stage, device).items():
         runtime.say(f" residual addition after {residual}: in the {place_of(choice)} ({choice.times})")
-    if parallel.fp8_format is None:
+    own = parallel.options(Fp8Flags)
+    if own.fp8_format is None:
         return
-    found = choose_weight_grads(stages.values(), tokens, parallel.fp8_recipe, stage, device)
+    found = choose_weight_grads(stages.values(), tokens, own.fp8_recipe, stage, device)
     for shape, choice in found.items():
         name = f"{shape.outputs} x {shape.inputs}"
         runtime.say(f" kernel of fp8 weight gradients {name}: {choice.winner or 'torch'} ({choice.times})")

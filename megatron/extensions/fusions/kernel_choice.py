@@ -21,6 +21,7 @@ from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import KERNELS, LEFT_OUT
 from megatron.core.transformer.activation_store import tensors_in
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.training.config.run_config import RunConfig
 
 WARM_UP, REPEATS = 3, 10
@@ -78,7 +79,7 @@ class RunShapes:
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> RunShapes:
-        model, parallel = config.model, config.parallel
+        model, parallel, own = config.model, config.parallel, config.options(Fp8Flags)
         tp, length = parallel.tensor_model_parallel_size, model.seq_length // parallel.context_parallel_size
         return cls(
             tokens=config.training.micro_batch_size * length,
@@ -92,7 +93,7 @@ class RunShapes:
             experts=(model.num_experts or 0) // parallel.expert_model_parallel_size,
             dtype=getattr(torch, parallel.params_dtype),
             device=device,
-            fp8=None if parallel.fp8_format is None else parallel.fp8_recipe,
+            fp8=None if own.fp8_format is None else own.fp8_recipe,
         )
 
     def random(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.dropout import DropoutMask, dropout_mask
-from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, observed
 from megatron.core.transformer.block import Stream, added
 from megatron.core.transformer.layer import HiddenDropout, TransformerLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recompute import with_recomputed
 from megatron.core.transformer.self_attention import SelfAttention
+from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.fusions.fused_norm import FusedLayerNorm, InputCast, ResidualSum, add_and_norm
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.fp8.casts import E4M3, Scaled, scaled_mm
-from megatron.core.fp8.recipes import Fp8Gemms
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, residual_gemm
+from megatron.extensions.fp8.casts import E4M3, Scaled, scaled_mm
+from megatron.extensions.fp8.recipes import Fp8Gemms
 from megatron.extensions.fusions.kernel_choice import Choice, Clock, compare, device_clock
 from megatron.extensions.fusions.kernels.gemms import cublaslt
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron.core.fp8.casts import E4M3, TILE, Scaled, dequantized_mm
-from megatron.core.fp8.recipes import Fp8Gemms
-from megatron.core.fp8.weight_grads import add_fp8_product_ as in_torch
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import matrix_of
+from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, dequantized_mm
+from megatron.extensions.fp8.recipes import Fp8Gemms
+from megatron.extensions.fp8.weight_grads import add_fp8_product_ as in_torch
 from megatron.extensions.fusions.kernel_choice import Choice, Clock, RunShapes, compare, device_clock, runs_triton
 from megatron.extensions.fusions.kernels.gemms.cublaslt import ALIGNMENT
 from megatron.extensions.fusions.kernels.gemms.fp8_weight_grad import KERNELS, add_fp8_product_

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
+from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
 from megatron.core.parts import EXPORTERS, HF_FAMILIES, MODEL_FLAGS, MODEL_LOADERS
 from megatron.extensions.conversion.flags import FORMATS
 from megatron.training.extensions import extension_flags
@@ -31,6 +32,15 @@ PATH_KINDS.register(
     about="is a Hugging Face model",
     order=35,
     loaded_as="the folder of a Hugging Face model",
+)
+PATH_KINDS.register(
+    "hugging_face_exports",
+    lambda path: (
+        not os.path.exists(os.path.join(path, LATEST))
+        and bool(glob.glob(os.path.join(glob.escape(path), "iter_*", CONFIG)))
+    ),
+    about="is a folder of Hugging Face exports, each of which is a model in a folder of its own",
+    order=25,
 )
 MODEL_FLAGS.register("hugging_face", f"{__package__}.pretrained:with_pretrained_flags")
 MODEL_LOADERS.register("hugging_face", f"{__package__}.start:HF_LOADER")

@@ -255,10 +255,8 @@ class RowsOfGroups(Layout):
 
 
 def delta_nets(config: TransformerConfig) -> Any:
-    """The shape of gated delta nets, of an extension that need not be installed."""
-    from megatron.extensions.linear_attention.flags import LinearAttentionFlags
-
-    return config.options(LinearAttentionFlags)
+    """The shape of gated delta nets: options of whichever extension states their heads."""
+    return next(options for options in config.extension_options if hasattr(options, "linear_num_key_heads"))
 
 
 class KeyHeads(RowsOfGroups):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
+from megatron.core.parts import LINEAR_FORMATS, LinearFormatFacts, linear_format
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.training.config.problem import Problem, multiples
-from megatron.training.config.rules.precision import FP8_ALIGNMENT, fp8_alignment, tokens_for_latents
+from megatron.training.config.rules.precision import tokens_for_latents
 from megatron.training.config.run_config import RunConfig
 
 MLA = "--multi-latent-attention"
@@ -54,31 +55,33 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if rotary > 0 and 0 < m.rotary_percent <= 1 and (m.rotary_dim < 2 or m.rotary_dim % 2):
         rule = f"times --rotary-percent {m.rotary_percent:g} rotates {m.rotary_dim} channels; it must be an even number"
         yield Problem("--qk-pos-emb-head-dim", rotary, rule, "for example 64")
-    if c.parallel.fp8_format is not None:
-        yield from _in_fp8(c)
+    if (name := linear_format(c.parallel)) is not None:
+        yield from _aligned(c, LINEAR_FORMATS.facts(name))
 
 
-def _in_fp8(c: RunConfig) -> Iterator[Problem]:
-    """Each rank's fp8 matrices must have aligned dimensions, and so must its tokens that are projected to latents."""
+def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
+    """Each rank's matrices in another format must have aligned dimensions, and so must its tokens that are projected to
+    latents."""
     m, own, tp = c.model, c.options(LatentAttentionFlags), c.parallel.tensor_model_parallel_size
     if m.moe_latent_size is None:  # else that of experts says so
         yield from tokens_for_latents(c)
     heads = m.num_attention_heads // tp if tp > 0 and m.num_attention_heads % tp == 0 else 0
     if heads < 1:
         return
-    rule = f"must be a multiple of {FP8_ALIGNMENT} under --fp8-format"
+    whole, under = facts.alignment(c.parallel, 1)
+    rule = f"must be a multiple of {whole} under {under}"
     rotary = own.qk_pos_emb_head_dim
     for flag, width in (
         ("--q-lora-rank", own.q_lora_rank),
         ("--kv-lora-rank", own.kv_lora_rank),
         ("--qk-pos-emb-head-dim", rotary),
     ):
-        if width is not None and width % FP8_ALIGNMENT:
-            yield Problem(flag, width, rule, multiples(width, FP8_ALIGNMENT))
-    alignment, under = fp8_alignment(c, tp)
+        if width is not None and width % whole:
+            yield Problem(flag, width, rule, multiples(width, whole))
+    alignment, under = facts.alignment(c.parallel, tp)
     rule, step = f"must be a multiple of {alignment} under {under}", alignment // gcd(alignment, heads)
     widths = {"--qk-head-dim": own.qk_head_dim, "--v-head-dim": own.v_head_dim}
-    widths |= {} if rotary % FP8_ALIGNMENT else {"--qk-pos-emb-head-dim": rotary}
+    widths |= {} if rotary % whole else {"--qk-pos-emb-head-dim": rotary}
     for flag, width in widths.items():
         if width % step:
             of_rank = f"times the {heads} heads of a rank {rule}"

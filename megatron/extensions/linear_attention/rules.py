@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd, lcm
 
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.extensions.linear_attention.flags import LinearAttentionFlags
 from megatron.training.config.problem import Problem, divides, multiples
-from megatron.training.config.rules.precision import fp8_alignment
 from megatron.training.config.run_config import RunConfig
 
 
@@ -25,14 +25,14 @@ def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
             rule = f"{rule} * --context-parallel-size {cp} = {tp * cp}, as these ranks share its heads"
             near = f"{near}, or lower --context-parallel-size"
         yield Problem("--linear-num-key-heads", keys, rule, near)
-    if p.fp8_format is not None and tp >= 1 and keys >= 1 and keys % tp == 0:
-        yield from _in_fp8(c)
+    if (name := linear_format(p)) is not None and tp >= 1 and keys >= 1 and keys % tp == 0:
+        yield from _aligned(c, *LINEAR_FORMATS.facts(name).alignment(p, tp))
 
 
-def _in_fp8(c: RunConfig) -> Iterator[Problem]:
-    """Each rank's fp8 matrices must have aligned dimensions."""
+def _aligned(c: RunConfig, alignment: int, under: str) -> Iterator[Problem]:
+    """Each rank's matrices in another format must have aligned dimensions."""
     own, tp = c.options(LinearAttentionFlags), c.parallel.tensor_model_parallel_size
-    keys, (alignment, under) = own.linear_num_key_heads, fp8_alignment(c, tp)
+    keys = own.linear_num_key_heads
     values, width, step = own.linear_num_value_heads // tp, own.linear_value_head_dim, alignment * tp
     rule = f"under {under}, a rank's {{}} must be a multiple of {alignment}"
     if values * width % alignment:

@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
@@ -194,7 +195,7 @@ def measure(
     """Runs one micro-batch through a stage and back, as the executor does, and counts."""
     stage = fakes.build(layers, first, last, segments)
     with fakes.casts.kept():
-        if fakes.parallel.fp8_format is not None:  # the first micro-batch makes the copies of weights
+        if linear_format(fakes.parallel) is not None:  # the first micro-batch makes the copies of weights
             _run(fakes, stage)
         return replace(_run(fakes, stage), weight_copies=fakes.casts.nbytes)
 

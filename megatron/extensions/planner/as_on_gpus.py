@@ -23,9 +23,9 @@ from megatron.core.attention.tile_kernels import Gradients, Kernel, Outputs, Row
 from megatron.core.attention.tiles import Tile
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8 import casts, weight_grads
 from megatron.core.moe import dispatcher, experts
 from megatron.core.tensor_parallel import weight_grad
+from megatron.extensions.fp8 import casts, weight_grads
 from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel, fits
 
 

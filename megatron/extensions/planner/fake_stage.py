@@ -21,13 +21,14 @@ from megatron.core.batch import Batch
 from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import splits_backward
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.recompute import Segment
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
 from megatron.extensions.planner.fake_ranks import fake_state
 from megatron.extensions.planner.known_regions import run_region
@@ -269,7 +270,8 @@ def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[
         sequence_parallel=False,
         tp_comm_overlap=False,
     )
-    key = batch.model, plain.fp8_format, plain.fp8_recipe, plain.fp8_layers(batch.model.num_layers)
+    own = plain.options(Fp8Flags)
+    key = batch.model, own.fp8_format, own.fp8_recipe, own.layers(batch.model.num_layers)
     if key not in known:
         first: dict[Hashable, int] = {}
         kinds = layer_kinds(replace(batch, parallel=plain))

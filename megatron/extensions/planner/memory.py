@@ -23,6 +23,7 @@ from megatron.core.distributed.param_layout import (
 )
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import param_gather
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages
 
@@ -74,7 +75,7 @@ def states_of_rank(
     shapes = [(meta, local_shape(meta, dims)) for meta in metas]
     trained = [(meta, shape) for meta, shape in shapes if not optimizer.freezes(meta.name)]
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
-    apart = ddp.fp8_param_gather and parallel.fp8_format is not None
+    apart = param_gather(parallel) is not None
     buffers = plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
     dtypes = parallel.params_dtype, parallel.main_dtype
     memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.description import batch_line, byte_text, formats_of_states, shape_line
@@ -20,7 +21,7 @@ def banner(run: TrainingRun) -> Iterator[str]:
     active = f", of which a token meets {active_parameters(model):,}" if model.num_experts is not None else ""
     yield f"model: {shape_line(model)}; {count:,} parameters{active}"
     yield f"layout: {', '.join(_layout(run))}"
-    yield f"precision: {formats_of_states(config)}{_fp8(run)}"
+    yield f"precision: {formats_of_states(config)}{_format(run)}"
     yield f"batch: {batch_line(config, dims)}"
     if not config.training.skip_train:
         left = max(0, run.train_iters - run.progress.iteration)
@@ -59,6 +60,6 @@ def _layout(run: TrainingRun) -> Iterator[str]:
         yield f"sharded: {run.config.ddp.data_parallel_sharding_strategy}"
 
 
-def _fp8(run: TrainingRun) -> str:
-    parallel = run.config.parallel
-    return f", fp8 {parallel.fp8_format} {parallel.fp8_recipe}" if parallel.fp8_format else ""
+def _format(run: TrainingRun) -> str:
+    name = linear_format(run.config.parallel)
+    return "" if name is None else f", {LINEAR_FORMATS.facts(name).described(run.config.parallel)}"

@@ -1,4 +1,4 @@
-"""Small meters: metrics of a user's own over a log interval, and the amax histories of fp8's delayed scaling."""
+"""Metrics of a user's own over a log interval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.training.hooks import Meter, Metric, StepView
 from megatron.training.progress import Interval
@@ -50,19 +49,3 @@ class UserMetrics(Meter):
         """Name -> mean; None without a count."""
         values = zip(self.metrics, summed.view(-1, 2).tolist(), strict=True)
         return {name: total / count if count else None for name, (total, count) in values}
-
-
-class FP8Scales(Meter):
-    """Delayed scaling of fp8: its amax histories move on with each update."""
-
-    def __init__(self, scaling: DelayedScaling) -> None:
-        self.scaling = scaling
-
-    def end_step(self, skip: Tensor) -> None:
-        self.scaling.end_step(skip)
-
-    def step_state(self) -> list[Tensor]:
-        return self.scaling.step_state()
-
-    def discard_step(self) -> None:
-        self.scaling.discard_step()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.training.checks.step_guard import is_nan
 from megatron.training.config.run_config import LoggingConfig, RunConfig
 from megatron.training.hooks import MODEL_FLOPS, Meter
@@ -19,7 +20,6 @@ from megatron.training.run import TrainingRun
 
 # Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
 PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0, "B200": 2250.0}
-PEAK_TFLOPS_FP8 = {"H100": 1978.9, "H200": 1978.9, "H800": 1978.9, "B200": 4500.0}
 
 
 def summarize(run: TrainingRun) -> Record:
@@ -91,15 +91,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
-def peak_tflops(config: LoggingConfig, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> float | None:
-    """Peak TFLOP/s of one device: --peak-tflops, or the data sheet's value for 16-bit or fp8 training; None if
-    neither is known."""
+def peak_tflops(
+    config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
+) -> float | None:
+    """Peak TFLOP/s of one device: --peak-tflops, or the data sheet's value for 16-bit training or that of a format of
+    `LINEAR_FORMATS`; None if neither is known."""
     if config.peak_tflops is not None:
         return config.peak_tflops
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
     name = torch.cuda.get_device_name(device)
-    peaks = PEAK_TFLOPS_FP8 if fp8 else PEAK_TFLOPS_16BIT
+    peaks = PEAK_TFLOPS_16BIT if linear is None else LINEAR_FORMATS.facts(linear).peak_tflops
     return next((peak for key, peak in peaks.items() if key in name), None)
 
 
@@ -109,5 +111,5 @@ def utilization(config: RunConfig, device: torch.device, tokens_per_second: floa
         return {}
     tflops = tokens_per_second * MODEL_FLOPS[[*MODEL_FLOPS][-1]](config.model) / world_size / 1e12
     dtype = getattr(torch, config.parallel.params_dtype)
-    peak = peak_tflops(config.logging, device, dtype, config.parallel.fp8_format is not None)
+    peak = peak_tflops(config.logging, device, dtype, linear_format(config.parallel))
     return {"tflops_per_device": tflops, "mfu": tflops / peak if peak else None}

@@ -21,9 +21,8 @@ from typing import NoReturn
 
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.reliability.failure_report import ADVICE, GONE, Failure, died, hung, is_consequence
-from megatron.training.reliability.hang_analysis import Standing, blame
 from megatron.training.reliability.launch import Launch, restarts_left, tell_last, write_error_file
-from megatron.training.reliability.rank_status import RankStatus
+from megatron.training.reliability.rank_status import RankStatus, Standing
 from megatron.training.reliability.rank_store import PERIOD, Board, NoStoreError
 from megatron.training.reliability.run_status import ExitCode, Outcome, code_for_launcher
 from megatron.training.reliability.stack_dump import StackDump
@@ -242,8 +241,8 @@ class FailureHandler:
         """Where the other ranks are that can still say it."""
         board = self._board
         gone = {rank for rank, peer in board.neighbours().items() if not peer.state()} | set(silent)
-        board.wait(lambda: len(board.places()) >= self._launch.world_size - 1 - len(gone), GATHER)
-        return board.places()
+        board.wait(lambda: len(board.get_all("place")) >= self._launch.world_size - 1 - len(gone), GATHER)
+        return {rank: Standing.from_json(text) for rank, text in board.get_all("place").items()}
 
     def _blamed(self, failure: Failure, silent: Collection[int], standings: dict[int, Standing]) -> Failure:
         """The failure of a rank that waited, attributed to the rank it waited for."""
@@ -256,7 +255,7 @@ class FailureHandler:
             stopped = [f"process {board.peers[r].pid} is stopped (SIGSTOP)" for r in silent if board.state(r) == "T"]
             what = "\n".join(["it stopped answering", *stopped, noticed, failure.what])
             return replace(failure, who=who, phase=phases[0], title="stopped answering", what=what).advised("stopped")
-        found = blame(standings)
+        found = status.analysis.blame(standings)
         if found is None:
             return failure
         who = ", ".join(map(board.name, found.ranks))
@@ -292,13 +291,15 @@ class FailureHandler:
 
     def _kill_silent(self, cause: Failure) -> None:
         """Kills the processes of this machine that are stopped or stuck and cannot end themselves."""
-        said = self._board.places()
+        said = self._board.get_all("place")
         for rank, peer in self._board.neighbours().items():
             if rank not in said and peer.state() and rank != cause.reporter:
                 os.kill(peer.pid, signal.SIGKILL)
 
     def _dump(self) -> None:
-        self._stacks.write(f"{self._board.name(self._launch.rank)}: {self._status.place()}")
+        self._stacks.write(
+            f"{self._board.name(self._launch.rank)}: {self._status.place()}", self._status.analysis.write
+        )
 
     def _deliver(self, failure: Failure, text: str) -> None:
         """Prints the report last."""

@@ -146,11 +146,6 @@ def hung(error: BaseException) -> bool:
     return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
 
 
-def raised_in_message(error: BaseException) -> bool:
-    """Whether the error arose in a message between pipeline stages, not in a collective."""
-    return place_in(error).startswith("p2p.py:")
-
-
 def place_in(error: BaseException) -> str:
     """The innermost line of this package that an error came through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]

@@ -1,15 +1,78 @@
-"""What this rank is doing: phase of the run, line of code, last collectives. Read when a rank fails."""
+"""What this rank is doing: phase of the run, line of code, what it waits for. Read when a rank fails."""
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron.training.reliability.failure_report import place_in, place_of, raised_in_message
-from megatron.training.reliability.flight_recorder import Entered, Group, last_entered, traces
-from megatron.training.reliability.hang_analysis import Standing
+from megatron.core.parallel_state import ParallelState
+from megatron.core.parts import HANG_ANALYSES
+from megatron.training.reliability.failure_report import place_in, place_of
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank is when the run fails."""
+
+    phase: str
+    place: str
+    """Line of code."""
+
+    stack: str = ""
+    evidence: Any = None
+    """What a hang analysis has said of the rank, of JSON's types."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Standing:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The ranks at fault, and one line that says what they did."""
+
+    ranks: tuple[int, ...]
+    title: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A meeting of all ranks at start-up, by its number."""
+
+    ranks: tuple[int, ...]
+    number: int
+    what: str
+    """The phase at the end of which they meet."""
+
+    pending: bool = True
+
+
+class HangAnalysis:
+    """What extensions find out about ranks that wait for one another. This one finds nothing."""
+
+    def __init__(self, status: RankStatus) -> None:
+        self.status = status
+
+    def evidence(self) -> Any:
+        """What this rank knows, of JSON's types, for `blame` on the rank that reports."""
+        return None
+
+    def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
+        """The ranks at fault; None if the standings do not show it."""
+        return None
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Writes what belongs beside the stacks of a rank. May raise OSError."""
 
 
 class RankStatus:
@@ -23,15 +86,16 @@ class RankStatus:
         self.executor: Any = None
         """Has the running action as `.current`, and the rank whose message it waits for as `.message_from`."""
 
-        self.groups: dict[str, Group] = {}
+        self.state: ParallelState | None = None
         """The process groups, once they exist."""
 
-        self.meeting: Entered | None = None
+        self.meeting: Meeting | None = None
         """The last meeting of all ranks at start-up."""
 
         self.error: BaseException | None = None
         """The exception that ends this rank."""
 
+        self.analysis: HangAnalysis = [HangAnalysis, *map(HANG_ANALYSES.__getitem__, HANG_ANALYSES)][-1](self)
         self._thread = threading.get_ident()
 
     def phase_and_action(self) -> str:
@@ -48,14 +112,10 @@ class RankStatus:
         return f"{self.phase_and_action()}, {self.line()}"
 
     def standing(self) -> Standing:
-        """Everything that `hang_analysis` needs to know of this rank."""
+        """Where this rank is, for the report of another."""
         if self.error is not None:
             frames = traceback.extract_tb(self.error.__traceback__)
         else:
             frames = traceback.extract_stack(sys._current_frames().get(self._thread))
-        last_pending = self.error is not None and not raised_in_message(self.error)
-        entered = last_entered(traces(), self.groups, last_pending) if self.groups else []
-        if self.meeting is not None:
-            entered.append(self.meeting)
-        stack, waits_for = "".join(traceback.format_list(frames)), getattr(self.executor, "message_from", None)
-        return Standing(self.phase_and_action(), self.line(), stack, tuple(entered), waits_for)
+        stack = "".join(traceback.format_list(frames))
+        return Standing(self.phase_and_action(), self.line(), stack, self.analysis.evidence())

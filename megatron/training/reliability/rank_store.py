@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron.training.reliability.failure_report import Failure
-from megatron.training.reliability.hang_analysis import Standing
 from megatron.training.reliability.launch import Launch
 
 PERIOD = 0.4
@@ -235,10 +234,6 @@ class Board:
     def say(self, key: str, value: str = "") -> None:
         """Sets this rank's value of `key`, as listed above."""
         self._store.set(f"{key}/{self.launch.rank}", value)
-
-    def places(self) -> dict[int, Standing]:
-        """Where the ranks were that have said it."""
-        return {rank: Standing.from_json(text) for rank, text in self.get_all("place").items()}
 
     def ask(self, number: int, request: Request) -> None:
         """Makes `request` the one of this number unless there is one."""

@@ -1,14 +1,13 @@
-"""Stacks and last collectives of every rank, written into `stacks/` of the --save folder when the run fails."""
+"""Stacks of every rank, written into `stacks/` of the --save folder when the run fails."""
 
 from __future__ import annotations
 
 import faulthandler
-import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from megatron.training.reliability.flight_recorder import traces
 from megatron.training.reliability.rank_store import out_of_memory_kills
 
 MOST = 2000
@@ -37,17 +36,15 @@ class StackDump:
         self.folder, self._rank = folder, rank
         faulthandler.enable(self._file)
 
-    def write(self, title: str) -> None:
-        """Writes the stacks of all threads and the last collectives, unless the disk is full."""
+    def write(self, title: str, beside: Callable[[Path, int], None]) -> None:
+        """Writes the stacks of all threads, then what `beside(folder, rank)` writes, unless the disk is full."""
         if self._file is None or self.folder is None:
             return
         with suppress(OSError):
             self._file.write(f"{title}\n")
             self._file.flush()
             faulthandler.dump_traceback(self._file)
-            recorded = [trace for trace in traces() if trace.get("entries")]
-            if recorded:
-                (self.folder / f"collectives-{self._rank:05d}.json").write_text(json.dumps(recorded))
+            beside(self.folder, self._rank)
 
     def last_words(self, rank: int) -> str:
         """What is known of the end of another rank: kills by the kernel, and what its interpreter wrote in a crash."""

@@ -16,9 +16,8 @@ from typing import NoReturn, Protocol
 from megatron.core.parts import WATCHES
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_handler import FailureHandler
-from megatron.training.reliability.flight_recorder import Entered
 from megatron.training.reliability.launch import Launch, write_error_file
-from megatron.training.reliability.rank_status import RankStatus
+from megatron.training.reliability.rank_status import Meeting, RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
 from megatron.training.reliability.run_status import ExitCode, Outcome
 from megatron.training.reliability.save_lease import LeaseError, SaveLease
@@ -113,8 +112,7 @@ class Watchdog:
             return
         self._meetings += 1
         name, deadline, pause = str(self._meetings), time.monotonic() + 60 * minutes, 0.001
-        meeting = Entered("the ranks at start-up", tuple(board.ranks), self._meetings, f"the end of {what}", True)
-        status.meeting = meeting
+        status.meeting = Meeting(tuple(board.ranks), self._meetings, what)
         board.come(name)
         while self.failures.ending or not board.all_came(name):  # at its end a process asks no store
             if time.monotonic() > deadline:
@@ -122,7 +120,7 @@ class Watchdog:
                 raise TimeoutError(f"timed out: these ranks did not end {what} within {status.limit}: {missing}")
             time.sleep(pause)
             pause = min(2 * pause, PERIOD)
-        status.meeting = replace(meeting, pending=False)
+        status.meeting = replace(status.meeting, pending=False)
 
     def close(self) -> None:
         """Ends the watch in peace. Rank 0 waits a little for slower ranks, as the store may live in its process."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.core.fp8.casts import Scaled
-from megatron.core.fp8.recipes import WeightCasts
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
 from megatron.extensions.cuda_graphs.graphed_microbatches import CudaGraphs, GraphedMicrobatches
 from megatron.training.config.arguments import parse_args
@@ -21,6 +20,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
+from tests.extensions import installed, needs
 from tests.extensions.phases import test_phases as phases
 from tests.harness import local_run, run_world
 
@@ -72,7 +72,7 @@ def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Te
         (1, "--fp32"),
         (1, "--bf16 --recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"),
         (1, "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"),
-        (1, "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
+        needs("fp8", 1, "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
         (1, "--fp32 --mtp-num-layers 2"),
         (2, "--fp32 --dp 2 --window-size 6"),
     ],
@@ -93,8 +93,8 @@ def test_weights_are_cast_once_a_step() -> None:
 
     def run(batch: Batch, seed: Tensor) -> Tensor:
         with casts.kept():  # as the executor does for each micro-batch
-            scaled = casts.get(weight, "rows", lambda: made.append(1) or Scaled(weight * len(made), seed))
-        return scaled.values.sum() * seed
+            scaled = casts.get(weight, "rows", lambda: made.append(1) or weight * len(made))
+        return scaled.sum() * seed
 
     graphed = GraphedMicrobatches(run, FakeRecorder(), 1, CPU, torch.float32, casts)
     batch = Batch.of_tokens(torch.arange(8).view(2, 4))
@@ -143,13 +143,20 @@ def test_what_can_be_recorded() -> None:
         ("--overlap-param-gather", "--overlap-param-gather"),
         ("--deterministic-mode", "--deterministic-mode"),
         ("--experimental-attention-variant gated_delta_net --bf16", "--cuda-graph-impl local"),
-        ("--bf16 --fp8-format e4m3 --fp8-param-gather --dp 2", "--fp8-param-gather"),
+        needs("fp8", "--bf16 --fp8-format e4m3 --fp8-param-gather --dp 2", "--fp8-param-gather"),
         ("--data-parallel-sharding-strategy optim_grads --dp 2", "--cuda-graph-impl local"),
     ],
 )
 def test_what_cannot(flags: str, flag: str) -> None:
     (problem,) = validate(config_of(f"--cuda-graph-impl local {flags}", 2), 2)
     assert str(problem).startswith(f"{flag}: cannot be combined with ")
+
+
+@pytest.mark.skipif(not installed("fp8"), reason="fp8 is deleted")
+def test_a_gather_that_is_refused_anyway_is_one_problem() -> None:
+    flags = "--cuda-graph-impl local --bf16 --fp8-format e4m3 --fp8-recipe rowwise --fp8-param-gather --dp 2"
+    (problem,) = validate(config_of(flags, 2), 2)
+    assert str(problem).startswith("--fp8-param-gather: needs a recipe with one cast of each weight")
 
 
 def test_without_a_gpu_it_is_refused() -> None:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import pytest
 
+from tests.extensions import needs
 from tests.extensions.evaluation.eval_cases import EXPERTS, LLAMA, MODEL, TASKS, assert_same_results, evaluated
 from tests.harness import run_world
 
@@ -48,7 +49,7 @@ def test_every_layout_scores_as_one_process_does(style: str, world_size: int, la
         assert found[2] == pytest.approx(alone(style)[2], rel=1e-9)
 
 
-@pytest.mark.parametrize("style", ["gpt", "experts", "fp8"])
+@pytest.mark.parametrize("style", ["gpt", "experts", needs("fp8", "fp8")])
 def test_training_does_not_see_the_evaluation(style: str) -> None:
     (_, samples, losses), (_, none, without) = alone(style), run_world(1, evaluated, STYLES[style] + FLAGS, False)[0]
     assert samples and not none

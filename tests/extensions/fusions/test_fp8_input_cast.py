@@ -14,17 +14,18 @@ from torch import Tensor
 
 from megatron.core import compiled_regions, parts
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.fp8_input_cast import OutputGradient
 from megatron.core.tensor_parallel.layers import ParallelLinear
+from megatron.core.tensor_parallel.linear_gemms import OutputGradient
 from megatron.core.transformer import activations
+from megatron.extensions.fp8.delayed_scaling import DelayedScaling
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.fusions.layer import FusedTransformerLayer
 from megatron.testing.snapshot import first_difference, train_in_world
+from tests.extensions.fp8.test_parity import flags_of
 from tests.gpt_cases import GPT, LLAMA, random_batch, with_dropout
-from tests.parity.test_fp8 import flags_of
 
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MODELS = {
@@ -75,9 +76,11 @@ def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.Monke
             patch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
             patch.setattr(FusedTransformerLayer, "_cast_of", lambda self, sublayer: None)
         config = MODELS[name]
-        parallel = ModelParallelConfig(bf16=True, compile=True, fp8_format="hybrid" if fp8 else None)
+        parallel = ModelParallelConfig(
+            bf16=True, compile=True, extension_options=(Fp8Flags(fp8_format="hybrid" if fp8 else None),)
+        )
         model, found = GPTModel(config, parallel), []
-        scaling = DelayedScaling(parallel, [model], Axis())
+        scaling = DelayedScaling(parallel.options(Fp8Flags), [model], Axis())
         for step in range(2):
             loss = model(None, random_batch(config, seed=step))
             params = [param for param in model.parameters() if param.requires_grad]
@@ -103,7 +106,8 @@ def test_what_neighbours_make_is_what_the_layer_makes(name: str, fp8: bool, monk
 def test_hooks_see_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a module has a hook, its neighbours leave the casts to it."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
-    model, seen = GPTModel(LLAMA, ModelParallelConfig(bf16=True, compile=True, fp8_format="hybrid")), []
+    parallel = ModelParallelConfig(bf16=True, compile=True, extension_options=(Fp8Flags(fp8_format="hybrid"),))
+    model, seen = GPTModel(LLAMA, parallel), []
 
     def see(module: Any, inputs: Any, output: Any) -> None:
         for x in (*inputs, *(output if isinstance(output, tuple) else (output,))):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.fp8 import cast_transpose as twins
+from megatron.extensions.fp8 import cast_transpose as twins
 from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits
 
 FORMATS = torch.float8_e4m3fn, torch.float8_e5m2

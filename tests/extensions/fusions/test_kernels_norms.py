@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
 from megatron.core.transformer.rotary import rotate_queries_and_keys
+from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
 from megatron.extensions.fusions.kernels import heads_cast as heads
 from megatron.extensions.fusions.kernels import norms as twins
 from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits, stack_of, stack_tool

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fp8 import cast_transpose
+from megatron.extensions.fp8 import cast_transpose
 from megatron.extensions.fusions.kernels import swiglu_cast as twins
 from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits
 

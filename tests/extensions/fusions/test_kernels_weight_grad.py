@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8.casts import E4M3, E5M2, Scaled
-from megatron.core.fp8.recipes import Fp8Context, WeightCasts
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.linear_gemms import residual_gemm
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts, residual_gemm
 from megatron.core.tensor_parallel.parameters import ColumnLinear
+from megatron.extensions.fp8.build import Fp8Format
+from megatron.extensions.fp8.casts import E4M3, E5M2, Scaled
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fusions import weight_grad_choice
 from megatron.extensions.fusions.kernels.gemms import cublaslt
 from megatron.extensions.fusions.weight_grad_choice import ProductShape, WeightGradKernel
@@ -236,8 +236,8 @@ def _one(library: CublasLt) -> Callable[[], CublasLt]:
 
 def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By every layer of a shape. Triton's is there in neither: it has no CPU kernel."""
-    config = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
-    ctx = tp_context(ParallelState(), False, torch.bfloat16, fp8=Fp8Context(config, range(1), WeightCasts()))
+    config = Fp8Flags(fp8_format="hybrid", fp8_recipe="tensorwise")
+    ctx = tp_context(ParallelState(), False, torch.bfloat16, format=Fp8Format(config, range(1), WeightCasts()))
     sizes = ((16, 32), (32, 16), (16, 32))
     net = nn.ModuleList(
         [

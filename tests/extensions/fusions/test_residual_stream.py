@@ -19,6 +19,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.parts import KERNELS
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fusions import fused_norm, residual_choice
 from megatron.extensions.fusions.kernels.gemms import cublaslt
 from megatron.extensions.fusions.kernels.gemms import residual_gemm as fused
@@ -142,7 +143,9 @@ def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], ad
 def test_products_in_fp8_are_added_within_rounding(recipe: str, added: list[Tensor], addends: list[Tensor]) -> None:
     """Where each operand has one scale. A last bit of a sum decides between two numbers in fp8, 6 % apart."""
     config = replace(STYLES["llama"], num_layers=2)
-    fp8 = ModelParallelConfig(bf16=True, compile=True, fp8_format="hybrid", fp8_recipe=recipe)
+    fp8 = ModelParallelConfig(
+        bf16=True, compile=True, extension_options=(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),)
+    )
     batch, found = random_batch(config), list[dict[str, Tensor]]()
     for adds in (True, False):
         model = GPTModel(config, fp8)

@@ -114,6 +114,11 @@ def test_a_folder_is_recognized_behind_checkpoints(tmp_path: Path) -> None:
     check_kind(tmp_path, f"{LATEST} iter_0000000/metadata.json", "", "checkpoints")
 
 
+def test_a_folder_of_exports_is_no_damaged_checkpoint(tmp_path: Path) -> None:
+    check_kind(tmp_path / "hf", "iter_0000002/config.json iter_0000004/config.json", "", "hugging_face_exports")
+    check_kind(tmp_path / "both", f"{LATEST} iter_0000002/config.json", "", "checkpoints")
+
+
 def test_flags_of_an_extension_leave_the_tokenizer_of_the_folder(mixtral: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((mixtral / "config.json").read_bytes())
     (tmp_path / "tokenizer.model").touch()

@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
+from tests.extensions import installed, needs
 from tests.gpt_cases import FP64, LATENT, logits_in_parts, random_batch
 
 BASE = (
@@ -45,8 +46,16 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
         (f"{MLA} --q-lora-rank 0", "--q-lora-rank 0: must be above 0"),
         ("--kv-lora-rank 64", "--kv-lora-rank 64: has no effect without --multi-latent-attention"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj: has no effect without"),
-        (f"{MLA} --bf16 --fp8-format e4m3 --kv-lora-rank 24", "--kv-lora-rank 24: must be a multiple of 16 under"),
-        (f"{MLA} --bf16 --fp8-format e4m3 --v-head-dim 3", "--v-head-dim 3: times the 8 heads of a rank must be a mul"),
+        needs(
+            "fp8",
+            f"{MLA} --bf16 --fp8-format e4m3 --kv-lora-rank 24",
+            "--kv-lora-rank 24: must be a multiple of 16 under",
+        ),
+        needs(
+            "fp8",
+            f"{MLA} --bf16 --fp8-format e4m3 --v-head-dim 3",
+            "--v-head-dim 3: times the 8 heads of a rank must be a mul",
+        ),
     ],
 )
 def test_rules(flags: str, expected: str) -> None:
@@ -58,7 +67,7 @@ def test_rules(flags: str, expected: str) -> None:
     ("flags", "world_size"),
     [
         (f"{MLA} --hidden-size 60", 1),  # which need not be a multiple of the heads
-        (f"{MLA} --tp 4 --sequence-parallel --bf16 --fp8-format e4m3 --micro-batch-size 2", 4),
+        needs("fp8", f"{MLA} --tp 4 --sequence-parallel --bf16 --fp8-format e4m3 --micro-batch-size 2", 4),
         (f"{MLA} --rotary-scaling-factor 40 --mscale 0.7 --mscale-all-dim 0.7 --q-lora-rank 24", 1),
         ("--attention-module multi_latent_attention --v-head-dim 16", 1),
     ],
@@ -67,6 +76,7 @@ def test_legal(flags: str, world_size: int) -> None:
     assert problems(flags, world_size) == []
 
 
+@pytest.mark.skipif(not installed("fp8"), reason="fp8 is deleted")
 def test_tokens_of_a_rank_in_fp8() -> None:
     found = problems(f"{MLA} --tp 8 --sequence-parallel --bf16 --fp8-format e4m3", 8)
     assert any("--seq-length 64: gives a rank 8 tokens of a micro-batch to project" in problem for problem in found)

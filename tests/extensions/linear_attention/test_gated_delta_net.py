@@ -24,6 +24,7 @@ from megatron.extensions.linear_attention.gated_delta_net import short_convoluti
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
+from tests.extensions import needs
 from tests.gpt_cases import DELTA_NET, FP64, logits_in_parts, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -242,11 +243,13 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
             "--linear-num-key-heads 2: must be a multiple of --tensor-model-parallel-size 2 * --context-parallel-size "
             "2 = 4, as these ranks share its heads; nearest: 4, or lower --context-parallel-size",
         ),
-        (
+        needs(
+            "fp8",
             f"{DELTA} --bf16 --fp8-format e4m3 --linear-num-key-heads 1 --linear-num-value-heads 1",
             "--linear-num-key-heads 1: under --fp8-format, a rank's 514 rows of the projection must be a multiple of",
         ),
-        (
+        needs(
+            "fp8",
             f"{DELTA} --bf16 --fp8-format e4m3 --linear-value-head-dim 5 "
             "--linear-num-value-heads 8 --linear-num-key-heads 8",
             "--linear-value-head-dim 5: under --fp8-format, a rank's 8 value heads must be a multiple of 16",
@@ -265,7 +268,7 @@ def test_rules(flags: str, expected: str) -> None:
         (f"{DELTA} --linear-attention-freq 4 --window-size 8 --attention-output-gate --qk-layernorm", 1),
         (f"{DELTA} --linear-attention-freq [1,1,0,1] --tp 4 --sequence-parallel --pp 2", 8),
         (f"{DELTA} --linear-attention-freq 4 --cp 2 --tp 2 --pp 2", 8),
-        (f"{DELTA} --bf16 --fp8-format e4m3 --linear-attention-freq 2", 1),
+        needs("fp8", f"{DELTA} --bf16 --fp8-format e4m3 --linear-attention-freq 2", 1),
     ],
 )
 def test_legal(flags: str, world_size: int) -> None:

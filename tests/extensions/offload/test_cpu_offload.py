@@ -29,6 +29,7 @@ from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.toy import build, optimizer_config, run_step
+from tests.extensions import needs
 from tests.harness import run_world
 from tests.limits import HANG
 from tools.bench.fake_cuda import unavailable
@@ -70,7 +71,7 @@ def different(a: Snapshot, b: Snapshot) -> list[str]:
         (2, "--fp32 --optimizer sgd --clip-grad 0 --tp 2", 1),
         (1, f"--bf16 {AWARE}--main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16", 0.6),
         (1, f"--fp16 --initial-loss-scale 128 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp16", 1),
-        (2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --seq-length 16", 0.6),
+        needs("fp8", 2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --seq-length 16", 0.6),
     ],
     ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "fp8"],
 )
@@ -199,7 +200,10 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
     ("flags", "rule"),
     [
         (f"{OFFLOAD}0.5 --optimizer muon", "multiplies whole matrices; remove it, or use --optimizer adam or sgd"),
-        (f"{OFFLOAD}0.5 --qk-clip", "cannot be combined with --qk-clip: main parameters are scaled on the device"),
+        (
+            f"{OFFLOAD}0.5 --qk-clip",
+            "--qk-clip: cannot be combined with --optimizer-cpu-offload: main parameters are scaled on the device",
+        ),
         (f"{OFFLOAD}1.5", "--optimizer-offload-fraction 1.5: must be in [0, 1]"),
         ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction 0.5: has no effect without"),
         ("--no-pin-cpu-grads", "--no-pin-cpu-grads: has no effect without --optimizer-cpu-offload"),

@@ -17,9 +17,11 @@ from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.train_step import train_step
+from tests.extensions import installed
 from tests.harness import run_world
-from tests.parity import test_sharding_strategies as strategies
-from tests.parity.test_sharding_strategies import SHARDED, STRATEGY
+
+STRATEGY = "--data-parallel-sharding-strategy"
+SHARDED = ("optim_grads", "optim_grads_params")
 
 MODEL = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 8 --vocab-size 64 "
@@ -180,8 +182,11 @@ def test_what_does_not_combine_is_refused(flags: str, rule: str) -> None:
 
 
 @pytest.mark.grid("update", ["--optimizer muon"], ["--optimizer muon", MOMENTS["fp8"]])
+@pytest.mark.skipif(not installed("fp8"), reason="fp8 is deleted")
 def test_strategies_compute_the_same_bits_in_fp8(update: str) -> None:
     """ZeRO-2 and ZeRO-3 beside fp8 layers."""
+    from tests.extensions.fp8 import test_sharding as strategies
+
     strategies.test_fp8_layers_compute_the_same_bits(("delayed", 2, f"--micro-batch-size 4 {update}"))
 
 

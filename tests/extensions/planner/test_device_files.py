@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.parts import LINEAR_FORMATS
 from megatron.extensions.planner.device_file import FOLDER, DeviceFile, device_names, read_device
-from megatron.training.metrics.summary import PEAK_TFLOPS_16BIT, PEAK_TFLOPS_FP8
+from megatron.training.metrics.summary import PEAK_TFLOPS_16BIT
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def h100() -> DeviceFile:
 def test_peaks_are_those_that_mfu_is_computed_with(name: str) -> None:
     device = read_device(name)
     assert device.peak_tflops["bf16"] == PEAK_TFLOPS_16BIT[name.upper()]
-    assert device.peak_tflops.get("fp8") == PEAK_TFLOPS_FP8.get(name.upper())
+    assert device.peak_tflops.get("fp8") == LINEAR_FORMATS.facts("fp8").peak_tflops.get(name.upper())
     assert set(device.peak_tflops) <= set(device.gemm)
 
 

@@ -18,11 +18,12 @@ from megatron.core import compiled_regions
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.activation_store import build_store
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.planner.activations import ActivationPlan
 from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.live_memory import LiveMemory
@@ -218,12 +219,16 @@ def test_experts_in_one_process(stride: int) -> None:
     assert differing(1, cases[::stride]) == []
 
 
-@pytest.mark.parametrize("fp8", [{}, {"fp8_format": "hybrid"}, {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}])
-def test_grouped_products_of_gpus_can_be_planned(fp8: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fp8", [Fp8Flags(), Fp8Flags(fp8_format="hybrid"), Fp8Flags(fp8_format="e4m3", fp8_recipe="blockwise")]
+)
+def test_grouped_products_of_gpus_can_be_planned(fp8: Fp8Flags) -> None:
     """There the numbers of rows are on the device, of which fake tensors have none. Offsets are kept in their place."""
     even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_token_dispatcher_type="alltoall")
     kept = [
-        ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, **fp8), SAMPLES, "cuda")).stage(MIDDLE).kept
+        ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, extension_options=(fp8,)), SAMPLES, "cuda"))
+        .stage(MIDDLE)
+        .kept
         for model in (even, replace(even, moe_grouped_gemm=True))
     ]
     assert kept[1] == pytest.approx(kept[0], rel=0.01)
@@ -233,7 +238,7 @@ def test_grouped_products_of_gpus_can_be_planned(fp8: dict[str, Any]) -> None:
 def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
     """Their products are added where they are computed. What a backward holds beside is smaller than one of them."""
     model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
-    parallel = ModelParallelConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe)
+    parallel = ModelParallelConfig(bf16=True, extension_options=(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),))
     product = 2 * model.hidden_size * model.ffn_size * 2
     more = {
         device: memory.backward - memory.kept
@@ -290,7 +295,7 @@ def test_fp8(stride: int) -> None:
         (
             f"{name} {kind} {recipe}",
             replace(model, **more),
-            ModelParallelConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe),
+            ModelParallelConfig(bf16=True, extension_options=(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),)),
             WHOLE,
         )
         for number, ((name, model), (kind, more)) in enumerate(product(models.items(), RECOMPUTE.items()))
@@ -301,7 +306,10 @@ def test_fp8(stride: int) -> None:
 
 LAYOUTS = {
     "fp8 sp": ModelParallelConfig(
-        tensor_model_parallel_size=2, sequence_parallel=True, bf16=True, fp8_format="e4m3", fp8_recipe="tensorwise"
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        bf16=True,
+        extension_options=(Fp8Flags(fp8_format="e4m3", fp8_recipe="tensorwise"),),
     ),
     "tp": ModelParallelConfig(tensor_model_parallel_size=2, bf16=True),
     "sp": ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, bf16=True),
@@ -334,7 +342,7 @@ def test_layouts(layout: str, stride: int) -> None:
     again = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
     for kind, more, stage in (("none", {}, MIDDLE), ("mla_up_proj", again, WHOLE)) if "latent" in STYLES else ():
         cases.append((f"{layout} latent {kind}", replace(STYLES["latent"], **more), LAYOUTS[layout], stage))
-    if LAYOUTS[layout].fp8_format is None:
+    if LAYOUTS[layout].options(Fp8Flags).fp8_format is None:
         share = PROPERTIES if stride == 1 else PROPERTIES[shift % 5 :: 5]
         for style, (kind, stage) in zip(share, cycle((("none", WHOLE), ("core_attn", LAST)))):
             cases.append(

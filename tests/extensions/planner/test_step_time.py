@@ -201,7 +201,7 @@ def test_bytes_of_a_layer_beside_those_of_the_compiled_kernels(run: str) -> None
     batch = replace(micro_batch_of(config), device="cuda", parallel=replace(config.parallel, cpu=False, compile=None))
     ((layer, _),) = CACHE.parts_of(batch, [Stage(range(2), False, False)])
     events = layer.forward + layer.backward
-    golden = json.loads(GPU_BYTES.read_text())["runs"][run]["parts"]["layer"]
+    golden = json.loads(GPU_BYTES.read_text())["runs"][run]["layer"]
     apart = ("GEMMs", "weight-gradient sums", "attention", "optimizer")
     expected = sum(read + written for group, (_, read, written, _) in golden.items() if group not in apart)
     moved = sum(event.moved for event in events if isinstance(event, Move))

@@ -13,7 +13,6 @@ from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_, is_present
 from megatron.core.models.gpt.embedding import Embedding
 from megatron.core.models.gpt.head import Head
@@ -25,6 +24,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts, build_format
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import ActivationStore
 from megatron.core.transformer.block import TransformerBlock
@@ -80,7 +80,7 @@ class GPTModel(nn.Module):
             attention_backend=parallel.attention_backend,
             compiled=parallel.compiles(torch.device(device).type),
             comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
-            fp8=build_fp8(parallel, config.num_layers, casts or WeightCasts(), config.mtp_depths),
+            format=build_format(parallel, config.num_layers, config.mtp_depths, casts or WeightCasts()),
             seed=seed,
             lazy=lazy,
             experts=ExpertAxes.of(state),

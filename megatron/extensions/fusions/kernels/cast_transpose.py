@@ -1,4 +1,4 @@
-"""The casts of `megatron.core.fp8.cast_transpose` by Triton kernels, which read a matrix once for both casts."""
+"""The casts of `megatron.extensions.fp8.cast_transpose` by Triton kernels, which read a matrix once for both casts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.fp8.cast_transpose import (
+from megatron.extensions.fp8.cast_transpose import (
     SMALLEST_AMAX,
     CastOrder,
     CastPair,

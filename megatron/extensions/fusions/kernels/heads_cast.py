@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
-from megatron.core.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
+from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
 from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, order_of, paired
 

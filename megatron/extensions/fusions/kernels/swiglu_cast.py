@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
-from megatron.core.fp8.cast_transpose import CastPair, cast_transpose_with_amax_twin
 from megatron.core.parts import operation
+from megatron.extensions.fp8.cast_transpose import CastPair, cast_transpose_with_amax_twin
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes
 from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, on_triton, order_of, paired
 

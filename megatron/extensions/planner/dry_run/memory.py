@@ -11,6 +11,7 @@ from megatron.core.distributed.param_layout import DTYPE_BYTES
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.dry_run.batch import micro_batch_of
 from megatron.extensions.planner.memory import RankStates, states_of_rank
 from megatron.training.config.description import byte_text, formats_of_states, microbatches_of
@@ -202,12 +203,13 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
 
 
 def _fp8_line(batch: MicroBatch) -> Iterator[str]:
-    parallel, layers = batch.parallel, batch.parallel.fp8_layers(batch.model.num_layers)
+    own = batch.parallel.options(Fp8Flags)
+    layers = own.layers(batch.model.num_layers)
     if layers:
         experts = " (experts: the two products with tokens)" if batch.model.num_experts is not None else ""
         yield (
-            f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {parallel.fp8_format}, scaled "
-            f"{parallel.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"
+            f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {own.fp8_format}, scaled "
+            f"{own.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"
         )
 
 

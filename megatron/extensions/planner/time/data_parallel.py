@@ -11,6 +11,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.param_layout import DTYPE_BYTES, unit_of
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import param_gather
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.memory import RankStates, local_shape
 from megatron.extensions.planner.time.links import Network, Placement, placement
@@ -96,7 +97,7 @@ class DataParallel:
         return self._buckets(numel, size, expert, kind, units if self.ddp.shards_gradients else 1)
 
     def _gathers(self, numel: float, expert: bool, units: int) -> list[float]:
-        size = 1 if self.ddp.fp8_param_gather and self.parallel.fp8_format else DTYPE_BYTES[self.parallel.params_dtype]
+        size = DTYPE_BYTES[self.parallel.params_dtype] if param_gather(self.parallel) is None else 1
         return self._buckets(numel, size, expert, "all_gather", units if self.ddp.shards_parameters else 1)
 
     def _buckets(self, numel: float, size: int, expert: bool, kind: str, least: int) -> list[float]:

@@ -1,7 +1,7 @@
 """Time of a training step, predicted: what each rank's kernels and collectives take on a device, stage by stage, put
 together by the pipeline's own schedule, and the work between two steps.
 
-Every number comes from the fake step that gives memory and FLOPs, and from the device file. docs/planning.md says what
+Every number comes from the fake step that gives memory and FLOPs, and from the device file. docs/planner.md says what
 is modelled and how close predictions are to published runs.
 """
 
@@ -15,7 +15,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import MICROBATCH_RUNNERS
+from megatron.core.parts import MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages, whole_model
@@ -237,8 +237,9 @@ class _Step:
         """Of the linear layers' precision, if the device file has it. An fp8 step beside no peak of fp8 is one of 16
         bits, whose rate products have then."""
         peaks, parallel = self.device.peak_tflops, self.config.parallel
-        if parallel.fp8_format is not None and "fp8" in peaks:
-            return peaks["fp8"]
+        name = linear_format(parallel)
+        if name is not None and name in peaks:
+            return peaks[name]
         wide = {"float32": "fp32", "float64": "fp64"}
         return peaks.get(wide.get(parallel.params_dtype, "bf16"))
 

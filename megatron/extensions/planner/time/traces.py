@@ -14,14 +14,16 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.core import compiled_regions
 from megatron.core.attention import core_attention
 from megatron.core.config.layers import RecomputeConfig
-from megatron.core.fp8 import casts, weight_grads
-from megatron.core.fp8.casts import Scaled
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe import experts
 from megatron.core.moe.experts import Segments
+from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
+from megatron.extensions.fp8 import casts, weight_grads
+from megatron.extensions.fp8.casts import Scaled
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.as_on_gpus import plans_fused_dropout, replaced
 from megatron.extensions.planner.fake_ranks import FakeGroup
 from megatron.extensions.planner.fake_stage import (
@@ -99,7 +101,8 @@ class TraceCache:
         Without experts, whose rows are rounded, they do for a model where they did for its first layers that were asked
         for. The ends of a model copy several samples into another order, and one sample not at all.
         """
-        fp8 = batch.parallel.fp8_format, batch.parallel.fp8_recipe
+        own = batch.parallel.options(Fp8Flags)
+        fp8 = own.fp8_format, own.fp8_recipe
         key = _nothing_recomputed(batch).model, fp8, batch.device
         if (
             not parts
@@ -226,7 +229,7 @@ def _trace(fakes: FakeStages, recorder: Recorder, part: _Part) -> PassEvents:
         stage = fakes.build(layers, part.first, part.last, segments)
     with fakes.casts.kept():
         passes = _run(fakes, recorder, stage)
-        if fakes.parallel.fp8_format is None:
+        if linear_format(fakes.parallel) is None:
             return passes
         again = _run(fakes, recorder, stage)
     extra = [event for event in passes.forward if event not in set(again.forward)]

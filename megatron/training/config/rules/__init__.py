@@ -26,14 +26,7 @@ from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import post_validation
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
-from megatron.training.config.rules.precision import (
-    fp8,
-    fp8_param_gather,
-    fp8_scaling,
-    fp8_shapes,
-    latent_experts_in_fp8,
-    precision,
-)
+from megatron.training.config.rules.precision import precision
 from megatron.training.config.rules.world import world
 from megatron.training.config.run_config import RunConfig
 
@@ -59,11 +52,6 @@ RULES: tuple[Rule, ...] = (
     overlap,
     sharding,
     precision,
-    fp8,
-    fp8_param_gather,
-    fp8_scaling,
-    fp8_shapes,
-    latent_experts_in_fp8,
     batch,
     length,
     schedule,

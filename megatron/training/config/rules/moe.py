@@ -9,7 +9,6 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.schedules import runs_in_turns
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.problem import Problem, divides, multiples
-from megatron.training.config.rules.precision import kinds_in_fp8
 from megatron.training.config.run_config import RunConfig
 
 
@@ -130,9 +129,6 @@ def _grouped(c: RunConfig) -> Iterator[Problem]:
             remedy = f"{multiples(width, step * ranks)}, or remove {flag}"
             yield Problem(flag, None, rule, remedy, harmless=True)
             return
-    if p.fp8_format is not None and p.fp8_recipe == "blockwise" and kinds_in_fp8(c).experts:
-        rule = "has no effect in fp8 with --fp8-recipe blockwise, for which there is no grouped kernel"
-        yield Problem(flag, None, rule, f"use another --fp8-recipe, or remove {flag}", harmless=True)
 
 
 def _router(c: RunConfig) -> Iterator[Problem]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.parts import LOSSES
-from megatron.training.config.problem import Problem, multiples
-from megatron.training.config.rules.precision import FP8_ALIGNMENT, fp8_alignment
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 DEPTHS = "--mtp-num-layers"
@@ -23,16 +22,3 @@ def multi_token(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"needs a loss that takes labels of later tokens, and --loss-func {m.loss_func} is not known to"
         remedy = f"remove {DEPTHS}, or register the loss with multi_token=True if logits and label are all it needs"
         yield Problem(DEPTHS, depths, rule, remedy)
-    yield from _fp8(c)
-
-
-def _fp8(c: RunConfig) -> Iterator[Problem]:
-    """The projection has a rank's share of the hidden size as output features, and is in fp8 if the last layer is."""
-    m, p, tp = c.model, c.parallel, c.parallel.tensor_model_parallel_size
-    if m.num_layers < 1 or m.hidden_size < 1 or tp < 1 or m.num_layers - 1 not in p.fp8_layers(m.num_layers):
-        return
-    alignment, under = fp8_alignment(c, tp)
-    if m.hidden_size % FP8_ALIGNMENT == 0 and m.hidden_size % (alignment * tp):
-        cut = f"{alignment} * --tensor-model-parallel-size {tp}"
-        rule = f"must be a multiple of {cut} under {under} with {DEPTHS}"
-        yield Problem("--hidden-size", m.hidden_size, rule, multiples(m.hidden_size, alignment * tp))

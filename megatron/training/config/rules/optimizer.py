@@ -27,12 +27,8 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not o.optimizer_post_validation:
         return
     strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
-    for other, given, why in (
-        (strategy, c.ddp.shards_gradients, "gradients of units are not kept until the norm is known"),
-        ("--fp8-param-gather", c.ddp.fp8_param_gather, "a roll-back gathers parameters in their own format"),
-    ):
-        if given:
-            yield Problem.exclusive(switch, None, other, why)
+    if c.ddp.shards_gradients:
+        yield Problem.exclusive(switch, None, strategy, "gradients of units are not kept until the norm is known")
     schedule = c.parallel.schedule
     if schedule in WAIT_FOR_RANK_0:
         rule = (

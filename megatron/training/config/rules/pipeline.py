@@ -202,8 +202,6 @@ def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.ddp.overlap_param_gather and c.ddp.shards_parameters:
         rule = f"has no effect beside {given}, which always gathers parameters during the passes"
         yield Problem("--overlap-param-gather", None, rule, "remove it", harmless=True)
-    if c.ddp.fp8_param_gather:
-        yield Problem.exclusive("--fp8-param-gather", None, given, "units are gathered in the parameters' format")
 
 
 def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:

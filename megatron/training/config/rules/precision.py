@@ -1,25 +1,12 @@
-"""Rules of number formats: fp16, bf16, fp32, fp64 and fp8."""
+"""Rules of number formats: fp16, bf16, fp32 and fp64, and alignments that formats of products ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd, lcm
-from typing import NamedTuple
 
-from megatron.core.transformer.parameters import group_rows
-from megatron.training.config.flags import field_table
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.training.config.problem import Problem, multiples
-from megatron.training.config.rules.optimizer import unsharded_by
 from megatron.training.config.run_config import RunConfig
-
-FP8_ALIGNMENT = 16
-"""The dimensions of matrices in fp8 kernels must be multiples of this."""
-
-FP8_TILE = 128
-"""Elements of a tile of --fp8-recipe blockwise."""
-
-DELAYED_ONLY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
-BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -34,141 +21,13 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--distributed-backend", "nccl", "cannot be combined with --cpu", "use gloo, or remove --cpu")
 
 
-def fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    p, layers = c.parallel, c.model.num_layers
-    if p.fp8_format is not None and not p.bf16:
-        others = [f"--{name}" for name in ("fp16", "fp32", "fp64") if getattr(p, name)]
-        rule = "needs bf16 parameters and activations"
-        remedy = f"replace {others[0]} with --bf16" if others else "add --bf16"
-        yield Problem("--fp8-format", p.fp8_format, rule, f"{remedy}, or remove --fp8-format")
-    if p.fp8_format is not None and p.tp_comm_overlap:
-        why = "overlapped matrix products are computed in bf16"
-        yield Problem.exclusive("--fp8-format", p.fp8_format, "--tp-comm-overlap", why)
-    if p.first_last_layers_bf16 and p.fp8_format is None:
-        yield Problem.no_effect("--first-last-layers-bf16", None, "--fp8-format")
-    ends = tuple(getattr(p, name) for name in BF16_LAYERS)
-    for name, value in zip(BF16_LAYERS, ends, strict=True):
-        if value != 1 and not p.first_last_layers_bf16:
-            yield Problem.no_effect(field_table()[name].name, value, "--first-last-layers-bf16")
-    if p.fp8_format and p.first_last_layers_bf16 and min(ends) >= 0 and layers > 0 and sum(ends) >= layers:
-        rule = f"{ends[0]} first and {ends[1]} last of {layers} layers leave none in fp8"
-        remedy = "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or remove --fp8-format"
-        yield Problem("--first-last-layers-bf16", None, rule, remedy)
-
-
-def fp8_param_gather(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Weights are gathered in fp8 where each has one cast, and where there is a gather."""
-    p, flag = c.parallel, "--fp8-param-gather"
-    if not c.ddp.fp8_param_gather:
-        return
-    if p.fp8_format is None:
-        yield Problem.no_effect(flag, None, "--fp8-format")
-    elif not c.optimizer.use_distributed_optimizer:
-        off, remedy = unsharded_by(c)
-        rule = f"has no effect beside {off}: no parameters are gathered"
-        yield Problem(flag, None, rule, f"remove {flag}, or {remedy}", harmless=True)
-    elif p.fp8_recipe == "rowwise":
-        rule = (
-            "needs a recipe with one cast of each weight, and --fp8-recipe rowwise makes one by rows and one by columns"
-        )
-        yield Problem(flag, None, rule, f"remove {flag}, or use --fp8-recipe tensorwise, delayed or blockwise")
-
-
-def fp8_scaling(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Flags of a recipe have no effect under another one."""
-    p, table = c.parallel, field_table()
-    if p.fp8_format is None and p.fp8_recipe != table["fp8_recipe"].default:
-        yield Problem.no_effect("--fp8-recipe", p.fp8_recipe, "--fp8-format")
-    if p.fp8_format is not None and p.fp8_recipe == "delayed":
-        return
-    needed = "--fp8-recipe delayed" if p.fp8_format is not None else "--fp8-format and --fp8-recipe delayed"
-    for name in DELAYED_ONLY:
-        value, flag = getattr(p, name), table[name]
-        if value != flag.default:
-            yield Problem.no_effect(flag.name, value, needed)
-
-
-def fp8_alignment(c: RunConfig, ranks: int) -> tuple[int, str]:
-    """Number that divides a rank's features in fp8 if `ranks` have a part of them, and the flag that asks for it.
-
-    Kernels want multiples of 16. Blockwise, a tile that lies on two ranks would have two scales.
-    """
-    cut = c.parallel.fp8_recipe == "blockwise" and ranks > 1
-    return (FP8_TILE, "--fp8-recipe blockwise") if cut else (FP8_ALIGNMENT, "--fp8-format")
-
-
-def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Each rank's fp8 matrices must have aligned dimensions, both features and tokens."""
-    m, p, b = c.model, c.parallel, c.training.micro_batch_size
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-    sizes = (tp, cp, b, m.hidden_size, m.num_attention_heads, m.seq_length)
-    if p.fp8_format is None or min(sizes) < 1 or m.head_dim < 1:
-        return
-    alignment, under = fp8_alignment(c, tp)
-    rank, cut = alignment * tp, f"{alignment} * --tensor-model-parallel-size {tp}"
-    if m.hidden_size % FP8_ALIGNMENT:
-        rule = f"must be a multiple of {FP8_ALIGNMENT} under --fp8-format"
-        near = multiples(m.hidden_size, lcm(FP8_ALIGNMENT, tp, m.num_attention_heads))
-        yield Problem("--hidden-size", m.hidden_size, rule, near)
-    for heads, flag in ((m.num_attention_heads, "--num-attention-heads"), (2 * m.query_groups, "--num-query-groups")):
-        width = heads * m.head_dim
-        if heads > 0 and width % rank and m.attention_facts.grouped:
-            what = "queries" if flag == "--num-attention-heads" else "keys and values"
-            rule = f"{what} of {width} channels must be a multiple of {cut} under {under}"
-            shown = m.num_attention_heads if what == "queries" else m.query_groups
-            near = multiples(m.head_dim, rank // gcd(rank, heads))
-            yield Problem(flag, shown, rule, f"add --kv-channels, {near}")
-            break
-    else:
-        yield from _uneven_heads(c, rank, f"must be a multiple of {cut} under {under}")
-    rule = f"must be a multiple of {cut} under {under}"
-    if kinds_in_fp8(c).dense and (wrong := next((width for width in _widths(c) if width % rank), None)):
-        pattern = m.ffn_hidden_size_pattern
-        flag = "--ffn-hidden-size-pattern" if pattern else "--ffn-hidden-size"
-        of_flag = f"has a layer of {wrong}, which {rule}" if pattern else rule
-        yield Problem(flag, pattern or wrong, of_flag, multiples(wrong, rank))
-    latent = m.moe_latent_size
-    if latent is not None and latent % FP8_ALIGNMENT:
-        of_latent = f"must be a multiple of {FP8_ALIGNMENT} under --fp8-format"
-        yield Problem("--moe-latent-size", latent, of_latent, multiples(latent, FP8_ALIGNMENT))
-    shared = m.moe_shared_expert_intermediate_size
-    if shared and shared > 0 and shared % rank:
-        rule = f"must be a multiple of {cut} under {under}"
-        yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, rank))
-    etp = p.expert_tp
-    if etp > 0 and m.moe_ffn_size > 0 and kinds_in_fp8(c).experts:
-        alignment, under = fp8_alignment(c, etp)
-        if m.moe_ffn_size % (alignment * etp):
-            rule = f"must be a multiple of {alignment} * --expert-tensor-parallel-size {etp} under {under}"
-            yield Problem("--moe-ffn-hidden-size", m.moe_ffn_size, rule, multiples(m.moe_ffn_size, alignment * etp))
-    if p.fp8_recipe == "blockwise" and cp > 1 and m.seq_length % (2 * cp) == 0:
-        # A context-parallel rank has two pieces of the sequence.
-        each, tile = m.seq_length // (2 * cp) * b, FP8_TILE // gcd(FP8_TILE, b)
-        if each % FP8_TILE:
-            rule = (
-                f"a rank has pieces of {each} tokens; under --fp8-recipe blockwise they must be multiples of {FP8_TILE}"
-            )
-            near = multiples(m.seq_length, 2 * cp * tile)
-            yield Problem("--seq-length", m.seq_length, rule, f"{near}, or another --micro-batch-size")
-            return
-    tokens = FP8_ALIGNMENT // gcd(FP8_ALIGNMENT, b)
-    if m.seq_length % cp == 0 and m.seq_length // cp % tokens:
-        each = m.seq_length // cp * b
-        rule = f"a rank has {each} tokens of a micro-batch; under --fp8-format this must be a multiple of"
-        near = multiples(m.seq_length, lcm(tokens * cp, 2 * cp if cp > 1 else 1))
-        yield Problem("--seq-length", m.seq_length, f"{rule} {FP8_ALIGNMENT}", f"{near}, or another --micro-batch-size")
-
-
-def latent_experts_in_fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    return tokens_for_latents(c) if c.model.moe_latent_size is not None else iter(())
-
-
 def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
     """A rank's tokens that a replicated layer projects to latents, of attention or of experts, must be aligned."""
     m, p = c.model, c.parallel
     tp = p.tensor_model_parallel_size
-    if p.fp8_format and p.sequence_parallel and tp > 1 and p.context_parallel_size > 0:
-        alignment, under = fp8_alignment(c, tp)
+    name = linear_format(p)
+    if name is not None and p.sequence_parallel and tp > 1 and p.context_parallel_size > 0:
+        alignment, under = LINEAR_FORMATS.facts(name).alignment(p, tp)
         tokens = m.seq_length // p.context_parallel_size // tp * c.training.micro_batch_size
         if tokens % alignment:
             each = (
@@ -177,54 +36,3 @@ def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
             )
             near = multiples(m.seq_length, alignment * p.context_parallel_size * tp)
             yield Problem("--seq-length", m.seq_length, each, f"{near}, or another --micro-batch-size")
-
-
-def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
-    """Rows of the projection to queries, gates, keys and values of several widths, and columns of the last one, in
-    layers of each kind. `rank` is a number that divides them, `rule` says so."""
-    try:
-        kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
-    except ValueError:
-        return
-    for m in kinds:
-        if not m.attention_facts.grouped or m.query_groups < 1 or m.num_attention_heads % m.query_groups:
-            continue
-        rows, columns = m.query_groups * sum(group_rows(m)), m.attention_output_size
-        if rows % rank == columns % rank == 0:
-            continue
-        parts = "queries, gates, keys and values" if m.head_wise_attn_gate else "queries, keys and values"
-        heads = f"{m.num_attention_heads} heads in {m.query_groups} groups"
-        what = f"makes {rows} rows of {parts} and {columns} channels of values of {heads}; both {rule}"
-        gates = m.num_attention_heads if m.head_wise_attn_gate else 0
-        if gates % rank and (rows - gates) % rank == columns % rank == 0:
-            yield Problem("--head-wise-attn-gate", None, what, f"use a number of heads that is a multiple of {rank}")
-        elif m.value_head_dim != m.head_dim:
-            yield Problem("--value-channels", m.value_channels, what, f"use a multiple of {FP8_ALIGNMENT}")
-        else:
-            yield Problem("--window-num-attention-heads", m.num_attention_heads, what, f"use a multiple of {rank}")
-
-
-def _widths(c: RunConfig) -> tuple[int, ...]:
-    """The widths of MLPs in fp8. None if the pattern cannot be parsed, as another rule reports that."""
-    try:
-        widths, experts = c.model.ffn_sizes, set(c.model.moe_layers)
-    except ValueError:
-        return ()
-    return tuple(widths[layer] for layer in c.parallel.fp8_layers(c.model.num_layers) if layer not in experts)
-
-
-class KindsInFp8(NamedTuple):
-    """Whether a layer in fp8 has a dense MLP, and whether one has experts."""
-
-    dense: bool
-    experts: bool
-
-
-def kinds_in_fp8(c: RunConfig) -> KindsInFp8:
-    """Kinds of MLPs in fp8. Neither if the pattern cannot be parsed, as another rule reports that."""
-    try:
-        experts = set(c.model.moe_layers)
-    except ValueError:
-        return KindsInFp8(False, False)
-    layers = c.parallel.fp8_layers(c.model.num_layers)
-    return KindsInFp8(any(number not in experts for number in layers), any(number in experts for number in layers))

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
-from megatron.core.fp8.blockwise import BlockwiseGemms, amax_of_blocks, in_blocks
-from megatron.core.fp8.cast_transpose import amax_of, round_scaled
-from megatron.core.fp8.casts import E4M3, TILE, by_block
-from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, TensorwiseGemms
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.linear_gemms import matrix_of
+from megatron.extensions.fp8.blockwise import BlockwiseGemms, amax_of_blocks, in_blocks
+from megatron.extensions.fp8.cast_transpose import amax_of, round_scaled
+from megatron.extensions.fp8.casts import E4M3, TILE, by_block
+from megatron.extensions.fp8.recipes import Fp8Gemms, GatheredWeight, TensorwiseGemms
 
 
 def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
@@ -96,6 +98,31 @@ class WeightGather:
             part.cast_()
         for weight, _ in self.weights:
             weight.valid = True
+
+
+def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
+    """Prepares gathers in fp8 of the buckets that hold weights of fp8 layers alone; None if there are none."""
+    gemms, axis = gemms_of_weights(ddp.modules), ddp.state.shard_axis("dp_cp")
+    weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
+    parts: list[Part] = []
+    for bucket in ddp.buckets if ddp.use_distributed_optimizer and axis.size > 1 else ():
+        params = {place.index: ddp.params[place.index] for place in bucket.layout.params}
+        if any(id(param) not in gemms for param in params.values()):
+            continue
+        whole, shard = bucket.gather_bytes()
+        for place in bucket.layout.params:
+            param, first = params[place.index], bucket.layout.start
+            values = whole[place.start - first : place.stop - first].view(E4M3).view(matrix_of(param).shape)
+            weight = GatheredWeight(values, torch.empty(0))
+            weights[place.index] = weight, gemms[id(param)]
+            param.gathered_in_fp8 = weight  # type: ignore[attr-defined]
+        for piece in bucket.owned_pieces:
+            span = slice(
+                piece.offset - bucket.owned_range[0],
+                piece.offset - bucket.owned_range[0] + piece.stop - piece.start,
+            )
+            parts.append(Part(*weights[piece.index], piece.start, bucket.owned_params[span], shard[span]))
+    return WeightGather(list(weights.values()), parts, axis) if weights else None
 
 
 def amax_shape(weight: GatheredWeight, gemms: Fp8Gemms) -> tuple[int, int]:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8.casts import E4M3
-from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
-from megatron.core.fp8.recipes import Fp8Context, WeightCasts
 from megatron.core.moe.experts import Segments, add_each_product_
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.linear_gemms import Cuts
+from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
+from megatron.extensions.fp8.casts import E4M3
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
+from megatron.extensions.fp8.recipes import Fp8Context
 
 CPU = torch.device("cpu")
 SIZES = (37, 0, 16, 11)
@@ -40,7 +40,7 @@ def test_each_row_meets_the_matrix_of_its_expert(recipe: str) -> None:
     x, dy = (torch.randn(sum(SIZES) + SPARE, width).bfloat16() for width in (IN, OUT))
     weight = torch.randn(len(SIZES), 2, OUT // 2, IN).bfloat16()
     casts, blocks = WeightCasts(), recipe == "blockwise"
-    context = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
+    context = Fp8Context(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
     gemms = Fp8GroupedGemms(context, Axis(), Cuts(), False, False, add_each_product_)
     segments = Segments.of_counts(torch.tensor(SIZES), spare=True)
     with casts.kept():

@@ -240,6 +240,14 @@ OTHER_RECIPE = "has no effect without --fp8-recipe delayed; add --fp8-recipe del
                 "under --fp8-format; nearest: 32 or 48"
             ],
         ),
+        (
+            "--fp8-format e4m3 --bf16 --mtp-num-layers 1 --hidden-size 48 --kv-channels 16 --ffn-hidden-size 64 --tp 2",
+            2,
+            [
+                "--hidden-size 48: must be a multiple of 16 * --tensor-model-parallel-size 2 under --fp8-format with "
+                "--mtp-num-layers; nearest: 32 or 64"
+            ],
+        ),
     ],
 )
 def test_illegal(flags: str, world_size: int, expected: list[str]) -> None:

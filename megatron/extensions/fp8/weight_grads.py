@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core.fp8.casts import Scaled, scaled_mm
 from megatron.core.parts import operation
+from megatron.extensions.fp8.casts import Scaled, scaled_mm
 
 
 @operation

@@ -9,36 +9,38 @@ those are at fault that are waited for and wait for nobody.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from megatron.training.reliability.flight_recorder import Entered
+from megatron.extensions.diagnosis.flight_recorder import Entered, groups_of, last_entered, record_collectives, traces
+from megatron.training.reliability.failure_report import place_in
+from megatron.training.reliability.rank_status import Blame, HangAnalysis, RankStatus, Standing
 
 ANY_SIZES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 """Collectives in which ranks may bring tensors of different sizes."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a rank is when the run fails: phase, line of code, last collectives."""
+class Waiting:
+    """What a rank waits for when the run fails."""
 
-    phase: str
     place: str
     """Line of code."""
 
-    stack: str = ""
     entered: tuple[Entered, ...] = ()
     message_from: int | None = None
     """The rank whose message it waits for."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> Standing:
-        values = json.loads(text)
-        entered = tuple(Entered(**(each | {"ranks": tuple(each["ranks"])})) for each in values.pop("entered"))
-        return cls(**values, entered=entered)
+    def of(cls, standing: Standing) -> Waiting:
+        """Of a rank, from its evidence."""
+        entered, sender = standing.evidence
+        return cls(
+            standing.place, tuple(Entered(**(each | {"ranks": tuple(each["ranks"])})) for each in entered), sender
+        )
 
     @property
     def waits_in(self) -> Entered | None:
@@ -49,16 +51,36 @@ class Standing:
         return next((each for each in self.entered if (each.axis, each.ranks) == (of.axis, of.ranks)), None)
 
 
-@dataclass(frozen=True)
-class Blame:
-    """The ranks at fault, and one line that says what they did."""
+class CollectivesAnalysis(HangAnalysis):
+    """Compares the last collectives of all ranks, which torch's flight recorder keeps."""
 
-    ranks: tuple[int, ...]
-    title: str
-    why: str
+    def __init__(self, status: RankStatus) -> None:
+        super().__init__(status)
+        record_collectives(os.environ)
+
+    def evidence(self) -> Any:
+        """[last collective of each group, the rank whose message it waits for]."""
+        status, error = self.status, self.status.error
+        # The very last collective has failed, unless the error arose in a message between pipeline stages.
+        last_pending = error is not None and not place_in(error).startswith("p2p.py:")
+        groups = groups_of(status.state) if status.state is not None else {}
+        entered = last_entered(traces(), groups, last_pending) if groups else []
+        if (met := status.meeting) is not None:
+            entered.append(
+                Entered("the ranks at start-up", met.ranks, met.number, f"the end of {met.what}", met.pending)
+            )
+        return [list(map(asdict, entered)), getattr(status.executor, "message_from", None)]
+
+    def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
+        return blame({rank: Waiting.of(standing) for rank, standing in standings.items()})
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Writes the last collectives."""
+        if recorded := [trace for trace in traces() if trace.get("entries")]:
+            (folder / f"collectives-{rank:05d}.json").write_text(json.dumps(recorded))
 
 
-def blame(standings: Mapping[int, Standing]) -> Blame | None:
+def blame(standings: Mapping[int, Waiting]) -> Blame | None:
     """The ranks at fault; None if the standings do not show it."""
     waits = {rank: _waits_for(rank, standings) for rank in standings}
     if found := _other_branch(standings):
@@ -74,7 +96,7 @@ def blame(standings: Mapping[int, Standing]) -> Blame | None:
     return Blame(late, "did not come to where the others waited", why)
 
 
-def _left_out(standings: Mapping[int, Standing]) -> Blame | None:
+def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:
     """The one rank that waits elsewhere than in a collective that all others have entered, each over its group of one
     axis."""
     found: dict[int, str] = {}
@@ -94,7 +116,7 @@ def _left_out(standings: Mapping[int, Standing]) -> Blame | None:
     return Blame((rank,), "entered another collective than the others", why)
 
 
-def _waits_for(rank: int, standings: Mapping[int, Standing]) -> set[int]:
+def _waits_for(rank: int, standings: Mapping[int, Waiting]) -> set[int]:
     me = standings[rank]
     found = {me.message_from} if me.message_from in standings else set()
     for mine in me.entered:
@@ -103,12 +125,12 @@ def _waits_for(rank: int, standings: Mapping[int, Standing]) -> set[int]:
     return {peer for peer in found if peer is not None} - {rank}
 
 
-def _behind(other: Standing, mine: Entered) -> bool:
+def _behind(other: Waiting, mine: Entered) -> bool:
     theirs = other.in_group(mine)
     return theirs is None or theirs.number < mine.number
 
 
-def _other_branch(standings: Mapping[int, Standing]) -> Blame | None:
+def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
     guilty: dict[int, str] = {}
     undecided: dict[int, str] = {}
     for a in sorted(standings):
@@ -131,7 +153,7 @@ def _other_branch(standings: Mapping[int, Standing]) -> Blame | None:
     return Blame(tuple(sorted(found)), "entered another collective than the others", "; ".join(lines))
 
 
-def _clash(a: int, b: int, standings: Mapping[int, Standing]) -> dict[int, Entered] | None:
+def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:
     """The collectives in which two ranks wait for each other, or that they take for the same one."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
@@ -151,7 +173,7 @@ def _kind(entered: Entered) -> str:
     return operation if operation in ANY_SIZES else entered.what
 
 
-def _followed(entered: Entered, standings: Mapping[int, Standing]) -> tuple[int, float]:
+def _followed(entered: Entered, standings: Mapping[int, Waiting]) -> tuple[int, float]:
     """How many ranks have come as far on this axis, in whichever group, and what part of the rank's own group."""
 
     def has(other: Entered) -> bool:

@@ -5,8 +5,6 @@ Each linear layer has one object. Weights are cast once for all micro-batches of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +14,20 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
-from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8 import weight_grads
-from megatron.core.fp8.cast_transpose import (
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import HISTORY, Init, ParamMeta
+from megatron.core.tensor_parallel.linear_gemms import (
+    Cuts,
+    GradCasts,
+    Operand,
+    Operands,
+    WeightCasts,
+    matrix_of,
+    residual_gemm,
+    rows_of,
+)
+from megatron.extensions.fp8 import weight_grads
+from megatron.extensions.fp8.cast_transpose import (
     CastOrder,
     CastPair,
     amax_of,
@@ -28,63 +37,8 @@ from megatron.core.fp8.cast_transpose import (
     multiplier_of,
     transpose,
 )
-from megatron.core.fp8.casts import E4M3, LARGEST, Scaled, formats, scaled_mm
-from megatron.core.parallel_state import Axis
-from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.linear_gemms import Cuts, Operand, Operands, matrix_of, residual_gemm, rows_of
-
-MadeCasts = dict[tuple[int, str], "Scaled"]
-"""Casts by weight (its id) and kind."""
-
-
-class WeightCasts:
-    """Cache of fp8 weights. Within `kept()` each weight is cast once; outside it is cast at every use."""
-
-    def __init__(self) -> None:
-        self._kept: MadeCasts | None = None
-
-    @contextmanager
-    def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
-        """Keeps casts until the end of the block, in which weights must not change. Within another such block, those of
-        the outer one. `made` holds casts of these weights already, and gets those that are made."""
-        if self._kept is not None:
-            yield
-            return
-        self._kept = {} if made is None else made
-        try:
-            yield
-        finally:
-            self._kept = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies that are kept."""
-        storages = (part.untyped_storage() for made in (self._kept or {}).values() for part in made)
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-    @property
-    def keeps(self) -> bool:
-        """Whether casts are kept now."""
-        return self._kept is not None
-
-    def get(self, weight: Tensor, kind: str, make: Callable[[], Scaled]) -> Scaled:
-        """Returns the cast of `kind`, made by `make` where it is not kept."""
-        if self._kept is None:
-            return make()
-        key = id(weight), kind
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-    def forget(self, weight: Tensor) -> None:
-        """Drops the casts of a weight, which are made again at its next use."""
-        for key in [key for key in self._kept or () if key[0] == id(weight)]:
-            del self._kept[key]  # type: ignore[union-attr]
-
-    def keep(self, weight: Tensor, **casts: Scaled) -> None:
-        """Keeps casts of a weight, by kind."""
-        assert self._kept is not None
-        self._kept.update({(id(weight), kind): made for kind, made in casts.items()})
+from megatron.extensions.fp8.casts import E4M3, LARGEST, Scaled, formats, scaled_mm
+from megatron.extensions.fp8.flags import Fp8Flags
 
 
 @dataclass
@@ -105,20 +59,11 @@ class GatheredWeight:
 class Fp8Context:
     """Settings that the fp8 layers of a model share."""
 
-    config: PrecisionConfig
+    config: Fp8Flags
     layers: range
     """Numbers of the transformer layers whose GEMMs run in fp8."""
 
     casts: WeightCasts
-
-
-def build_fp8(config: PrecisionConfig, num_layers: int, casts: WeightCasts, modules: int = 0) -> Fp8Context | None:
-    """Builds the fp8 context of a configuration; None without fp8. The `modules` of multi-token prediction, whose
-    numbers follow those of layers, use it if the last layer does."""
-    layers = config.fp8_layers(num_layers)
-    if num_layers - 1 in layers:
-        layers = range(layers.start, num_layers + modules)
-    return Fp8Context(config, layers, casts) if layers else None
 
 
 INPUT, WEIGHT, GRAD = range(3)
@@ -153,6 +98,10 @@ class Fp8Gemms(nn.Module):
         assert fp8.config.fp8_format is not None
         self.tp, self.cuts, self.casts, self.compiled = tp, cuts, fp8.casts, compiled
         self.grad_format = formats(fp8.config.fp8_format)[1]
+
+    @property
+    def grad_casts(self) -> GradCasts | None:
+        return None
 
     def format_of(self, which: int) -> torch.dtype:
         """Format of INPUT, WEIGHT or GRAD."""
@@ -309,6 +258,10 @@ class DelayedGemms(PerTensorGemms):
         self.multiplier = torch.ones(3, device=device)
         self._no_value: Tensor | None = None
 
+    @property
+    def grad_casts(self) -> GradCasts:
+        return self
+
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         return _scaled(cast_transpose_noting_amax(x.detach(), *self._order(which, wanted), self.compiled), wanted)
 
@@ -353,7 +306,7 @@ class DelayedGemms(PerTensorGemms):
         return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # NaN if amax is not finite
 
 
-AMAX_HISTORY = ".amax_history"
+AMAX_HISTORY = f".amax{HISTORY}"
 """Suffix of the names of amax histories."""
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
-from megatron.core.fp8.blockwise import cast_by_blocks
-from megatron.core.fp8.cast_transpose import multiplier_of, round_scaled, transposed
-from megatron.core.fp8.casts import E4M3, LARGEST, TILE, Scaled, scaled_mm
-from megatron.core.fp8.recipes import Fp8Context
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts
+from megatron.extensions.fp8.blockwise import cast_by_blocks
+from megatron.extensions.fp8.cast_transpose import multiplier_of, round_scaled, transposed
+from megatron.extensions.fp8.casts import E4M3, LARGEST, TILE, Scaled, scaled_mm
+from megatron.extensions.fp8.recipes import Fp8Context
 
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 """Compute capabilities of the GPUs whose grouped kernel takes fp8 with scales of rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.testing.snapshot import first_difference
-from tests.parity.test_fp8 import EXPERTS, RECIPES, WIDE_EXPERTS, third_step
+from tests.extensions.fp8.test_parity import EXPERTS, RECIPES, WIDE_EXPERTS, third_step
 
 STRATEGY = "--data-parallel-sharding-strategy"
 SHARDED = ("optim_grads", "optim_grads_params")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
-from megatron.training.reliability.flight_recorder import Entered, Group, last_entered
-from megatron.training.reliability.hang_analysis import Standing, blame
-from megatron.training.reliability.rank_store import out_of_memory_kills
-from megatron.training.reliability.stack_dump import StackDump
+from megatron.extensions.diagnosis.flight_recorder import Entered, Group, last_entered
+from megatron.extensions.diagnosis.hang_analysis import CollectivesAnalysis, Waiting, blame
+from megatron.training.reliability.rank_status import Meeting, RankStatus, Standing
 
 TP, PP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
 WORLD = (0, 1, 2, 3)
@@ -15,7 +16,7 @@ WORLD = (0, 1, 2, 3)
 
 def standing(
     rank: int, world: int, tp: int, pp: int, waits_in: str = "", what: str = "all_reduce [4]", sender: int | None = None
-) -> Standing:
+) -> Waiting:
     """A rank that has entered so many collectives of each group, and waits in the last one of `waits_in`."""
     counts = {"world": (WORLD, world), "tp": (TP[rank], tp), "pp": (PP[rank], pp)}
     entered = [
@@ -23,7 +24,7 @@ def standing(
         for axis, (ranks, number) in counts.items()
         if number
     ]
-    return Standing("step 3", f"line_of_{rank}", entered=tuple(entered), message_from=sender)
+    return Waiting(f"line_of_{rank}", tuple(entered), sender)
 
 
 def test_the_rank_that_enters_another_collective_is_named() -> None:
@@ -66,8 +67,8 @@ def test_two_that_disagree_are_both_named() -> None:
     pair = (0, 1)
     found = blame(
         {
-            0: Standing("step 1", "a", entered=(Entered("tp", pair, 2, "all_reduce [4]", True),)),
-            1: Standing("step 1", "b", entered=(Entered("tp", pair, 2, "all_gather [4]", True),)),
+            0: Waiting("a", entered=(Entered("tp", pair, 2, "all_reduce [4]", True),)),
+            1: Waiting("b", entered=(Entered("tp", pair, 2, "all_gather [4]", True),)),
         }
     )
     assert found is not None and found.ranks == (0, 1)
@@ -75,7 +76,7 @@ def test_two_that_disagree_are_both_named() -> None:
 
 def test_sizes_of_an_all_to_all_may_differ() -> None:
     entered = [Entered("ep", (0, 1), 2, f"all_to_all_single [{size}]", True) for size in (3, 5)]
-    assert blame({rank: Standing("step 1", "here", entered=(each,)) for rank, each in enumerate(entered)}) is None
+    assert blame({rank: Waiting("here", entered=(each,)) for rank, each in enumerate(entered)}) is None
 
 
 def test_the_rank_that_does_not_come_is_named() -> None:
@@ -97,9 +98,21 @@ def test_nobody_is_named_where_nobody_waits() -> None:
     assert blame({}) is None
 
 
-def test_a_standing_travels_as_json() -> None:
+def test_what_a_rank_waits_for_travels_as_json() -> None:
     before = standing(2, 5, 6, 4, "world", sender=1)
-    assert Standing.from_json(before.to_json()) == before
+    said = Standing("step 3", before.place, "stack", [[asdict(each) for each in before.entered], before.message_from])
+    assert Waiting.of(Standing.from_json(said.to_json())) == before
+
+
+def test_a_meeting_at_start_up_is_evidence() -> None:
+    """Rank 1 has not come to the second meeting, in which rank 0 waits."""
+    standings = {}
+    for rank, number in enumerate((2, 1)):
+        status = RankStatus()
+        status.meeting = Meeting((0, 1), number, "model", pending=number == 2)
+        standings[rank] = Standing("model", "here", evidence=CollectivesAnalysis(status).evidence())
+    found = CollectivesAnalysis(status).blame(standings)
+    assert found is not None and found.ranks == (1,) and found.title.startswith("did not come")
 
 
 def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
@@ -124,11 +137,3 @@ def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
     assert (found["tp"].number, found["tp"].pending, found["tp"].what) == (2, True, "all_reduce [4] Float")
     assert (found["world"].number, found["world"].pending) == (2, False)
     assert {each.axis: each.pending for each in last_entered([trace], groups, last_pending=True)}["world"]
-
-
-def test_the_kernels_killer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    stacks = StackDump()
-    assert "killer" not in stacks.last_words(1)
-    module = "megatron.training.reliability.stack_dump"
-    monkeypatch.setattr(f"{module}.out_of_memory_kills", lambda: out_of_memory_kills() + 2)
-    assert "the kernel's out-of-memory killer has ended 2 processes of this machine" in stacks.last_words(1)

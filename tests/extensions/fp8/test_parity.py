@@ -1,6 +1,6 @@
 """Training in fp8: layouts against one process, schedules against each other, and a run that was interrupted.
 
-Layers multiply what every layout casts alike (`tests/dist/test_fp8_layers.py`), but between them activations are bf16:
+Layers multiply what every layout casts alike (`test_layers.py`), but between them activations are bf16:
 where tensor parallelism adds up parts that were rounded, a value in a few hundred then falls to the other side of a
 place of fp8, which is 2^-4 of it. So bounds are those of rounding to fp8, and tight where no sum is cut.
 """

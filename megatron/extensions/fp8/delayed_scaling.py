@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
-from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8.cast_transpose import multiplier_of
-from megatron.core.fp8.casts import E4M3, LARGEST, formats
-from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.parallel_state import Axis
+from megatron.extensions.fp8.cast_transpose import multiplier_of
+from megatron.extensions.fp8.casts import E4M3, LARGEST, formats
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.fp8.recipes import DelayedGemms
 
 
 class DelayedScaling:
@@ -27,7 +27,7 @@ class DelayedScaling:
     and checkpoints hold them.
     """
 
-    def __init__(self, config: PrecisionConfig, modules: Iterable[nn.Module], stage: Axis) -> None:
+    def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:
         found = (part for module in modules for part in module.modules())
         self.layers = [part for part in found if isinstance(part, DelayedGemms)]
         self.stage, self.margin, self.takes_max = stage, config.fp8_margin, config.fp8_amax_compute_algo == "max"

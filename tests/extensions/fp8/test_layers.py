@@ -12,10 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import collectives as mappings
-from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.grouped import Fp8GroupedGemms
-from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_
 from megatron.core.moe.experts import Segments, add_each_product_
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
@@ -26,8 +22,12 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     TPContext,
 )
-from megatron.core.tensor_parallel.linear_gemms import Cuts
+from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.extensions.fp8.build import Fp8Format
+from megatron.extensions.fp8.delayed_scaling import DelayedScaling
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.fp8.grouped import Fp8GroupedGemms
 from tests.harness import run_world, tp_context
 
 B, H = 2, 16
@@ -57,9 +57,9 @@ def whole(x: Tensor, sp: bool, state: ParallelState) -> Tensor:
 def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
     """Two steps of two micro-batches: output, gradients of input and weights, and histories, whole."""
     state = initialize_model_parallel(size)
-    config = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe)
-    fp8 = build_fp8(config, 1, WeightCasts())
-    ctx = tp_context(state, sp, torch.float32, fp8=fp8)
+    config = Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe)
+    fp8 = Fp8Format(config, range(1), WeightCasts())
+    ctx = tp_context(state, sp, torch.float32, format=fp8)
     length, inner = SIZES.get(recipe, (16, 32))
     net, found = Layers(ctx, inner), {}
     weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
@@ -73,7 +73,6 @@ def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
             x, dy = (torch.randn(length, B, H, generator=generator) * (micro + 1) for _ in range(2))
             x, dy = (mappings.local_slice(part, state.tp) if sp else part for part in (x, dy))
             x = x.clone().requires_grad_()
-            assert fp8 is not None
             with fp8.casts.kept():
                 y = net(x)
                 y.backward(dy)
@@ -114,8 +113,7 @@ def test_ranks_cast_parts_as_one_casts_the_whole(recipe: str, sp: bool) -> None:
 def experts(rank: int, size: int, recipe: str) -> dict[str, Tensor]:
     """Products of experts whose width is sharded over the ranks, whole: a gated layer and the one behind it."""
     expt_tp = initialize_model_parallel(size).tp
-    fp8 = build_fp8(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), 1, WeightCasts())
-    assert fp8 is not None
+    fp8 = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
     generator, inner = torch.Generator().manual_seed(3), 256
     x, dy, fc1, fc2 = (
         torch.randn(shape, generator=generator) for shape in ((20, H), (20, H), (3, 2, inner, H), (3, H, inner))

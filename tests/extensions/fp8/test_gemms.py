@@ -11,25 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8 import blockwise
-from megatron.core.fp8 import casts as fp8
-from megatron.core.fp8.build import RECIPES, build_gemms
-from megatron.core.fp8.cast_transpose import (
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
+from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts, build_format
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.extensions.fp8 import blockwise
+from megatron.extensions.fp8 import casts as fp8
+from megatron.extensions.fp8.build import RECIPES, Fp8Format
+from megatron.extensions.fp8.cast_transpose import (
     amax_of,
     cast_transpose,
     cast_transpose_noting_amax,
     multiplier_of,
 )
-from megatron.core.fp8.casts import E4M3, E5M2, LARGEST, Scaled
-from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.recipes import BOTH, ROWS, Fp8Context, WeightCasts, build_fp8
-from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
-from megatron.core.tensor_parallel.linear_gemms import Cuts
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.extensions.fp8.casts import E4M3, E5M2, LARGEST, Scaled
+from megatron.extensions.fp8.delayed_scaling import DelayedScaling
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.fp8.recipes import BOTH, ROWS
 from megatron.training.config.run_config import LoggingConfig
-from megatron.training.initialize import check_fp8
 from megatron.training.metrics.summary import peak_tflops
 
 CPU = torch.device("cpu")
@@ -209,12 +208,12 @@ class Layer:
     hybrid: bool = True
 
     def __post_init__(self) -> None:
-        self.context = Fp8Context(
-            PrecisionConfig(fp8_format="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe),
+        self.context = Fp8Format(
+            Fp8Flags(fp8_format="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe),
             range(1),
             WeightCasts(),
         )
-        self.gemms = build_gemms("linear", self.context, Axis(), Cuts(), CPU, False)
+        self.gemms = self.context.linear("linear", Axis(), Cuts(), CPU, False)
         self.queue = WeightGradQueue()
         s, out, features = (72, 40, 208) if self.recipe == "blockwise" else (24, 8, 64)  # whole tiles and parts
         self.weight = nn.Parameter(spread(4, out, features))  # two output dims, as query-key-value has more
@@ -304,8 +303,8 @@ def test_inputs_are_kept_in_one_byte_by_columns(recipe: str) -> None:
 
 @pytest.mark.parametrize(("recipe", "size"), [("tensorwise", 1), ("delayed", 1), ("rowwise", 2), ("blockwise", 1)])
 def test_inputs_are_gathered_in_one_byte_but_by_rows(recipe: str, size: int) -> None:
-    context = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
-    gemms = build_gemms("linear", context, Axis(), Cuts(sequence=True, outputs=True), CPU, False)
+    context = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
+    gemms = context.linear("linear", Axis(), Cuts(sequence=True, outputs=True), CPU, False)
     output, saved = gemms.cast_input(spread(24, 2, 64), True)
     assert output is saved and output[0].shape == (24, 2, 64) and output[0].element_size() == size
 
@@ -366,8 +365,8 @@ def test_wrong_scales_of_blocks_are_not_near(mutant: str, monkeypatch: pytest.Mo
 
 def delayed(**options: Any) -> tuple[Layer, DelayedScaling]:
     layer = Layer("delayed")
-    config = PrecisionConfig(fp8_format="hybrid", **options)
-    layer.gemms = build_gemms("linear", Fp8Context(config, range(1), WeightCasts()), Axis(), Cuts(), CPU, False)
+    config = Fp8Flags(fp8_format="hybrid", **options)
+    layer.gemms = Fp8Format(config, range(1), WeightCasts()).linear("linear", Axis(), Cuts(), CPU, False)
     return layer, DelayedScaling(config, [layer.gemms], Axis())
 
 
@@ -430,39 +429,39 @@ def test_compiled_casts_are_the_same(recipe: str) -> None:
 
 def test_layers_that_stay_in_bf16() -> None:
     def layers(**options: Any) -> list[int]:
-        return list(PrecisionConfig(**options).fp8_layers(6))
+        return list(Fp8Flags(**options).layers(6))
 
     assert layers() == []
     assert layers(fp8_format="hybrid") == [0, 1, 2, 3, 4, 5]
     assert layers(fp8_format="hybrid", first_last_layers_bf16=True) == [1, 2, 3, 4]
     ends = {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 3}
     assert layers(fp8_format="hybrid", first_last_layers_bf16=True, **ends) == [0, 1, 2]
-    assert build_fp8(PrecisionConfig(), 6, WeightCasts()) is None
+    assert build_format(ModelParallelConfig(), 6, 0, WeightCasts()) is None
 
 
 def test_gpus_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, gpu = ModelParallelConfig(bf16=True, fp8_format="hybrid"), torch.device("cuda", 0)
+    gpu = torch.device("cuda", 0)
+    config = ModelParallelConfig(bf16=True, extension_options=(Fp8Flags(fp8_format="hybrid"),))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"--fp8-format hybrid needs .* capability 8\.9 .* has 8\.0: leave it out"):
-        check_fp8(config, gpu)
-    check_fp8(config, CPU)
-    check_fp8(ModelParallelConfig(bf16=True), gpu)
+        Fp8Format.check(config, gpu)
+    Fp8Format.check(config, CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_fp8(config, gpu)
-    tiles = ModelParallelConfig(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise")
+    Fp8Format.check(config, gpu)
+    tiles = ModelParallelConfig(bf16=True, extension_options=(Fp8Flags(fp8_format="e4m3", fp8_recipe="blockwise"),))
     for cuda, capability, text in (("12.8", (9, 0), "torch has CUDA 12.8"), ("13.0", (10, 0), "has 10.0 and torch")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         with pytest.raises(ValueError, match=f"--fp8-recipe blockwise needs .* {text}.*: use --fp8-recipe tensorwise"):
-            check_fp8(tiles, gpu)
+            Fp8Format.check(tiles, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_fp8(tiles, gpu)
+    Fp8Format.check(tiles, gpu)
 
 
 def test_utilisation_is_of_the_fp8_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     gpu = torch.device("cuda", 0)
-    peaks = [peak_tflops(LoggingConfig(), gpu, torch.bfloat16, in_fp8) for in_fp8 in (False, True)]
+    peaks = [peak_tflops(LoggingConfig(), gpu, torch.bfloat16, linear) for linear in (None, "fp8")]
     assert peaks == [989.4, 1978.9]
-    assert peak_tflops(LoggingConfig(peak_tflops=5.0), gpu, torch.bfloat16, True) == 5.0
+    assert peak_tflops(LoggingConfig(peak_tflops=5.0), gpu, torch.bfloat16, "fp8") == 5.0

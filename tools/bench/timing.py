@@ -1,4 +1,4 @@
-"""What a device does at most: large matrix products, those of a model, and copies within memory."""
+"""Times on one device: matrix products and copies, which bound a step, and parts of a step by the device's clock."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.parts import linear_format
+from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.training.config.run_config import RunConfig
 from tools.bench.side_by_side import Spread
+
+Call = Callable[[], object]
 
 
 def wait_for(device: Any) -> None:
@@ -102,7 +106,7 @@ def ceilings(config: RunConfig, device: Any) -> Iterator[Ceiling]:
     side, calls = (8192, 10) if on_gpu else (64, 1)
     for kind, make in (("bf16", products_in_bf16), ("fp8", products_in_fp8)):
         for name, shape in {f"{side}^3": (side,) * 3, **products(config)}.items():
-            if kind == "bf16" or (config.parallel.fp8_format is not None and name != "head"):
+            if kind == "bf16" or (linear_format(config.parallel) is not None and name != "head"):
                 rows, out, size_in = shape
                 call, work = make(rows, out, size_in, device), 6e-12 * rows * out * size_in
                 yield Ceiling(f"{name} {kind}", timed_calls(call, device, work, calls), "TFLOP/s")
@@ -117,7 +121,7 @@ def ceilings(config: RunConfig, device: Any) -> Iterator[Ceiling]:
 def ceiling_tokens(config: RunConfig, found: Sequence[Ceiling]) -> float:
     """Tokens per second if a step were its matrix products alone, at the rates measured."""
     rates = {ceiling.name: ceiling.rate.median for ceiling in found}
-    layers, in_fp8 = config.model.num_layers, len(config.parallel.fp8_layers(config.model.num_layers))
+    layers, in_fp8 = config.model.num_layers, len(config.options(Fp8Flags).layers(config.model.num_layers))
     seconds = 0.0
     for name, (rows, out, size_in) in products(config).items():
         work = 6e-12 * rows * out * size_in
@@ -127,3 +131,108 @@ def ceiling_tokens(config: RunConfig, found: Sequence[Ceiling]) -> float:
         seconds += work * (layers - in_fp8) / rates[f"{name} bf16"]
         seconds += work * in_fp8 / rates[f"{name} fp8"] if in_fp8 else 0.0
     return config.training.micro_batch_size * config.model.seq_length / seconds
+
+
+# Parts of a training step
+
+
+@dataclass(frozen=True)
+class Part:
+    """`make(config, device)` returns the call that is timed."""
+
+    group: str
+    name: str
+    make: Callable[[RunConfig, Any], Call]
+    tflop: float = 0.0
+    gigabytes: float = 0.0
+    """Read and written at least."""
+
+
+@dataclass(frozen=True)
+class Row:
+    group: str
+    name: str
+    milliseconds: Spread | None
+    tflop: float
+    gigabytes: float
+    failed: str | None = None
+    host_milliseconds: float | None = None
+    """That the host takes to start a call."""
+
+    @property
+    def rate(self) -> str:
+        """TFLOP/s or else GB/s of the median."""
+        if self.milliseconds is None:
+            return ""
+        seconds = self.milliseconds.median / 1e3
+        return f"{self.tflop / seconds:,.1f} TFLOP/s" if self.tflop else f"{self.gigabytes / seconds:,.0f} GB/s"
+
+    @property
+    def result(self) -> str:
+        if self.milliseconds is None:
+            return self.failed or ""
+        slow = self.host_milliseconds is not None and self.host_milliseconds > self.milliseconds.median
+        host = f"  host {self.host_milliseconds:.3f} ms" if slow else ""
+        return f"{self.milliseconds.median:.3f} ms  {self.rate}{host}"
+
+
+def timed(part: Part, config: RunConfig, device: Any, calls: int, rounds: int) -> Row:
+    """The row of a part; what goes wrong in it is its last line."""
+    import torch
+
+    try:
+        call = part.make(config, device)
+        call()
+        wait_for(device)
+        start = time.perf_counter()
+        call()
+        host = time.perf_counter() - start
+        wait_for(device)
+        one_round = _round_on_gpu if device.type == "cuda" else _round_on_cpu
+        found = [one_round(call, calls, host) for _ in range(rounds)]
+        took, started = (Spread.of(each) for each in zip(*found, strict=True))
+        on_host = started.median if device.type == "cuda" else None
+        return Row(part.group, part.name, took, part.tflop, part.gigabytes, None, on_host)
+    except Exception as error:
+        return Row(part.group, part.name, None, part.tflop, part.gigabytes, f"{type(error).__name__}: {error}"[:300])
+    finally:
+        if device.type == "cuda" and not is_lost(device):
+            torch.cuda.empty_cache()
+
+
+def _round_on_cpu(call: Call, calls: int, host: float) -> tuple[float, float]:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    took = 1e3 * (time.perf_counter() - start) / calls
+    return took, took
+
+
+MOST_SPUN = 0.1
+"""Seconds that a GPU is kept busy while the host starts calls."""
+
+
+def _round_on_gpu(call: Call, calls: int, host: float) -> tuple[float, float]:
+    """Milliseconds of a call on the device, and of its start on the host, which takes about `host` seconds. The device
+    is busy until all calls have been started, so that it never waits for the host between short kernels."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # cycles, of about 2 GHz
+    begin.record()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    started = time.perf_counter() - start
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls, 1e3 * started / calls
+
+
+def is_lost(device: Any) -> bool:
+    """Whether this process cannot use its GPU any more: a kernel has read or written where it must not."""
+    try:
+        wait_for(device)
+    except RuntimeError:
+        return True
+    return False

@@ -4,7 +4,7 @@ A matrix x is held as x8 = round(x * m). The multiplier m brings its largest val
 A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, yet NaN and Inf are not lost:
 they make the scale NaN or infinite, and with it the result.
 
-The casts themselves are `kernels/cast_transpose.py`. Collectives run between a tensor's amax and its cast.
+The casts themselves are `cast_transpose.py`. Collectives run between a tensor's amax and its cast.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from megatron.extensions.fp8.flags import ALIGNMENT, TILE
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """Largest finite number of each format."""
-
-ALIGNMENT = 16
-"""CUDA kernels take matrix dimensions that are multiples of this."""
-
-TILE = 128
-"""Elements of a tile of blockwise scaling; a block has as many rows of tiles."""
 
 BLOCK_CAPABILITY = 9
 """Major compute capability of the GPUs whose kernels take scales of tiles (Hopper). Older and newer ones have none."""

@@ -1,1 +1,0 @@
-"""fp8 training: scaled casts, scaling recipes, and the GEMMs of linear layers in 8-bit floating point."""

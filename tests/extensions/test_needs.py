@@ -1,0 +1,39 @@
+"""`needs` in the list of built-in extensions is what their modules import of each other."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from megatron import extensions
+from megatron.extensions import BUILT_IN
+
+NEEDS = {extension.name: set(extension.needs) for extension in BUILT_IN}
+
+
+def imported(path: Path) -> set[str]:
+    """The extensions that a module imports, at any place in it."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {module.split(".")[2] for module in modules if module.startswith("megatron.extensions.")}
+    return found & NEEDS.keys()
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_needs_are_the_imports(name: str) -> None:
+    modules = list(Path(extensions.__path__[0], name).rglob("*.py"))
+    assert modules
+    assert set().union(*map(imported, modules)) - {name} == NEEDS[name]
+
+
+def test_needs_have_no_circle() -> None:
+    assert set(TopologicalSorter(NEEDS).static_order()) == set(NEEDS)
