@@ -78,6 +78,16 @@ def test_problems_of_a_command_are_told_with_all_others(capsys: pytest.CaptureFi
     assert "--count 3: takes no value; given: 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", [0, -4])
+def test_a_batch_size_below_one_is_one_problem(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files of a run are looked for with it all the same."""
+    argv = [*RUN.split(), "--global-batch-size", str(size)]
+    with pytest.raises(SystemExit, match="2"):
+        prepare(command_line(argv, Launch()), Launch())
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  --")]
+    assert said == [f"  --global-batch-size {size}: must be above 0; give another number, or remove it"]
+
+
 def test_two_commands_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     COMMANDS.register("other", lambda given, world_size: None, options={"--other": Option("Else.", command=True)})
     assert ended("--other --count") == 2

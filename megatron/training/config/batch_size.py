@@ -84,11 +84,12 @@ def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
 
 
 def legal_sizes(config: RunConfig) -> BatchSizes:
-    """The batch sizes of a configuration that may break rules: constant if its schedule or ramp does."""
+    """The batch sizes of a configuration that may break rules: constant if its schedule or ramp does; at least 1."""
+    size = config.training.global_batch_size or 0
     try:
-        return BatchSizes.from_config(config)
+        return BatchSizes.from_config(config) if size > 0 else BatchSizes(1)
     except (ValueError, TypeError, ArithmeticError):
-        return BatchSizes(config.training.global_batch_size or 1)
+        return BatchSizes(size)
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:

@@ -167,7 +167,7 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
         training = _filled(training, global_batch_size=step * (training.num_microbatches or 1))
         if training.decrease_batch_size_if_needed and training.global_batch_size > step:
             training = replace(training, global_batch_size=training.global_batch_size // step * step)
-        if training.global_batch_size % step == 0:
+        if training.global_batch_size > 0 and training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
     by_tokens = training.train_tokens is not None and training.train_tokens > 0 and config.model.seq_length > 0
     by_iters = training.train_iters is not None and training.global_batch_size
