@@ -49,9 +49,11 @@ def test_a_refusal_says_what_to_do() -> None:
     assert "--data-path and tools/preprocess_data.py take text" in refusal("s3://bucket/folder", "give a checkpoint")
 
 
-def test_a_file_of_a_model_is_refused_with_its_folder(tmp_path: Path) -> None:
+def test_a_file_of_a_model_is_refused_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metadata.json").write_text("{}")
     assert refusal(tmp_path / "metadata.json").endswith(f"did you mean its folder, {tmp_path}?")
+    monkeypatch.chdir(tmp_path)
+    assert refusal("metadata.json").endswith(f"did you mean its folder, {tmp_path.resolve()}?")
 
 
 @pytest.mark.usefixtures("forget_extensions_at_once")

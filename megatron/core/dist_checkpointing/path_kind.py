@@ -111,7 +111,7 @@ def refusal(path: str | Path, remedy: str | None = None) -> str:
     if convert := PATH_KINDS.facts(kind).convert:
         remedy = f"convert it: {convert.format(path=path)}"
     elif os.path.isfile(path) and (PATH_KINDS.facts(kind_of(folder)).loaded_as or kind_of(folder) in RUNS):
-        remedy = f"did you mean its folder, {folder}?"
+        remedy = f"did you mean its folder, {folder if folder.name else folder.resolve()}?"
     elif kind in TEXTS:
         remedy += "; --data-path and tools/preprocess_data.py take text"
     return f"{path} {PATH_KINDS.facts(kind).about}; {remedy}"
