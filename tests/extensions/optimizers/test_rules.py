@@ -32,5 +32,11 @@ def test_problems(flags: str, world_size: int, expected: str) -> None:
     assert found.startswith(expected)
 
 
+def test_each_flag_that_is_missing_is_named() -> None:
+    assert [line.partition("; ")[0] for line in problems("--moe-router-skip-muon", 1)] == [
+        f"--moe-router-skip-muon: has no effect without {flag}" for flag in ("--optimizer muon", "--num-experts")
+    ]
+
+
 def test_states_in_fewer_bits_are_named_where_memory_ran_out() -> None:
     assert "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16" in report("")

@@ -76,12 +76,20 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
             continue
         name, shown, spec = flag.name, shown_value(value), flag.spec
         idle = [each for each in flag.section_needs if not holds(c, each)]
-        for condition in idle or [each for each in spec.no_effect_without if not holds(c, each)]:
+        missing = [each for each in spec.no_effect_without if not holds(c, each)]
+        # Those of its own section are idle as it is, and for the same reason.
+        for condition in idle + [each for each in missing if not (idle and _section(each) == flag.section)]:
             yield Problem.no_effect(name, shown, condition.parts[0])
         for needed, why, remedy in () if idle else (each.parts for each in spec.needs if not holds(c, each)):
             yield Problem(name, shown, f"needs {needed}{why}", remedy or f"add {needed}, or remove {name}")
         for condition in () if idle else (each for each in spec.excludes if holds(c, each)):
             yield Problem.exclusive(name, shown, _as_given(c, condition), condition.parts[1].removeprefix(": "))
+
+
+def _section(condition: Condition) -> str:
+    """The section of the first flag of a condition; "" where it names none, as "GPUs" does."""
+    named = spelling_table().get(condition.parts[0].split()[0])
+    return named[0].section if named else ""
 
 
 def _as_given(c: RunConfig, condition: Condition) -> str:
