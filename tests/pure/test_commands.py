@@ -78,14 +78,21 @@ def test_problems_of_a_command_are_told_with_all_others(capsys: pytest.CaptureFi
     assert "--count 3: takes no value; given: 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", [0, -4])
-def test_a_batch_size_below_one_is_one_problem(size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files of a run are looked for with it all the same."""
-    argv = [*RUN.split(), "--global-batch-size", str(size)]
-    with pytest.raises(SystemExit, match="2"):
-        prepare(command_line(argv, Launch()), Launch())
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  --")]
-    assert said == [f"  --global-batch-size {size}: must be above 0; give another number, or remove it"]
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--global-batch-size 0", "--global-batch-size 0: must be above 0; give another number, or remove it"),
+        ("--global-batch-size -4", "--global-batch-size -4: must be above 0; give another number, or remove it"),
+        ("--tp 2", "world size 1: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 2 ranks (torchrun "),
+    ],
+)
+def test_a_run_without_a_batch_size_is_one_problem(
+    flags: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of a run are looked for all the same, with batches of one sample."""
+    assert ended(flags) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+    assert said.startswith(f"  {problem}")
 
 
 def test_two_commands_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
