@@ -30,7 +30,6 @@ from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.recompute import Segment
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
 from megatron.extensions.planner.fake_ranks import fake_state
-from megatron.extensions.planner.known_regions import run_region
 from megatron.extensions.planner.live_memory import LiveMemory
 
 T = TypeVar("T")
@@ -95,91 +94,14 @@ grouped product has its shape, which torch knows in bf16 only; a 16-bit product 
 device, which is asked for as often as anything else."""
 
 
-POINTWISE = frozenset(
-    getattr(packet, overload)
-    for packet in (
-        getattr(torch.ops.aten, name)
-        for name in (
-            "add add_ div div_ exp exp_ logaddexp maximum mul mul_ neg reciprocal rsqrt sigmoid silu sub sub_".split()
-        )
-    )
-    for overload in packet.overloads()
-    if "out" not in overload
-)
-"""Operations on numbers at the same place."""
-
-
-def _pointwise(func: Any, args: Any) -> Tensor | None:
-    """The result of one of `POINTWISE` where it has the shape of the first operand, and its order in memory."""
-    first, dtype = args[0], None
-    if not (isinstance(first, Tensor) and first.is_meta and first.is_floating_point()):
-        return None
-    for other in args[1:]:
-        if isinstance(other, Tensor):
-            alike = other.shape == first.shape and other.stride() == first.stride()
-            if not alike and not (first.is_contiguous() and _spreads_over(other, first)):
-                return None
-            dtype = torch.result_type(first, other)
-        elif not isinstance(other, int | float):
-            return None
-    return first if func._overloadpacket.__name__.endswith("_") else torch.empty_like(first, dtype=dtype)
-
-
-def _spreads_over(other: Tensor, first: Tensor) -> bool:
-    """Whether `other` is broadcast to the shape of `first`."""
-    missing = first.ndim - other.ndim
-    return missing >= 0 and all(n in (1, m) for n, m in zip(other.shape, first.shape[missing:], strict=True))
-
-
-def _joined(func: Any, args: Any) -> Tensor | None:
-    """The result of `cat` of meta tensors of one kind that are contiguous."""
-    parts, dim = args[0], args[1] if len(args) > 1 else 0
-    first = parts[0]
-    for part in parts:
-        if not (part.is_meta and part.is_contiguous() and part.dtype == first.dtype and part.ndim == first.ndim):
-            return None
-        if any(a != b for i, (a, b) in enumerate(zip(part.shape, first.shape, strict=True)) if i != dim % first.ndim):
-            return None
-    shape = list(first.shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    return first.new_empty(shape)
-
-
-def _product_added(func: Any, args: Any) -> Tensor | None:
-    """The result of `addmm_` of a product of the shape and kind of what it is added to."""
-    out, x, y = args
-    alike = x.shape[1] == y.shape[0] and out.shape == (x.shape[0], y.shape[1]) and out.dtype == x.dtype == y.dtype
-    return out if alike and out.is_meta else None
-
-
-def _rolled(func: Any, args: Any) -> Tensor | None:
-    """The result of `roll` of a contiguous tensor."""
-    x = args[0]
-    return x.new_empty(x.shape) if x.is_meta and x.is_contiguous() else None
-
-
-FASTER: dict[Any, Callable[[Any, Any], Tensor | None]] = {
-    **dict.fromkeys(POINTWISE, _pointwise),
-    torch.ops.aten.cat.default: _joined,
-    torch.ops.aten.addmm_.default: _product_added,
-    torch.ops.aten.roll.default: _rolled,
-}
-"""Operations whose results on meta tensors torch finds in Python, which takes long."""
-
-
 class _NoValues(TorchDispatchMode):
-    """Gives `ANSWERS`, and results that are found faster than torch finds them."""
+    """Gives `ANSWERS`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and to make sure of it takes long at every operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = FASTER.get(func)
-        if found is not None and not (kwargs and kwargs.keys() - {"beta"}):
-            out = found(func, args)
-            if out is not None:
-                return out
         return ANSWERS.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -306,7 +228,7 @@ def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
         @wraps(function)
         def run(*args: Any) -> Any:
             with live().one_kernel():
-                return run_region(function, args)
+                return function(*args)
 
         return run
 

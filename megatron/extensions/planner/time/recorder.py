@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron.extensions.planner.fake_ranks import FakeGroup
-from megatron.extensions.planner.known_regions import run_region
 from megatron.extensions.planner.time.events import Attention, Collective, Event, Move, Product, Wait
 
 FREE = frozenset(
@@ -214,7 +213,7 @@ class Recorder(TorchDispatchMode):
             def rebuilt(tensors: tuple[Tensor, ...]) -> Any:
                 for place, tensor in zip(places, tensors, strict=True):
                     leaves[place] = tensor
-                return run_region(function, tree_unflatten(leaves, tree))
+                return function(*tree_unflatten(leaves, tree))
 
             tensors = _Region.apply(self, rebuilt, outs, *(leaves[i] for i in places))
             found, form = outs
@@ -227,7 +226,7 @@ class Recorder(TorchDispatchMode):
         """A region whose backward nobody asks for; it may write its inputs."""
         outer, self._changed = self._changed, set()
         with self.one_kernel():
-            out = run_region(function, args)
+            out = function(*args)
         changed, self._changed = self._changed, outer
         known = {_storage(x) for x in given}
         made = [x for x in _tensors(out) if _storage(x) not in known]
