@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from megatron.extensions.planner.rehearsal.forks import forked
+from megatron.extensions.planner.rehearsal.fake_rank import forked
 from megatron.training.reliability.processes import ctrl_c_ends_the_process
 
 FORK = multiprocessing.get_context("fork")

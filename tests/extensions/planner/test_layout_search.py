@@ -23,9 +23,9 @@ from megatron.extensions.planner.suggest.layouts import (
     ScheduleKind,
     Space,
 )
+from megatron.extensions.planner.suggest.report import duration
 from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.extensions.planner.suggest.space import SearchedRun
-from megatron.extensions.planner.suggest.verdict import duration
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
 from megatron.training.config.validation import resolve, validate

@@ -8,8 +8,7 @@ import pytest
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
-from megatron.extensions.planner.rehearsal.fake_rank import Rehearsal, rehearsal_of, rehearse_rank
-from megatron.extensions.planner.rehearsal.forks import Lost, forked
+from megatron.extensions.planner.rehearsal.fake_rank import Lost, Rehearsal, forked, rehearsal_of, rehearse_rank
 from megatron.extensions.planner.rehearsal.matching import coverage_problems, mismatches
 from megatron.extensions.planner.rehearsal.record import Box, Collective, RankRecord
 from megatron.training.config.arguments import parse_args

@@ -2,18 +2,23 @@
 
 Groups, model, gradient buffers, optimizer, schedule and one training step are those of a run, by the same functions.
 Tensors have shapes and no values, so a rank takes no memory and no GPU. Numbers that the program reads from tensors are
-0, and tokens are routed evenly over experts.
-"""
+0, and tokens are routed evenly over experts. Ranks run in forked processes, some at a time: each has the state of this
+process, and leaves it as it is."""
 
 from __future__ import annotations
 
+import gc
 import io
+import multiprocessing as mp
+import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,26 +26,150 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.dist_checkpointing import storage
+from megatron.core.host_to_device import HostPool
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
-from megatron.extensions.planner.fake_stage import regions_as_kernels
+from megatron.extensions.planner.fake_stage import ANSWERS, regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
-from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, places_of
-from megatron.extensions.planner.rehearsal.forks import Lost, forked
-from megatron.extensions.planner.rehearsal.rank_mode import RankMode
-from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecord, coords_of
+from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, done, places_of
+from megatron.extensions.planner.rehearsal.record import Box, Failure, Holder, RankRecord, coords_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Parts
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
 from megatron.training.plan import plan_of
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.processes import end_with_parent
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
+
+NAMED_BYTES = 2**20
+"""Smaller tensors are not counted among the holders of memory."""
+
+HOLDERS = 8
+
+
+class RankMode(LiveMemory):
+    """Answers collectives at once, records them, and counts memory. Raises OutOfMemoryError above `limit` bytes."""
+
+    def __init__(self, log: CollectiveLog, limit: int | None) -> None:
+        super().__init__()
+        self.log, self.limit, self.peak_phase = log, limit, ""
+        self.sites: dict[int, str] = {}
+        self.host = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (answer := ANSWERS.get(func)) is not None:
+            return answer(*args, **kwargs)
+        if self.log.record(func, args, kwargs):
+            return done(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _made(self, key: int, size: int) -> None:
+        if size >= NAMED_BYTES:
+            self.sites[key] = call_site()
+        super()._made(key, size)
+
+    def _note_peak(self) -> None:
+        if self._inside or self.now <= self.peak:
+            return
+        self.peak, self.peak_phase = self.now, self.log.phase()[0]
+        if self.limit is not None and self.now > self.limit:
+            raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, and the device has {self.limit:,}")
+
+    def holders(self) -> tuple[Holder, ...]:
+        """The places that hold most now."""
+        found: dict[str, list[int]] = {}
+        for key, size in self.sizes.items():
+            if size >= NAMED_BYTES:
+                found.setdefault(self.sites.get(key, ""), []).append(size)
+        most = sorted(found.items(), key=lambda item: -sum(item[1]))[:HOLDERS]
+        return tuple(Holder(sum(sizes), len(sizes), site) for site, sizes in most)
+
+    @contextmanager
+    def host_pools(self) -> Iterator[None]:
+        """Counts the buffers of offloaded activations as the host's."""
+        real = HostPool.__init__
+        counted: list[list[int]] = []
+
+        def made(pool: HostPool, pinned: bool) -> None:
+            real(pool, False)
+            counted.append(self.count_apart(pool))
+
+        HostPool.__init__ = made  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            HostPool.__init__ = real  # type: ignore[method-assign]
+            self.host += sum(map(sum, counted))
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A job whose process ended without a result."""
+
+    job: int
+    how: str
+    """`SIGKILL`, or `exit code 1`."""
+
+
+def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T | Lost]:
+    """The results of jobs in the order in which they end, `Lost` for those whose process dies without one. Where the
+    system has no room for another process, fewer run at a time; raises OSError if it has none for one. Results must
+    pickle."""
+    context, waiting = mp.get_context("fork"), list(reversed(range(len(jobs))))
+    running: dict[Connection, tuple[int, Any]] = {}
+    workers = max(1, workers)
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_send_result, args=(sender, jobs[waiting[-1]], os.getpid()))
+                try:
+                    process.start()
+                except OSError:
+                    receiver.close()
+                    if not running:
+                        raise
+                    workers = len(running)
+                    break
+                finally:
+                    sender.close()
+                running[receiver] = waiting.pop(), process
+            for receiver in cast(list[Connection], wait(list(running))):
+                job, process = running[receiver]
+                try:
+                    result = receiver.recv()
+                except (EOFError, ConnectionResetError):
+                    process.join()
+                    result = Lost(job, _how(process.exitcode or 0))
+                process.join()
+                receiver.close()
+                del running[receiver]
+                yield result
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
+    end_with_parent(parent)
+    gc.freeze()  # looking through what came with the fork would copy its pages
+    sender.send(job())
+    sender.close()
 
 
 class WithoutInputs(Parts):

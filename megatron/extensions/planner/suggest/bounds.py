@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.time.events import Attention, Event, Move, PassEvents, Product
+from megatron.extensions.planner.time.replay import Attention, Event, Move, PassEvents, Product
 
 
 class PassTimes(NamedTuple):

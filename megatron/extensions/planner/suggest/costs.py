@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_stages, whole_model
 from megatron.extensions.planner.activations import ActivationPlan, ActivationPlans, StageMemory, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import RankMemory, memory_of_ranks
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.extensions.planner.suggest.bounds import (
@@ -31,8 +31,7 @@ from megatron.extensions.planner.suggest.bounds import (
 from megatron.extensions.planner.suggest.layouts import Family, Layout, Pipeline, Saving
 from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.extensions.planner.time.data_parallel import DataParallel
-from megatron.extensions.planner.time.events import PassEvents
-from megatron.extensions.planner.time.links import Network
+from megatron.extensions.planner.time.replay import Network, PassEvents
 from megatron.extensions.planner.time.step_time import PlannerCache, StageTimes, StepTime, part_times, predict_step
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate

@@ -13,7 +13,7 @@ from megatron.core.distributed.param_layout import DTYPE_BYTES, unit_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.memory import RankStates, local_shape
-from megatron.extensions.planner.time.links import Network, Placement, placement
+from megatron.extensions.planner.time.replay import Network, Placement, placement
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.planner.as_on_gpus import plans_fused_dropout, replaced
-from megatron.extensions.planner.fake_ranks import FakeGroup
 from megatron.extensions.planner.fake_stage import (
+    FakeGroup,
     FakeStages,
     MicroBatch,
     fake_stages,
@@ -33,9 +33,8 @@ from megatron.extensions.planner.fake_stage import (
     numbered_kinds,
     planned,
 )
-from megatron.extensions.planner.time.events import PassEvents, Product
-from megatron.extensions.planner.time.fused_attention import RecordedDropoutKernel, RecordedKernel
-from megatron.extensions.planner.time.recorder import Recorder
+from megatron.extensions.planner.time.recorder import RecordedDropoutKernel, RecordedKernel, Recorder
+from megatron.extensions.planner.time.replay import PassEvents, Product
 
 
 @dataclass(frozen=True)
