@@ -32,7 +32,7 @@ if __package__ in (None, ""):
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import linear_format
 from megatron.extensions.planner.activations import activations_of_ranks
-from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.flops import flops_per_token
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args

@@ -25,10 +25,9 @@ if __package__ in (None, ""):
 from megatron.extensions.planner.device_file import read_device
 from megatron.extensions.planner.dry_run.memory import GIB, fullest
 from megatron.extensions.planner.suggest.costs import LayoutCosts
-from megatron.extensions.planner.suggest.printed import MOST_PREDICTED, MOST_TIMED, SUGGESTED
+from megatron.extensions.planner.suggest.report import MOST_PREDICTED, MOST_TIMED, SUGGESTED, layout_text
 from megatron.extensions.planner.suggest.search import LayoutSearch
 from megatron.extensions.planner.suggest.space import SearchedRun
-from megatron.extensions.planner.suggest.verdict import layout_text
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tools.bench.published_runs import published_runs

@@ -52,7 +52,7 @@ from megatron.core.pipeline_parallel.actions import COMPUTE, Action
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.extensions.planner.activations import ActivationPlan, RankActivations, activations_of_ranks
-from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.testing.local_world import run_world

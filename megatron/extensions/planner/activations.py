@@ -11,9 +11,8 @@ B, or to I, and from there to W what the weight gradients need.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -156,9 +155,8 @@ class ActivationPlan:
         offloads = any(unit.offload for unit in units)
         measured = self._measured[offloads]
         if key not in measured:
-            measure = partial(_measure, self._batches[offloads], units, first, last)
             long = self._long(units, first, last)
-            measured[key] = long or self._plans.found((self._of_layer[offloads], key), measure)
+            measured[key] = long or _measure(self._batches[offloads], units, first, last)
         return measured[key]
 
     def _long(self, units: Sequence[_Unit], first: bool, last: bool) -> StageMemory | None:
@@ -257,10 +255,6 @@ class RankActivations:
         return self.peak + self.weight_copies + self.working
 
 
-Part = tuple[MicroBatch, Hashable]
-"""What is measured at once: a micro-batch in a layer, and the units of a stage."""
-
-
 class ActivationPlans:
     """Plans of many configurations; those whose layers do the same share what is measured."""
 
@@ -268,8 +262,6 @@ class ActivationPlans:
         self._plans: dict[Hashable, ActivationPlan] = {}
         self.measured: dict[MicroBatch, dict[Hashable, StageMemory]] = {}
         self.kinds: dict[Hashable, list[int]] = {}
-        self.found: Callable[[Part, Callable[[], StageMemory]], StageMemory] = lambda part, measure: measure()
-        """Called for each part that is not known; by default measures it."""
 
     def of(self, batch: MicroBatch) -> ActivationPlan:
         key = in_a_layer(batch), batch.parallel.offloaded_layers

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.planner.device_file import device_names, read_device
-from megatron.extensions.planner.dry_run.step import DeviceError
+from megatron.extensions.planner.dry_run.plan import DeviceError
 from megatron.extensions.planner.processes import ctrl_c_ends_the_process
 from megatron.extensions.planner.rehearsal.record import DISTINCT, chosen_ranks
 from megatron.training.config.commands import Command, GivenOptions, Prepared
@@ -141,7 +141,7 @@ class DryRun(Command):
     def _suggest(self, run: Prepared) -> int:
         """Prints the best layouts of a run. Problems of its own layout are part of what is said of it; where every
         layout has problems, the run's own are told as those of a run."""
-        from megatron.extensions.planner.suggest.printed import MOST_PREDICTED, MOST_TIMED, print_suggestions
+        from megatron.extensions.planner.suggest.report import MOST_PREDICTED, MOST_TIMED, print_suggestions
 
         assert self.device is not None, "--suggest comes with --device"
         if run.launch.rank == 0:

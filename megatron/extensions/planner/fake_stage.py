@@ -1,7 +1,10 @@
 """Builds and runs one pipeline stage on fake tensors, which have shapes, storages and a graph but no values.
 
 What a layer keeps, makes and multiplies is measured on it, so that no figure about a layer is written a second time.
-"""
+
+Its process groups are fake: a `FakeGroup` answers every collective at once and moves nothing, so shapes and memory are
+those of a real rank. torch's own "fake" backend would need the default process group, which a caller may have for a
+real world."""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import compiled_regions
@@ -22,7 +28,8 @@ from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
@@ -30,9 +37,70 @@ from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.recompute import Segment
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
-from megatron.extensions.planner.fake_ranks import fake_state
-from megatron.extensions.planner.known_regions import run_region
 from megatron.extensions.planner.live_memory import LiveMemory
+
+
+class FakeGroup(dist.ProcessGroup):
+    """A process group of `size` ranks, of which this is rank 0. Collectives complete at once and write nothing."""
+
+    axis = ""
+    """Name of the axis of the mesh."""
+
+    observer: Observer | None = None
+    """Is called with each method, this group and the arguments; what it returns is the answer, unless that is None."""
+
+
+Observer = Callable[..., dist.Work | None]
+
+
+def _answer(method: str) -> Callable[..., dist.Work]:
+    def done(self: FakeGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        found = FakeGroup.observer(method, self, *args) if FakeGroup.observer is not None else None
+        return FakeWork() if found is None else found
+
+    return done
+
+
+for _name in (
+    "allreduce",
+    "all_gather_single",
+    "_allgather_base",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "all_to_all_single",
+    "alltoall_base",
+    "send",
+    "recv",
+):
+    setattr(FakeGroup, _name, _answer(_name))
+
+
+@contextmanager
+def fake_state(parallel: ModelParallelConfig) -> Iterator[ParallelState]:
+    """The first rank's place in the model-parallel part of a layout: what a stage needs to be built and run."""
+    groups: list[FakeGroup] = []
+    known = distributed_c10d._world
+
+    def axis(name: str, size: int) -> Axis:
+        if size == 1:
+            return Axis()
+        group = FakeGroup(0, size)  # type: ignore[call-arg]
+        group.axis = name
+        groups.append(group)
+        # Point-to-point messages name global ranks, which torch looks up in here.
+        known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        known.pg_map[group] = ("fake", None)  # type: ignore[assignment]
+        return Axis(group, 0, size, tuple(range(size)))
+
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    ep, expt_tp = parallel.expert_model_parallel_size, parallel.expert_tp
+    sizes = {"tp": tp, "cp": cp, "ep": ep, "expt_tp": expt_tp, "expt_tp_ep": expt_tp * ep, "tp_cp": tp * cp}
+    try:
+        yield ParallelState(ParallelDims(tp=tp, cp=cp), 0, {name: axis(name, size) for name, size in sizes.items()})
+    finally:
+        for group in groups:
+            del known.pg_group_ranks[group], known.pg_map[group]
+
 
 T = TypeVar("T")
 
@@ -96,91 +164,14 @@ grouped product has its shape, which torch knows in bf16 only; a 16-bit product 
 device, which is asked for as often as anything else."""
 
 
-POINTWISE = frozenset(
-    getattr(packet, overload)
-    for packet in (
-        getattr(torch.ops.aten, name)
-        for name in (
-            "add add_ div div_ exp exp_ logaddexp maximum mul mul_ neg reciprocal rsqrt sigmoid silu sub sub_".split()
-        )
-    )
-    for overload in packet.overloads()
-    if "out" not in overload
-)
-"""Operations on numbers at the same place."""
-
-
-def _pointwise(func: Any, args: Any) -> Tensor | None:
-    """The result of one of `POINTWISE` where it has the shape of the first operand, and its order in memory."""
-    first, dtype = args[0], None
-    if not (isinstance(first, Tensor) and first.is_meta and first.is_floating_point()):
-        return None
-    for other in args[1:]:
-        if isinstance(other, Tensor):
-            alike = other.shape == first.shape and other.stride() == first.stride()
-            if not alike and not (first.is_contiguous() and _spreads_over(other, first)):
-                return None
-            dtype = torch.result_type(first, other)
-        elif not isinstance(other, int | float):
-            return None
-    return first if func._overloadpacket.__name__.endswith("_") else torch.empty_like(first, dtype=dtype)
-
-
-def _spreads_over(other: Tensor, first: Tensor) -> bool:
-    """Whether `other` is broadcast to the shape of `first`."""
-    missing = first.ndim - other.ndim
-    return missing >= 0 and all(n in (1, m) for n, m in zip(other.shape, first.shape[missing:], strict=True))
-
-
-def _joined(func: Any, args: Any) -> Tensor | None:
-    """The result of `cat` of meta tensors of one kind that are contiguous."""
-    parts, dim = args[0], args[1] if len(args) > 1 else 0
-    first = parts[0]
-    for part in parts:
-        if not (part.is_meta and part.is_contiguous() and part.dtype == first.dtype and part.ndim == first.ndim):
-            return None
-        if any(a != b for i, (a, b) in enumerate(zip(part.shape, first.shape, strict=True)) if i != dim % first.ndim):
-            return None
-    shape = list(first.shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    return first.new_empty(shape)
-
-
-def _product_added(func: Any, args: Any) -> Tensor | None:
-    """The result of `addmm_` of a product of the shape and kind of what it is added to."""
-    out, x, y = args
-    alike = x.shape[1] == y.shape[0] and out.shape == (x.shape[0], y.shape[1]) and out.dtype == x.dtype == y.dtype
-    return out if alike and out.is_meta else None
-
-
-def _rolled(func: Any, args: Any) -> Tensor | None:
-    """The result of `roll` of a contiguous tensor."""
-    x = args[0]
-    return x.new_empty(x.shape) if x.is_meta and x.is_contiguous() else None
-
-
-FASTER: dict[Any, Callable[[Any, Any], Tensor | None]] = {
-    **dict.fromkeys(POINTWISE, _pointwise),
-    torch.ops.aten.cat.default: _joined,
-    torch.ops.aten.addmm_.default: _product_added,
-    torch.ops.aten.roll.default: _rolled,
-}
-"""Operations whose results on meta tensors torch finds in Python, which takes long."""
-
-
 class _NoValues(TorchDispatchMode):
-    """Gives `ANSWERS`, and results that are found faster than torch finds them."""
+    """Gives `ANSWERS`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and to make sure of it takes long at every operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = FASTER.get(func)
-        if found is not None and not (kwargs and kwargs.keys() - {"beta"}):
-            out = found(func, args)
-            if out is not None:
-                return out
         return ANSWERS.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -308,7 +299,7 @@ def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
         @wraps(function)
         def run(*args: Any) -> Any:
             with live().one_kernel():
-                return run_region(function, args)
+                return function(*args)
 
         return run
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.extensions.planner.activations import RankActivations, activations_of_ranks
-from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import come_and_go
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.description import byte_text, microbatches_of

@@ -37,7 +37,7 @@ from megatron.extensions.fusions.attention.flash_dropout.bands import band_of
 from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel
 from megatron.extensions.planner.activations import ActivationPlan
 from megatron.extensions.planner.fake_stage import MicroBatch
-from megatron.extensions.planner.time.events import Attention
+from megatron.extensions.planner.time.replay import Attention
 from megatron.extensions.planner.time.traces import recorded_stages
 from tests.triton_cases import compiled, run_apart
 

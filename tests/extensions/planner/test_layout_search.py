@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 
@@ -18,27 +13,23 @@ from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.suggest import ahead
 from megatron.extensions.planner.suggest.bounds import Candidate, PassTimes, best_first, step_bound
 from megatron.extensions.planner.suggest.costs import LayoutCosts
 from megatron.extensions.planner.suggest.layouts import (
     OFFLOADING,
     SHARDING,
-    Family,
     Layout,
     Saving,
     ScheduleKind,
     Space,
 )
+from megatron.extensions.planner.suggest.report import duration
 from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.extensions.planner.suggest.space import SearchedRun
-from megatron.extensions.planner.suggest.verdict import duration
-from megatron.extensions.planner.time.step_time import StepTime, predict_step
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
-from tests.limits import HANG
 
 KINDS = (ScheduleKind("1f1b"), ScheduleKind("interleaved", 0), ScheduleKind("zb-h1", split=True))
 RUN = (
@@ -223,16 +214,6 @@ def test_what_is_offloaded_fits_the_host(tried: Tried) -> None:
     assert not any(each.host for each in search.best(10)) and search.effort.beyond_host
 
 
-def test_more_samples_are_told_from_one_and_two(tried: Tried) -> None:
-    """Predictions that share what layouts have in common are those of a layout by itself."""
-    run = tried.costs.run
-    shared, layout = LayoutCosts(run, tried.costs.device, 2), tried.every[0].layout
-    config = run.with_layout(layout._replace(family=layout.family._replace(micro_batch=4), dp=1))
-    assert shared.step(config) == predict_step(config, WORLD, tried.costs.device, 2)
-    told = [] if run.own.model.num_experts else [True]  # experts' rows are rounded: each number of samples is traced
-    assert list(shared.cache.grows_evenly.values()) == told
-
-
 def test_the_given_layout_is_ranked_among_the_suggested(tried: Tried) -> None:
     best = LayoutSearch(tried.costs, max(found.fullest.total for found in tried.every)).best(10)
     for own in (replace(found, given=True) for found in tried.every):
@@ -289,60 +270,6 @@ def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
     assert run.dropped(config) == ["--recompute-method", "--recompute-num-layers"]
     words = run.flags(config)
     assert words[words.index("--recompute-granularity") + 1] == "none"
-
-
-Searched = tuple[list[tuple[Layout, StepTime, Any]], Effort]
-
-
-def searched_on(cores: int) -> Searched:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-        run = SearchedRun(resolve(parse_args(RUN), WORLD), WORLD)
-        run.space = replace(run.space, schedules=KINDS[:1], recompute=("none", "full"), most_tp=2, most_samples=2)
-        search = LayoutSearch(LayoutCosts(run, read_device("h100"), 2), 12 * 2**20)
-        return [(each.layout, each.step, each.memory) for each in search.best(10)], search.effort
-
-
-@pytest.fixture(scope="module")
-def alone() -> Searched:
-    return searched_on(1)
-
-
-@pytest.mark.parametrize("helper", ["there", "killed", "killed as it measures", "slow"])
-def test_what_is_found_does_not_depend_on_a_second_process(
-    monkeypatch: pytest.MonkeyPatch, alone: Searched, helper: str
-) -> None:
-    begun = []
-    time_all, tells_end = ahead._time_all, ahead._Told.ends
-
-    def timed(*args: Any) -> None:
-        if helper == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time_all(*args)
-
-    def told(told: ahead._Told, subject: ahead.Subject, found: Any = None) -> None:
-        if helper == "killed as it measures" and subject[0] == "memory":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if helper == "slow":
-            time.sleep(0.5)
-        tells_end(told, subject, found)
-
-    def receive(results: ahead.Ahead, pipe: Connection) -> None:
-        begun.append(pipe)
-        received(results, pipe)
-
-    def bounds(results: ahead.Ahead, family: Family) -> None:
-        if not begun:  # the process has said something, or has ended, before the search does
-            assert results._pipe is not None and results._pipe.poll(HANG)
-        bounded(results, family)
-
-    received, bounded = ahead.Ahead._receive, ahead.Ahead.bounds
-    monkeypatch.setattr(ahead, "_time_all", timed)
-    monkeypatch.setattr(ahead._Told, "ends", told)
-    monkeypatch.setattr(ahead.Ahead, "_receive", receive)
-    monkeypatch.setattr(ahead.Ahead, "bounds", bounds)
-    assert searched_on(2) == alone and begun
-    assert alone[1].measured > len(alone[0]) > 1
 
 
 def test_sizes_that_cut_no_matrix_evenly_are_not_searched() -> None:

@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel.stages import pipeline_stages, whole_model
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions.planner import activations, fake_stage
 from megatron.extensions.planner.activations import ActivationPlans, StageMemory
-from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.time import traces
-from megatron.extensions.planner.time.events import PassEvents
+from megatron.extensions.planner.time.replay import PassEvents
 from megatron.extensions.planner.time.traces import TraceCache
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate

@@ -10,8 +10,14 @@ import pytest
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.rehearsal import fake_rank
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
-from megatron.extensions.planner.rehearsal.fake_rank import Rehearsal, may_repeat, rehearsal_of, rehearse_rank
-from megatron.extensions.planner.rehearsal.forks import Lost, forked
+from megatron.extensions.planner.rehearsal.fake_rank import (
+    Lost,
+    Rehearsal,
+    forked,
+    may_repeat,
+    rehearsal_of,
+    rehearse_rank,
+)
 from megatron.extensions.planner.rehearsal.matching import coverage_problems, mismatches
 from megatron.extensions.planner.rehearsal.record import Box, Collective, RankRecord
 from megatron.extensions.planner.rehearsal.repeats import Unlike

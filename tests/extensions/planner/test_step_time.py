@@ -14,12 +14,10 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.commands import DryRun
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
-from megatron.extensions.planner.dry_run.batch import micro_batch_of
-from megatron.extensions.planner.dry_run.step import predicted_step
-from megatron.extensions.planner.time.events import Collective, Event, Move, Product, Wait
-from megatron.extensions.planner.time.links import Network, Placement
+from megatron.extensions.planner.dry_run.description import micro_batch_of
+from megatron.extensions.planner.dry_run.plan import predicted_step
 from megatron.extensions.planner.time.pipeline import Schedule
-from megatron.extensions.planner.time.replay import Replay
+from megatron.extensions.planner.time.replay import Collective, Event, Move, Network, Placement, Product, Replay, Wait
 from megatron.extensions.planner.time.step_time import SUBJECTS, PlannerCache, StepTime, predict_step
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.validation import resolve, validate

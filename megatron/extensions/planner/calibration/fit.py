@@ -122,7 +122,7 @@ ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_a
 
 
 def sent(point: CollectiveTime) -> float:
-    """Bytes that a rank sends, by the count of `megatron.extensions.planner.time.links`."""
+    """Bytes that a rank sends, by the count of `megatron.extensions.planner.time.replay`."""
     return point.moved if point.kind == "send" else ROUNDS[point.kind] * point.moved * (point.size - 1) / point.size
 
 

@@ -7,19 +7,25 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from megatron.core.dist_checkpointing.latest_checkpoint import candidates
+from megatron.core.dist_checkpointing.path_kind import kind_of
+from megatron.core.dist_checkpointing.storage import open_checkpoint
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import Axis
+from megatron.core.parts import MODEL_LOADERS
 from megatron.extensions.planner.activations import activations_of_ranks
-from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import come_and_go
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.extensions.planner.rehearsal.fake_rank import LostRank, Rehearsal, rehearsal_of, rehearse_ranks
 from megatron.extensions.planner.rehearsal.record import RankRecord, chosen_ranks
 from megatron.extensions.planner.rehearsal.report import Report, problem_lines
-from megatron.extensions.planner.rehearsal.start import start_of_run
+from megatron.training.checkpointing import check_fits, check_may_start, converted
 from megatron.training.config.description import microbatches_of
 from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
@@ -138,3 +144,41 @@ class ProgressLine:
     ) -> None:
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
+    """(where a run would start, problems for which it would not). The metadata of checkpoints are read, and no tensors:
+    a damaged file is not found."""
+    options = config.checkpoint
+    if options.load is None:
+        return ["a run would start at iteration 0, without --load"], []
+    load = Path(options.load)
+    if kind_of(load) in MODEL_LOADERS:
+        return [f"a run would start at iteration 0 with the weights of {load}, which were not read"], []
+    try:
+        return _start(config, load)
+    except (ValueError, OSError) as error:
+        return [], [f"start: {error}"]
+
+
+def _start(config: RunConfig, load: Path) -> tuple[list[str], list[str]]:
+    options, found = config.checkpoint, candidates(load)
+    lines = list(found.remarks)
+    for folder in found.folders:
+        try:
+            checkpoint = open_checkpoint(folder, Axis())
+        except (ValueError, OSError) as error:
+            lines.append(f"skipped checkpoint {folder}: {error}")
+            continue
+        consumed = int(checkpoint.payload.get("consumed_samples") or 0)
+        plan = plan_of(config)
+        there = config if len(plan.phases) < 2 else plan.trained(consumed).config
+        check_fits(checkpoint, there, options.load_optim and not (options.finetune or converted(checkpoint)), None)
+        anew = options.finetune or options.reset_iteration or converted(checkpoint)
+        iteration = 0 if anew else checkpoint.payload.get("iteration", 0)
+        return [*lines, f"a run would start at iteration {iteration} from {folder}, whose tensors were not read"], []
+    if lines:
+        raise ValueError(f"{load} holds no checkpoint that can be loaded: {'. '.join(lines)}")
+    check_may_start(options)
+    missing = "there is no such folder" if not load.exists() else "it holds no checkpoint"
+    return [f"a run would start at iteration 0: --load {load}: {missing} on this machine"], []

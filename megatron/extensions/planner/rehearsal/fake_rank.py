@@ -2,18 +2,23 @@
 
 Groups, model, gradient buffers, optimizer, schedule and one training step are those of a run, by the same functions.
 Tensors have shapes and no values, so a rank takes no memory and no GPU. Numbers that the program reads from tensors are
-0, and tokens are routed evenly over experts.
-"""
+0, and tokens are routed evenly over experts. Ranks run in forked processes, some at a time: each has the state of this
+process, and leaves it as it is."""
 
 from __future__ import annotations
 
+import gc
 import io
+import multiprocessing as mp
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,8 +34,8 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
 from megatron.extensions.planner.fake_stage import regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.processes import end_with_parent
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, places_of
-from megatron.extensions.planner.rehearsal.forks import Lost, forked
 from megatron.extensions.planner.rehearsal.rank_mode import RankMode
 from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecord, coords_of
 from megatron.extensions.planner.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
@@ -42,6 +47,68 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A job whose process ended without a result."""
+
+    job: int
+    how: str
+    """`SIGKILL`, or `exit code 1`."""
+
+
+def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T | Lost]:
+    """The results of jobs in the order in which they end, `Lost` for those whose process dies without one. Where the
+    system has no room for another process, fewer run at a time; raises OSError if it has none for one. Results must
+    pickle."""
+    context, waiting = mp.get_context("fork"), list(reversed(range(len(jobs))))
+    running: dict[Connection, tuple[int, Any]] = {}
+    workers = max(1, workers)
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_send_result, args=(sender, jobs[waiting[-1]], os.getpid()))
+                try:
+                    process.start()
+                except OSError:
+                    receiver.close()
+                    if not running:
+                        raise
+                    workers = len(running)
+                    break
+                finally:
+                    sender.close()
+                running[receiver] = waiting.pop(), process
+            for receiver in cast("list[Connection]", wait(list(running))):
+                job, process = running[receiver]
+                try:
+                    result = receiver.recv()
+                except (EOFError, ConnectionResetError):
+                    process.join()
+                    result = Lost(job, _how(process.exitcode or 0))
+                process.join()
+                receiver.close()
+                del running[receiver]
+                yield result
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
+    end_with_parent(parent)
+    gc.freeze()  # looking through what came with the fork would copy its pages
+    sender.send(job())
+    sender.close()
 
 
 class WithoutInputs(Parts):

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.time.events import Attention, Event, Move, PassEvents, Product
+from megatron.extensions.planner.time.replay import Attention, Event, Move, PassEvents, Product
 
 
 class PassTimes(NamedTuple):
@@ -127,21 +127,9 @@ class Candidate(Generic[T]):
     """Whether `bound` is the cost."""
 
 
-class Waiting(Generic[T]):
-    """The candidates of a search that are not refined yet."""
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[float, bool, tuple[object, ...], int, Candidate[T]]] = []
-
-    def next(self, count: int) -> list[Candidate[T]]:
-        """The first ones."""
-        return [candidate for *_, candidate in heapq.nsmallest(count, self.heap)]
-
-
 def best_first(
     candidates: Iterable[Candidate[T]],
     refine: Callable[[Candidate[T]], Iterable[Candidate[T]]],
-    waiting: Waiting[T] | None = None,
 ) -> Iterator[Candidate[T]]:
     """Yields final candidates by their cost, then their order.
 
@@ -150,10 +138,8 @@ def best_first(
 
     `refine` is given the first candidate that is not final, and returns what takes its place; a bound below that of
     what it refines is raised to it. Equal bounds are refined before a result leaves, so that ties are decided by order.
-    `waiting` shows what comes next.
     """
-    heap = (waiting or Waiting[T]()).heap
-    heap += [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
+    heap = [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
     heapq.heapify(heap)
     count = len(heap)
     while heap:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from math import inf, lcm, prod
-from typing import Protocol
 
 from megatron.core.distributed.param_layout import ALIGNMENT, BufferBytes, buffer_bytes, plan_buffers
 from megatron.core.parallel_dims import ParallelDims
@@ -19,7 +18,7 @@ from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_stages, whole_model
 from megatron.extensions.planner.activations import ActivationPlan, ActivationPlans, StageMemory, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import RankMemory, memory_of_ranks
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.extensions.planner.suggest.bounds import (
@@ -32,8 +31,7 @@ from megatron.extensions.planner.suggest.bounds import (
 from megatron.extensions.planner.suggest.layouts import Family, Layout, Pipeline, Saving
 from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.extensions.planner.time.data_parallel import DataParallel
-from megatron.extensions.planner.time.events import PassEvents
-from megatron.extensions.planner.time.links import Network
+from megatron.extensions.planner.time.replay import Network, PassEvents
 from megatron.extensions.planner.time.step_time import PlannerCache, StageTimes, StepTime, part_times, predict_step
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate
@@ -52,29 +50,12 @@ FIRST_OF_EQUALS, FIRST_OF_OTHERS = 2, 5
 second where the embedding counts as some, and dense layers often come before those with experts."""
 
 
-NOTHING_HELD = StageMemory()
-"""Stands for what another process has measured."""
-
-
-class FoundAhead(Protocol):
-    """What a second process finds out (`megatron.extensions.planner.suggest.ahead`)."""
-
-    def bounds(self, family: Family) -> None: ...
-
-    def times(self, family: Family) -> list[StageTimes] | None: ...
-
-    def expect(self, layouts: list[Layout]) -> None: ...
-
-
 class LayoutCosts:
     """Prices layouts. What layouts share is measured once."""
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run, self.device, self.gpus_per_node = run, device, gpus_per_node
-        self.cache, self.plans = PlannerCache(many_sizes=True), ActivationPlans()
-        self.ahead: FoundAhead | None = None
-        """Gives what a second process has found out."""
-
+        self.cache, self.plans = PlannerCache(), ActivationPlans()
         self.known_times: dict[Family, list[StageTimes]] = {}
         self.slopes: dict[tuple[str, bool, Stage], StageMemory] = {}
         """(recomputation, split, stage) -> what a further sample of a micro-batch holds."""
@@ -97,12 +78,6 @@ class LayoutCosts:
     def memory(self, config: RunConfig) -> list[RankMemory]:
         """By pipeline rank."""
         return memory_of_ranks(config, ParallelDims.from_config(config.parallel, self.run.world_size), self.plans)
-
-    def measure_layers(self, layout: Layout) -> None:
-        """Measures what the layers of a layout hold, which `memory` needs."""
-        batch = micro_batch_of(self.run.with_layout(layout))
-        for stage in self.stages(layout):
-            self.plans.of(batch).stage(stage)
 
     # Bounds on the time
 
@@ -175,13 +150,10 @@ class LayoutCosts:
     def times(self, family: Family) -> list[StageTimes]:
         """Of the embedding, each layer and the head. Raises ValueError as `predict_step`."""
         if family not in self.known_times:
-            found = None if self.ahead is None else self.ahead.times(family)
-            self.known_times[family] = self.timed(family) if found is None else found
+            probe = self._probe(family)
+            times = part_times(probe, self.run.world_size, self.device, self.gpus_per_node, self.cache)
+            self.known_times[family] = times
         return self.known_times[family]
-
-    def timed(self, family: Family) -> list[StageTimes]:
-        """The same, whatever is known of them."""
-        return part_times(self._probe(family), self.run.world_size, self.device, self.gpus_per_node, self.cache)
 
     def time_bound(self, layout: Layout) -> float:
         """Seconds below which a layout's step cannot go, by the times of its layers and what its replicas exchange."""

@@ -11,8 +11,7 @@ from heapq import nsmallest
 from math import inf
 
 from megatron.extensions.planner.dry_run.memory import RankMemory
-from megatron.extensions.planner.suggest.ahead import found_ahead
-from megatron.extensions.planner.suggest.bounds import Candidate, Waiting, best_first
+from megatron.extensions.planner.suggest.bounds import Candidate, best_first
 from megatron.extensions.planner.suggest.costs import LayoutCosts
 from megatron.extensions.planner.suggest.layouts import OFFLOADING, RECOMPUTATION, SHARDING, Family, Layout, Saving
 from megatron.extensions.planner.time.step_time import StepTime
@@ -28,14 +27,6 @@ MOST_OF_A_SHAPE = 4
 
 LIKELY = 0.85
 """A search that may end early passes over what this share of the likely memory does not fit."""
-
-
-EXPECTED = 6
-"""Layouts that are measured ahead."""
-
-
-COMING = 12
-"""Of so many candidates families are timed while the search waits."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +144,7 @@ class LayoutSearch:
     """The layouts of a family that may fit, until they are taken."""
 
     _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
-    _waiting: Waiting[Item] = field(default_factory=Waiting)
     _tried: set[Layout] = field(default_factory=set)
-    _begun: set[Layout] = field(default_factory=set)
-    """Layouts whose memory has been measured, or is."""
-
     _too_large: list[tuple[int, tuple[object, ...], Layout]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -167,7 +154,7 @@ class LayoutSearch:
         """The fastest layouts that fit, the fastest first, one of each `Layout.shape`. Raises ValueError where the
         device file lacks a rate."""
         families = list(self._families())
-        with _few_collections(), found_ahead(self.costs, families, self._bounded_again, self._coming, self.most_timed):
+        with _few_collections():
             return self._searched(families, count)
 
     def end_early(self) -> None:
@@ -176,7 +163,7 @@ class LayoutSearch:
 
     def _searched(self, families: Sequence[Candidate[Item]], count: int) -> list[Found]:
         try:
-            for candidate in best_first(families, self._refine, self._waiting):
+            for candidate in best_first(families, self._refine):
                 assert isinstance(candidate.item, Found)
                 self._found.setdefault(candidate.item.layout.shape, candidate.item)
                 if len(self._found) == count:
@@ -267,7 +254,6 @@ class LayoutSearch:
         self.effort.predicted += 1
         timed = Timed(layout, config, self.costs.step(config))
         self._predicted.append(timed)
-        self._expect()
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _bounded_again(self, candidate: Candidate[Item]) -> Candidate[Item] | None:
@@ -278,8 +264,6 @@ class LayoutSearch:
         if again.bound > candidate.bound:
             return again
         if family not in self._fitting:
-            if self.costs.ahead is not None:
-                self.costs.ahead.bounds(family)
             every = self.costs.run.space.layouts(family)
             self._fitting[family] = [each for layout in every for each in self._may_fit(layout)]
         fitting = self._fitting[family]
@@ -328,8 +312,6 @@ class LayoutSearch:
             yield from self._passed(timed.layout, seconds)
             return
         self.effort.measured += 1
-        self._begun.add(timed.layout)
-        self._expect()
         found = Found(timed.layout, timed.config, timed.step, tuple(self.costs.memory(timed.config)))
         self.costs.learn(found.layout, found.config, found.memory)
         host = self.costs.device.host_memory_gib
@@ -342,20 +324,6 @@ class LayoutSearch:
             self._note_too_large(found.fullest.total, timed.layout)
         for layout in self._savings(timed.layout):
             yield Candidate(seconds, (1, layout.order), layout)
-
-    def _coming(self) -> list[Family]:
-        """Families that will be timed soon: all is known that bounds them."""
-        known = self.costs.known_times
-        families = [each.item for each in self._waiting.next(COMING) if isinstance(each.item, Family)]
-        return [each for each in families if each in self._fitting and (each == each.plain or each.plain in known)]
-
-    def _expect(self) -> None:
-        """Says what is likely to be measured next."""
-        if self.costs.ahead is not None:
-            waiting = (each for each in self._predicted if each.layout not in self._begun)
-            waiting = (each for each in waiting if each.layout.shape not in self._found)
-            fastest = nsmallest(EXPECTED, waiting, key=lambda timed: (timed.step.seconds, timed.layout.order))
-            self.costs.ahead.expect([each.layout for each in fastest])
 
     def _unlikely(self, layout: Layout, config: RunConfig) -> bool:
         """Whether a search that may end early takes it that a layout does not fit, without measuring it."""

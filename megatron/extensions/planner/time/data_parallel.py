@@ -14,7 +14,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import param_gather
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.memory import RankStates, local_shape
-from megatron.extensions.planner.time.links import Network, Placement, placement
+from megatron.extensions.planner.time.replay import Network, Placement, placement
 
 
 @dataclass(frozen=True)

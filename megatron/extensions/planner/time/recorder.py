@@ -2,13 +2,13 @@
 
 Operations outside compiled regions are one kernel each: a tensor is read or written once, views are free. A compiled
 region, and a cast that one kernel does on GPUs, counts its inputs and outputs only; its backward computes the forward
-again from the inputs, as the compiler's does.
-"""
+again from the inputs, as the compiler's does. Fake kernels stand for FlashAttention and cuDNN, whatever the tile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from math import prod
 from typing import Any
@@ -19,9 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from megatron.extensions.planner.fake_ranks import FakeGroup
-from megatron.extensions.planner.known_regions import run_region
-from megatron.extensions.planner.time.events import Attention, Collective, Event, Move, Product, Wait
+from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Rows, key_rows, query_rows
+from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import Sequences
+from megatron.core.config.layers import Span
+from megatron.extensions.fusions.attention.flash_dropout.bands import band_of
+from megatron.extensions.planner.as_on_gpus import PlannedDropoutKernel
+from megatron.extensions.planner.fake_stage import FakeGroup
+from megatron.extensions.planner.time.replay import Attention, Collective, Event, Move, Product, Wait
 
 FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense set_ "
@@ -214,7 +219,7 @@ class Recorder(TorchDispatchMode):
             def rebuilt(tensors: tuple[Tensor, ...]) -> Any:
                 for place, tensor in zip(places, tensors, strict=True):
                     leaves[place] = tensor
-                return run_region(function, tree_unflatten(leaves, tree))
+                return function(*tree_unflatten(leaves, tree))
 
             tensors = _Region.apply(self, rebuilt, outs, *(leaves[i] for i in places))
             found, form = outs
@@ -227,7 +232,7 @@ class Recorder(TorchDispatchMode):
         """A region whose backward nobody asks for; it may write its inputs."""
         outer, self._changed = self._changed, set()
         with self.one_kernel():
-            out = run_region(function, args)
+            out = function(*args)
         changed, self._changed = self._changed, outer
         known = {_storage(x) for x in given}
         made = [x for x in _tensors(out) if _storage(x) not in known]
@@ -278,3 +283,83 @@ def _written(func: Any) -> list[int]:
     """Places of the arguments that an operation writes."""
     arguments = func._schema.arguments
     return [i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+
+
+class RecordedKernel:
+    """Tiles of attention, one launch each, and whole samples in one launch."""
+
+    needs_places, most_queries = False, None
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.packed = recorder, RecordedPackedKernel(recorder)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        for tile in tiles:
+            queries = query_rows(q, tile)
+            self._launch(queries, v, tile, False)
+            yield tile, (queries.new_empty(*queries.shape[:-1], v.shape[-1]), _statistics(queries))
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        for tile in tiles:
+            queries = query_rows(q, tile)
+            self._launch(queries, v, tile, True)
+            keys, values = key_rows(k, tile), key_rows(v, tile)
+            yield tile, (queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape))
+
+    def _launch(self, q: Tensor, v: Tensor, tile: Tile, backward: bool) -> None:
+        (_, samples, heads, width), keys = q.shape, len(tile.keys)
+        pairs = seen_pairs(tile) * samples * heads
+        self.recorder.attention(pairs, width, v.shape[-1], min(keys, tile.window or keys), backward)
+
+
+class RecordedDropoutKernel(PlannedDropoutKernel):
+    """All tiles in one launch of the fused kernel with dropout."""
+
+    def __init__(self, recorder: Recorder, scale: float, dropout: Dropout) -> None:
+        super().__init__(scale, dropout)
+        self.recorder = recorder
+
+    def launched(self, q: Tensor, v: Tensor, tiles: tuple[Tile, ...], backward: bool) -> None:
+        (_, samples, heads, width), keys = q.shape, band_of(tiles).keys
+        pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
+        length = min(len(keys), max(tile.window or len(keys) for tile in tiles))
+        self.recorder.attention_with_dropout(pairs, width, v.shape[-1], length, backward)
+
+
+def seen_pairs(tile: Tile) -> float:
+    """Pairs of a query and a key that it sees; within a window, of those that the tile has."""
+    n, m = len(tile.queries), len(tile.keys)
+    if tile.window is not None:
+        return float(
+            sum(max(0, min(m, i + tile.offset + 1) - max(0, i + tile.offset + 1 - tile.window)) for i in range(n))
+        )
+    return n * m / 2 if tile.diagonal else float(n * m)
+
+
+@dataclass(frozen=True)
+class RecordedPackedKernel:
+    """Whole samples, packed one after another."""
+
+    recorder: Recorder
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+        self._launch(q, v, sequences, False)
+        return q.new_empty(*q.shape[:-1], v.shape[-1]), _statistics(q).t()
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._launch(q, v, sequences, True)
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def _launch(self, q: Tensor, v: Tensor, sequences: Sequences, backward: bool) -> None:
+        rows, heads, width = q.shape
+        seen = Span(sequences.window).mean(sequences.longest)
+        self.recorder.attention(rows * heads * seen, width, v.shape[-1], sequences.longest, backward)
+
+
+def _statistics(q: Tensor) -> Tensor:
+    """The log-sum-exp of each row [..., heads]."""
+    return torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))

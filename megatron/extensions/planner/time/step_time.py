@@ -24,10 +24,8 @@ from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.memory import RankStates, states_of_rank
 from megatron.extensions.planner.time.data_parallel import DataParallel, Exposed
-from megatron.extensions.planner.time.events import Collective, PassEvents
-from megatron.extensions.planner.time.links import Network, Placement, placement
 from megatron.extensions.planner.time.pipeline import Schedule, message_places
-from megatron.extensions.planner.time.replay import Replay, Times
+from megatron.extensions.planner.time.replay import Collective, Network, PassEvents, Placement, Replay, Times, placement
 from megatron.extensions.planner.time.traces import TraceCache
 
 SUBJECTS = (

@@ -23,10 +23,9 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.fp8 import casts, weight_grads
 from megatron.extensions.fp8.casts import Scaled
-from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.as_on_gpus import plans_fused_dropout, replaced
-from megatron.extensions.planner.fake_ranks import FakeGroup
 from megatron.extensions.planner.fake_stage import (
+    FakeGroup,
     FakeStages,
     MicroBatch,
     fake_stages,
@@ -35,12 +34,8 @@ from megatron.extensions.planner.fake_stage import (
     numbered_kinds,
     planned,
 )
-from megatron.extensions.planner.time.events import PassEvents, Product, of_more_samples, same_events
-from megatron.extensions.planner.time.fused_attention import RecordedDropoutKernel, RecordedKernel
-from megatron.extensions.planner.time.recorder import Recorder
-
-MOST_GROWN = 8
-"""Samples up to which what a part does is told from one and two samples: it is compared with a trace of so many."""
+from megatron.extensions.planner.time.recorder import RecordedDropoutKernel, RecordedKernel, Recorder
+from megatron.extensions.planner.time.replay import PassEvents, Product
 
 
 @dataclass(frozen=True)
@@ -64,12 +59,6 @@ class TraceCache:
     events: dict[Hashable, dict[_Part, PassEvents]] = field(default_factory=dict)
     """Micro-batch in a layer -> part -> what it does."""
 
-    many_sizes: bool = False
-    """Whether micro-batches of many sizes will be asked for, so that what they have in common is worth a look."""
-
-    grows_evenly: dict[Hashable, bool] = field(default_factory=dict)
-    """Model -> whether more samples are known from one and two."""
-
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         """By stage, the parts that it runs in order. Traces those that are not known yet, all in one fake step."""
         alike = self.alike(batch)
@@ -89,42 +78,9 @@ class TraceCache:
         known = {False: of_layers, True: of_ends}  # by whether a part is an end of the model
         missing = [part for part in parts if part not in known[part.layer is None]]
         if missing:
-            found = self._grown(batch, [part for part in missing if part.layer is not None]) or {}
-            rest = [part for part in missing if part not in found]
-            for part, events in (found | (_traced(batch, rest) if rest else {})).items():
+            for part, events in _traced(batch, missing).items():
                 known[part.layer is None][part] = events
         return {part: known[part.layer is None][part] for part in parts}
-
-    def _grown(self, batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents] | None:
-        """Layers with more than two samples, from those with one and two; None where these do not tell.
-
-        Without experts, whose rows are rounded, they do for a model where they did for its first layers that were asked
-        for. The ends of a model copy several samples into another order, and one sample not at all.
-        """
-        own = batch.parallel.options(Fp8Flags)
-        fp8 = own.fp8_format, own.fp8_recipe
-        key = _nothing_recomputed(batch).model, fp8, batch.device
-        if (
-            not parts
-            or not self.many_sizes
-            or not 2 < batch.samples <= MOST_GROWN
-            or batch.model.num_experts is not None
-        ):
-            return None
-        if not self.grows_evenly.get(key, True):
-            return None
-        one, two = (self._events_of(replace(batch, samples=samples), parts) for samples in (1, 2))
-
-        def grown(samples: int) -> Iterator[tuple[_Part, PassEvents | None]]:
-            return ((part, of_more_samples(one[part], two[part], samples)) for part in parts)
-
-        if key not in self.grows_evenly:
-            traced = _traced(replace(batch, samples=MOST_GROWN), parts)
-            self.grows_evenly[key] = all(
-                events is not None and same_events(events, traced[part]) for part, events in grown(MOST_GROWN)
-            )
-        found = {part: events for part, events in grown(batch.samples) if events is not None}
-        return found if self.grows_evenly[key] and len(found) == len(parts) else None
 
     def alike(self, batch: MicroBatch) -> list[int]:
         """For each layer the first one that is like it."""

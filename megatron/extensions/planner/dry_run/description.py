@@ -1,0 +1,187 @@
+"""What a dry run says of the model, the batch and the data. torch is imported only to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.dist_checkpointing.path_kind import reader_of
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS
+from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
+from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
+from megatron.training.config.description import batch_line, microbatches_of, shape_line
+from megatron.training.config.run_config import RunConfig
+from megatron.training.plan import Phase, RunPlan
+
+if TYPE_CHECKING:
+    from megatron.extensions.planner.fake_stage import MicroBatch
+
+
+def model_lines(config: RunConfig) -> Iterator[str]:
+    """Shape, parameters and FLOPs of the model."""
+    from megatron.extensions.planner.flops import model_flops, orthogonalization_flops
+
+    m = config.model
+    yield shape_line(m)
+    attention = _local_attention(m) + _sinks(m)
+    yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
+    if any(m.linear_pattern):
+        variant = str(m.experimental_attention_variant)
+        yield f"{sum(m.linear_pattern)} layers with {variant}{LINEAR_ATTENTIONS.facts(variant).described(m)}"
+    tied = "tied to" if m.tied_embeddings else "not tied to"
+    source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
+    yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
+    if m.num_experts is not None:
+        yield _experts_line(m)
+    if m.mtp_depths:
+        share = f"their mean loss times {m.mtp_loss_scaling_factor:g}"
+        yield f"multi-token prediction: {m.mtp_depths} modules of a layer like the last one each, {share}"
+    count = count_parameters(m)
+    active = f", of which a token meets {active_parameters(m):,}" if m.num_experts is not None else ""
+    yield f"parameters {count.total:,}{active}"
+    for part, number in vars(count).items():
+        if number or part not in ("router", "experts", "other"):
+            yield f"    {part.replace('_', ' '):<14}{number:>22,}"
+    flops = model_flops(m)
+    counted = "active parameters" if m.num_experts is not None else "parameters"
+    yield (
+        f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
+        f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square), counted on fake tensors"
+    )
+    if update := orthogonalization_flops(m, config.optimizer):
+        tokens = (config.training.global_batch_size or 1) * m.seq_length
+        of_batch = update / (flops.total * tokens)
+        yield f"FLOPs of Muon's iterations {update:.6g}, {of_batch:.2%} of those of a batch of {tokens:,} tokens"
+
+
+def _positions(m: TransformerConfig) -> str:
+    rotated = sum(m.rope_pattern)
+    where = "" if not m.rotary or rotated == m.num_layers else f" in {rotated or 'no'} layers"
+    return m.position_embedding_type + where
+
+
+def _local_attention(m: TransformerConfig) -> str:
+    local = sum(m.local_pattern)
+    kind = f"chunks of {m.attention_chunk_size}" if m.attention_chunk_size else f"window {m.window_size}"
+    where = f" in {local} layers" if local < m.num_layers else ""
+    own = dict(m.local_own)
+    shown = [
+        f"{own['num_attention_heads']} heads" if "num_attention_heads" in own else "",
+        f"{own['num_query_groups']} groups" if "num_query_groups" in own else "",
+        SINKS[own["softmax_type"]] or "no sinks" if "softmax_type" in own else "",
+    ]
+    heads = f" ({', '.join(filter(None, shown))})" if any(shown) else ""
+    return f", {kind}{where}{heads}" if local else ""
+
+
+SINKS = {"vanilla": "", "off-by-one": "attention sinks of 0", "learnable": "attention sinks"}
+
+
+def _sinks(m: TransformerConfig) -> str:
+    return f", {SINKS[m.softmax_type]}" if SINKS[m.softmax_type] else ""
+
+
+def _experts_line(m: TransformerConfig) -> str:
+    shared = m.moe_shared_expert_intermediate_size
+    latent = f" behind latents of {m.moe_latent_size}" if m.moe_latent_size else ""
+    beside = f" and a shared one of {shared}" if shared else ""
+    groups = f" in {m.moe_router_group_topk} of {m.moe_router_num_groups} groups" if m.moe_router_group_topk else ""
+    return (
+        f"{m.num_experts} experts of {m.moe_ffn_size}{latent} in {len(m.moe_layers)} layers, each token to "
+        f"{m.moe_router_topk} of them{groups}{beside}; {m.moe_router_scores} scores, balanced by "
+        f"{' and '.join(m.moe_router_load_balancing_type)}"
+    )
+
+
+def micro_batch_of(config: RunConfig) -> MicroBatch:
+    """What a rank holds of a micro-batch of this run."""
+    from megatron.extensions.planner.fake_stage import MicroBatch
+
+    device = "cpu" if config.parallel.cpu else "cuda"
+    return MicroBatch(
+        config.model,
+        config.parallel,
+        config.training.micro_batch_size,
+        device,
+        config.restarts_positions,
+        config.optimizer.gradients_dtype == "bfloat16",
+    )
+
+
+def _pipeline_line(config: RunConfig, microbatches: int) -> str:
+    """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none: up to the
+    gradient norm, for which all wait without --optimizer-post-validation."""
+    parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
+    costs = stage_costs(config.model, parallel)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    in_turns = parallel.overlap_moe_expert_parallel_comm
+    times = StageCosts(forward=costs, input_grad=costs, weight_grad=costs)
+    ahead = config.optimizer.optimizer_post_validation
+    shape = parallel.schedule, layout.pp, microbatches, layout.chunks
+    if ahead:
+        tied = bool(tied_stages(config.model, layout))
+        _, bubble = post_validated(pipeline_lists(*shape, False, group, in_turns, True), times, tied)
+    else:
+        bubble = simulate(build_schedule(*shape, group, in_turns), times).bubble
+    where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
+    unless = " that is neither clipped nor skipped" if ahead else ""
+    return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
+
+
+def batch_lines(plan: RunPlan, dims: ParallelDims) -> Iterator[str]:
+    """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
+    config, sizes = plan.base, plan.sizes
+    for phase in plan.phases:
+        where = f"phase {phase.name}: " if len(plan.phases) > 1 else ""
+        yield f"{where}global batch {batch_line(phase.config, dims)}"
+    if config.training.batch_size_varies:
+        first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
+        yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
+    if dims.pp > 1:
+        yield _pipeline_line(config, microbatches_of(plan.longest.config, dims))
+    if plan.phases[-1].end is None:
+        yield "length: one epoch of the training data"
+        return
+    from megatron.extensions.planner.flops import model_flops
+
+    iterations = plan.iterations
+    consumed = sizes.samples(iterations)
+    tokens = plan.tokens(consumed)
+    ends = [*(phase.first_token for phase in plan.phases[1:]), tokens]
+    flops = sum(
+        model_flops(phase.config.model).total * (end - phase.first_token)
+        for phase, end in zip(plan.phases, ends, strict=True)
+    )
+    yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"
+
+
+def data_lines(plan: RunPlan, phase: Phase) -> Iterator[str]:
+    """The data sets of the training split in a phase as they are on this machine."""
+    from megatron.core.datasets.build import source_lines
+
+    config, data = phase.config, phase.config.data
+    yield from plan.lines(phase)
+    if data.dataset != "gpt":
+        yield "synthetic" if data.dataset == "mock" else f"--dataset-type {data.dataset}"
+        return
+    samples = None
+    if phase.end is not None:
+        end = plan.sizes.samples(plan.iterations) if phase == plan.phases[-1] else phase.end
+        samples = end - phase.first_sample
+    yield from source_lines(data, samples, config.model.seq_length, _other_line)
+
+
+def _other_line(path: str) -> str | None:
+    """What is said of files that have no tokens yet; None for an indexed dataset."""
+    if (reader := reader_of(path)) is None:
+        return None
+    try:
+        line: str = DATA_READERS[reader].describe("--data-path", path)
+    except ValueError as error:
+        return str(error)
+    return line
