@@ -223,15 +223,15 @@ def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
     ],
 )
 def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
-    from megatron.extensions.planner.dry_run import batch
+    from megatron.extensions.planner.dry_run import description
 
     given = parse_args([*MODEL.split(), "--pp", "2", "--global-batch-size", "4", *flags.split()])
     config, said = resolve(given, 2), [p for p in notices(given, 2) if p.flag == SWITCH]
     assert len(said) == bool(notice) and all(notice in str(problem) for problem in said)
     assert config.optimizer.optimizer_post_validation == ("--log-interval" not in notice)
     even = {"stage_costs": lambda *_: (1.0,) * pipeline_layout(config.model, config.parallel).num_stages}
-    with mock.patch.multiple(batch, **even):
-        assert f"bubble {bubble}" in batch._pipeline_line(config, 4)
+    with mock.patch.multiple(description, **even):
+        assert f"bubble {bubble}" in description._pipeline_line(config, 4)
 
 
 @pytest.mark.parametrize(
