@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import gather_objects
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
@@ -55,7 +55,7 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     """Evaluates all tasks and logs their scores, unless the run is asked to stop meanwhile. Dropout is off, and neither
     gradients nor any state of the training changes. Collective."""
     config, runtime, iteration = run.config, run.runtime, run.progress.iteration
-    runtime.watchdog.begin(f"evaluation tasks at iteration {iteration}")
+    runtime.watchdog.doing(f"evaluation tasks at iteration {iteration}")
     start = time.perf_counter()
     try:
         with run.pipeline.evaluation_mode():
@@ -138,7 +138,7 @@ class CachedGeneration:
             found = dict(zip(numbers, self._run(runner, prompts[first::step], limits[first::step]), strict=True))
         else:
             runner.follow()
-        texts = {number: text for part in gather(found, self.state.world) for number, text in part.items()}
+        texts = {number: text for part in gather_objects(found, self.state.world) for number, text in part.items()}
         return [texts[number] for number in range(len(prompts))]
 
     def _run(self, runner: StageRunner, prompts: Sequence[Sequence[int]], limits: Sequence[Limits]) -> list[str]:
