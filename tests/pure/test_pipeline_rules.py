@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validate
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.rules.optimizer import WAIT_FOR_RANK_0
+from megatron.training.config.rules.pipeline import WAIT_FOR_RANK_0
 from megatron.training.config.validation import notices, resolve, validate
 
 BASE = (
