@@ -15,8 +15,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.head import Head
-from megatron.core.models.gpt.loss import masked_sum, tally_sources_
+from megatron.core.models.gpt.loss import Head, masked_sum, tally_sources_
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.parallel_state import ParallelState
