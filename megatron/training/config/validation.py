@@ -54,7 +54,7 @@ def _own_findings(config: RunConfig, world_size: int, vocab_size: int | None) ->
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
-        problems += [p for p in section.problems(resolved, world_size) if p.flag not in flagged]
+        problems += [p for p in section.problems(config, resolved, world_size) if p.flag not in flagged]
         options: Any = resolved.options(section.cls)
         if hasattr(options, "validate"):
             problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]

@@ -24,7 +24,6 @@ from megatron.training.config.rules.model import (
 )
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
-from megatron.training.config.rules.optimizer import post_validation
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.precision import precision
 from megatron.training.config.rules.world import world
@@ -55,7 +54,6 @@ RULES: tuple[Rule, ...] = (
     batch,
     length,
     schedule,
-    post_validation,
     data,
     validation_sets,
     tokenizer,

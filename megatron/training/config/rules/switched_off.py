@@ -1,4 +1,4 @@
-"""Parallelism, experts and updates ahead that a configuration asks for and has no use for: they are turned off."""
+"""Parallelism and experts that a configuration asks for and has no use for: they are turned off."""
 
 from __future__ import annotations
 
@@ -19,13 +19,6 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, str, Any, Problem]]:
         if getattr(p, field):
             flag, needed = "--" + field.replace("_", "-"), "--tensor-model-parallel-size above 1"
             yield "parallel", field, False, Problem.no_effect(flag, None, needed)
-    if c.optimizer.optimizer_post_validation:
-        switch, where = "--optimizer-post-validation", ("optimizer", "optimizer_post_validation")
-        if p.pipeline_model_parallel_size == 1:
-            yield *where, False, Problem.no_effect(switch, None, "--pipeline-model-parallel-size above 1")
-        elif c.logging.log_interval == 1:
-            rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
-            yield *where, False, Problem(switch, None, rule, "raise --log-interval, or remove it", harmless=True)
     if c.model.num_experts is None or single_expert:
         for field, off in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None)):
             value = getattr(p, field)
