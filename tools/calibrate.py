@@ -34,7 +34,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.extensions.planner.device_file import DeviceFile, read_device, tile_share
 from megatron.training.config.arguments import command_line
-from megatron.training.config.output_paths import why_not_written
+from megatron.training.config.output_files import why_not_written
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch
 

@@ -27,7 +27,7 @@ from megatron.core.parallel_state import Axis, ParallelState, build_groups
 from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
-from megatron.training.config.output_paths import unwritable
+from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet

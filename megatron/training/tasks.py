@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 from megatron.core.dist_checkpointing.storage import gather
-from megatron.training.checks.check_replicas import check_replicas
 from megatron.training.config.run_config import TrainingConfig
 from megatron.training.evaluation import evaluate
 from megatron.training.hooks import Callback, Task
@@ -92,12 +91,10 @@ def _report(run: TrainingRun, log: RunLog) -> None:
 
 
 def _evaluation(run: TrainingRun, log: RunLog) -> Iterator[Task]:
-    training = run.config.training
-    check = partial(check_replicas, run.stages.values(), run.optimizer, run.runtime.state)
-    yield Task("check of replicas", training.check_replicas, check)
     if run.data.valid:
+        interval = run.config.training.eval_interval
         validate = partial(evaluate, run, "valid", run.data.valid, log)
-        yield Task("validation", training.eval_interval, validate, at_end=True, may_stop=True, evaluates=True)
+        yield Task("validation", interval, validate, at_end=True, may_stop=True, evaluates=True)
 
 
 def _test(run: TrainingRun, log: RunLog) -> Iterator[Task]:

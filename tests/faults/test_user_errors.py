@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training import initialize
-from megatron.training.config.output_paths import unwritable, why_unwritable
+from megatron.training.config.output_files import unwritable, why_unwritable
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch

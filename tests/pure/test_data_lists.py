@@ -11,7 +11,7 @@ import pytest
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.build import build_datasets, split_share
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.training.config.data_lists import weighted_ranges, with_data_lists
+from megatron.training.config.input_files import weighted_ranges, with_data_lists
 
 
 def test_words_of_a_file(tmp_path: Path) -> None:

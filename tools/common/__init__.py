@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.training.config.flags import field_docs, field_table, load_built_in, sections
-from megatron.training.config.output_files import drop_output, open_closed_streams, why_unwritten
-from megatron.training.config.output_paths import why_not_written, why_unwritable
+from megatron.training.config.output_files import (
+    drop_output,
+    open_closed_streams,
+    why_not_written,
+    why_unwritable,
+    why_unwritten,
+)
 from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.reliability.launch import Launch
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 from megatron.core.fsync import sync_folder
-from megatron.training.config.output_paths import why_unwritable
+from megatron.training.config.output_files import why_unwritable
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from megatron.extensions.fp8.flags import ALIGNMENT, TILE, Fp8Flags
 from megatron.extensions.fp8.flags import alignment as alignment_of
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, multiples
-from megatron.training.config.rules.optimizer import unsharded_by
-from megatron.training.config.rules.precision import tokens_for_latents
+from megatron.training.config.rules.parallel import tokens_for_latents
+from megatron.training.config.rules.pipeline import unsharded_by
 from megatron.training.config.run_config import RunConfig
 
 DELAYED_ONLY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")

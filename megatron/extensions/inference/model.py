@@ -24,8 +24,8 @@ from megatron.training.config.flags import run_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules.model import attention, linear_attention, mixers, tensor_parallel
 from megatron.training.config.rules.moe import experts
+from megatron.training.config.rules.parallel import world
 from megatron.training.config.rules.pipeline import pipeline
-from megatron.training.config.rules.world import world
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 from megatron.training.initialize import StartupPhases, choose_products, initialize, shut_down

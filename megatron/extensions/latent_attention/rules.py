@@ -8,7 +8,7 @@ from math import gcd
 from megatron.core.parts import LINEAR_FORMATS, LinearFormatFacts, linear_format
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.training.config.problem import Problem, multiples
-from megatron.training.config.rules.precision import tokens_for_latents
+from megatron.training.config.rules.parallel import tokens_for_latents
 from megatron.training.config.run_config import RunConfig
 
 MLA = "--multi-latent-attention"

@@ -11,7 +11,7 @@ from megatron.core.parts import OPTIMIZERS
 from megatron.extensions.optimizers.flags import SCALE_BLOCK, MuonFlags, PrecisionAwareFlags, QKClipFlags
 from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.optimizer import unsharded_by
+from megatron.training.config.rules.pipeline import unsharded_by
 from megatron.training.config.run_config import RunConfig
 
 

@@ -17,7 +17,7 @@ from megatron.extensions.planner.activations import RankActivations, activations
 from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import come_and_go
 from megatron.extensions.planner.memory import states_of_rank
-from megatron.training.config.description import byte_text, microbatches_of
+from megatron.training.config.batch_size import byte_text, microbatches_of
 from megatron.training.config.flags import field_table, with_named
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate

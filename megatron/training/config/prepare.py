@@ -10,8 +10,7 @@ from dataclasses import replace
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine
 from megatron.training.config.commands import Prepared, refuse
-from megatron.training.config.data_lists import with_data_lists
-from megatron.training.config.input_files import missing_inputs
+from megatron.training.config.input_files import missing_inputs, with_data_lists
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
 from megatron.training.config.rules.fields import single_values

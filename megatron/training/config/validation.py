@@ -1,11 +1,12 @@
 """Whether a configuration can run, decided from integers before anything starts. No torch, no process group.
 
 `resolve` fills in what follows from other values, `validate` reports every broken rule at once, each with the nearest
-legal value. The rules are in `megatron.training.config.rules.model`.
+legal value. The rules are in `megatron.training.config.rules`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,7 @@ from megatron.training.config.flags import EXTENSION_SECTIONS, flat_values
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
 from megatron.training.config.rules.fields import needs_and_exclusions, single_values
-from megatron.training.config.rules.length import callbacks_evaluate
-from megatron.training.config.rules.switched_off import switched_off
+from megatron.training.config.rules.training import callbacks_evaluate
 from megatron.training.config.run_config import RunConfig, TrainingConfig
 from megatron.training.extensions import problem_in_extension
 from megatron.training.plan import RunPlan, plan_class
@@ -69,6 +69,36 @@ def _own_problems(options: Any, config: RunConfig, world_size: int) -> list[Prob
         if (problem := problem_in_extension(error)) is None:
             raise
         return [problem]
+
+
+def switched_off(c: RunConfig) -> Iterator[tuple[str, str, Any, Problem]]:
+    """(section, its field, the value it gets, what is said)."""
+    p = c.parallel
+    if single_expert := _is_dense(c):
+        rule, remedy = "one expert that all tokens take is a dense MLP", "remove it to say so"
+        yield "model", "num_experts", None, Problem("--num-experts", 1, rule, remedy, harmless=True)
+    for field in ("sequence_parallel", "tp_comm_overlap") if p.tensor_model_parallel_size == 1 else ():
+        if getattr(p, field):
+            flag, needed = "--" + field.replace("_", "-"), "--tensor-model-parallel-size above 1"
+            yield "parallel", field, False, Problem.no_effect(flag, None, needed)
+    if c.model.num_experts is None or single_expert:
+        for field, off in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None)):
+            value = getattr(p, field)
+            if value not in (off, 1):
+                flag = "--" + field.replace("_", "-")
+                yield "parallel", field, off, Problem.no_effect(flag, value, "--num-experts")
+
+
+def _is_dense(c: RunConfig) -> bool:
+    """Whether the only expert of each layer computes what a dense MLP does: its weight is 1, the softmax of one logit.
+    Megatron-DeepSpeed's dense models are written so."""
+    m = c.model
+    own = m.moe_ffn_hidden_size not in (None, m.ffn_hidden_size) or m.moe_shared_expert_intermediate_size is not None
+    weighted = "softmax" not in m.moe_router_scores or m.moe_router_topk_scaling_factor not in (None, 1.0)
+    drops = any(
+        factor is not None and factor < 1 for factor in (m.moe_expert_capacity_factor, m.moe_eval_capacity_factor)
+    )
+    return m.num_experts == 1 and not own and not weighted and not drops
 
 
 def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:

@@ -9,7 +9,7 @@ import torch
 from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.training.config.description import batch_line, byte_text, formats_of_states, shape_line
+from megatron.training.config.batch_size import batch_line, byte_text, formats_of_states, shape_line
 from megatron.training.run import TrainingRun
 
 

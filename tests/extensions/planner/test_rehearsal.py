@@ -22,7 +22,7 @@ from megatron.extensions.planner.rehearsal.matching import coverage_problems, mi
 from megatron.extensions.planner.rehearsal.record import Box, Collective, RankRecord
 from megatron.extensions.planner.rehearsal.repeats import Unlike
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.description import microbatches_of
+from megatron.training.config.batch_size import microbatches_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.train_step import train_step

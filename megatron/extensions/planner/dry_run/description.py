@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
 from megatron.extensions.planner.time.pipeline import post_validated
-from megatron.training.config.description import batch_line, microbatches_of, shape_line
+from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase, RunPlan
 

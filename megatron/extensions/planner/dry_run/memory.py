@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.memory import DTYPE_BYTES, RankStates, states_of_rank
-from megatron.training.config.description import byte_text, formats_of_states, microbatches_of
+from megatron.training.config.batch_size import byte_text, formats_of_states, microbatches_of
 from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from megatron.extensions.planner.rehearsal.fake_rank import LostRank, Rehearsal,
 from megatron.extensions.planner.rehearsal.record import RankRecord, chosen_ranks
 from megatron.extensions.planner.rehearsal.report import Report, problem_lines
 from megatron.training.checkpointing import check_fits, check_may_start, converted
-from megatron.training.config.description import microbatches_of
+from megatron.training.config.batch_size import microbatches_of
 from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import plan_of

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.extensions.planner.rehearsal.fake_rank import LostRank, Rehearsal, device_of
 from megatron.extensions.planner.rehearsal.matching import compared, coverage_problems, mismatches, written_bytes
 from megatron.extensions.planner.rehearsal.record import Failure, RankRecord, bytes_sent
-from megatron.training.config.description import byte_text
+from megatron.training.config.batch_size import byte_text
 from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
 

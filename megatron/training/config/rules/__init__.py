@@ -8,25 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.checkpoints import checkpoints, skipping
-from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.data import data, tokenizer, validation_sets
-from megatron.training.config.rules.length import batch, length, schedule
 from megatron.training.config.rules.model import (
     attention,
     attention_kernel,
     layers,
     linear_attention,
     mixers,
+    multi_token,
     positions,
     tensor_parallel,
     yarn,
 )
 from megatron.training.config.rules.moe import experts
-from megatron.training.config.rules.multi_token import multi_token
+from megatron.training.config.rules.parallel import heads_over_context, precision, sequence, world
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
-from megatron.training.config.rules.precision import precision
-from megatron.training.config.rules.world import world
+from megatron.training.config.rules.training import batch, checkpoints, length, schedule, skipping
 from megatron.training.config.run_config import RunConfig
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]

@@ -1,4 +1,4 @@
-"""Rules of the model's shape and of tensor parallelism over it."""
+"""Rules of the model's shape, of tensor parallelism over it, and of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, MixerFacts
+from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, MixerFacts
 from megatron.core.registry import imported
 from megatron.training.config.flags import flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples
@@ -300,3 +300,19 @@ def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--beta-slow", m.beta_slow, rule, "for example 1 and 32, as in the paper")
     if m.rotary_base == 1:
         yield Problem("--rotary-base", m.rotary_base, "has no pair of a slower frequency for YaRN", "use 10000")
+
+
+DEPTHS = "--mtp-num-layers"
+
+
+def multi_token(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m, depths, s = c.model, c.model.mtp_depths, c.model.seq_length
+    if depths < 1:
+        return
+    if 0 < s <= depths:
+        rule = f"must be below --seq-length {s}: beyond it no token of a sample has a label at the last depth"
+        yield Problem(DEPTHS, depths, rule, f"nearest: {s - 1}" if s > 1 else "remove it")
+    if m.loss_func in LOSSES and not LOSSES.facts(m.loss_func).multi_token:
+        rule = f"needs a loss that takes labels of later tokens, and --loss-func {m.loss_func} is not known to"
+        remedy = f"remove {DEPTHS}, or register the loss with multi_token=True if logits and label are all it needs"
+        yield Problem(DEPTHS, depths, rule, remedy)

@@ -1,4 +1,4 @@
-"""Rules of pipeline stages, recomputation and communication overlap."""
+"""Rules of pipeline stages, recomputation, communication overlap and sharded optimizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel.stages import (
     pipeline_layout,
 )
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.optimizer import unsharded_by
 from megatron.training.config.run_config import RunConfig
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
@@ -229,3 +228,11 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - count))
             yield Problem(name, count, f"must divide {what} = {size}", f"nearest: {nearest}")
+
+
+def unsharded_by(c: RunConfig) -> tuple[str, str]:
+    """The flag that turns the distributed optimizer off, and what to do instead."""
+    if c.ddp.data_parallel_sharding_strategy == "no_shard":
+        flag = "--data-parallel-sharding-strategy"
+        return f"{flag} no_shard", f"use {flag} optim"
+    return "--no-use-distributed-optimizer", "remove --no-use-distributed-optimizer"

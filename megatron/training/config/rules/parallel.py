@@ -1,0 +1,99 @@
+"""Rules of the world size, of number formats, and of how ranks divide the sequence and the heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.core.attention.partition import sequence_divisor
+from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.rules.model import window_heads
+from megatron.training.config.run_config import RunConfig
+
+
+def world(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    p = c.parallel
+    sizes = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size)
+    if min(sizes) < 1:
+        return
+    model, shown = math.prod(sizes), "TP {} * PP {} * CP {}".format(*sizes)
+    if world_size % model:
+        launch = f"start {round(world_size / model) * model or model} ranks (torchrun --nproc-per-node, or srun)"
+        remedy = f"{launch}, or lower the model-parallel sizes"
+        yield Problem("world size", world_size, f"must be a multiple of {shown} = {model}", remedy)
+        return
+    replicas = world_size // model
+    if p.data_parallel_size is not None and p.data_parallel_size != replicas:
+        yield Problem(
+            "--data-parallel-size",
+            p.data_parallel_size,
+            f"must be world size {world_size} / ({shown}) = {replicas}",
+            f"remove it, or start {p.data_parallel_size * model} ranks",
+        )
+
+
+def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """The sequence length must be divisible for context and sequence parallelism together."""
+    p, s = c.parallel, c.model.seq_length
+    cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
+    if cp < 1 or tp < 1:
+        return
+    divisor = sequence_divisor(cp, tp, p.sequence_parallel)
+    if divides(divisor, s):
+        return
+    if cp == 1:
+        rule = f"must be a multiple of --tensor-model-parallel-size {tp} under --sequence-parallel"
+    elif not p.sequence_parallel:
+        rule = f"must be a multiple of 2 * --context-parallel-size {cp} = {divisor}"
+    else:
+        rule = (
+            f"must be a multiple of 2 * --context-parallel-size {cp} and, under --sequence-parallel, "
+            f"of --context-parallel-size {cp} * --tensor-model-parallel-size {tp}: of {divisor}"
+        )
+    yield Problem("--seq-length", s, rule, multiples(s, divisor))
+
+
+def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """With a2a, the context ranks share the heads of a tensor-parallel rank."""
+    m, p = c.model, c.parallel
+    cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
+    if p.cp_comm_type != "a2a" or cp <= 1 or tp < 1:
+        return
+    rule = f"must be a multiple of --tensor-model-parallel-size {tp} * --context-parallel-size {cp} = {tp * cp} for a2a"
+    flags = [("--num-attention-heads", m.num_attention_heads)]
+    if m.group_query_attention:
+        flags.append(("--num-query-groups", m.num_query_groups or 0))
+    flags += [(flag, value) for flag, value in window_heads(c).items() if value is not None]
+    for flag, value in flags:
+        if not divides(tp * cp, value):
+            yield Problem(flag, value, rule, f"{multiples(value, tp * cp)}, or use --cp-comm-type p2p or all_gather")
+
+
+def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    p, o = c.parallel, c.optimizer
+    chosen = [f"--{name}" for name in ("fp16", "bf16", "fp32", "fp64") if getattr(p, name)]
+    if len(chosen) > 1:
+        yield Problem.exclusive(chosen[0], None, " and ".join(chosen[1:]))
+    if o.min_loss_scale > o.initial_loss_scale:
+        rule = f"must be at most --initial-loss-scale {o.initial_loss_scale:g}"
+        yield Problem("--min-loss-scale", o.min_loss_scale, rule, f"nearest: {o.initial_loss_scale:g}")
+    if p.cpu and p.distributed_backend == "nccl":
+        yield Problem("--distributed-backend", "nccl", "cannot be combined with --cpu", "use gloo, or remove --cpu")
+
+
+def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
+    """A rank's tokens that a replicated layer projects to latents, of attention or of experts, must be aligned."""
+    m, p = c.model, c.parallel
+    tp = p.tensor_model_parallel_size
+    name = linear_format(p)
+    if name is not None and p.sequence_parallel and tp > 1 and p.context_parallel_size > 0:
+        alignment, under = LINEAR_FORMATS.facts(name).alignment(p, tp)
+        tokens = m.seq_length // p.context_parallel_size // tp * c.training.micro_batch_size
+        if tokens % alignment:
+            each = (
+                f"gives a rank {tokens} tokens of a micro-batch to project to latents, which must be a multiple of "
+                f"{alignment} under {under}"
+            )
+            near = multiples(m.seq_length, alignment * p.context_parallel_size * tp)
+            yield Problem("--seq-length", m.seq_length, each, f"{near}, or another --micro-batch-size")
