@@ -8,7 +8,9 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.extensions.post_validation.flags import PostValidationFlags
 from megatron.extensions.post_validation.rules import WAIT_FOR_RANK_0
+from megatron.training.config.flags import config_of_sections
 from tests.extensions import installed
 from tests.pure.test_pipeline_rules import problems
 
@@ -41,3 +43,15 @@ def test_schedules_that_wait_for_rank_0_are_those_that_the_simulator_finds(sched
     time, _ = post_validated(pipeline_lists(schedule, p, m, chunks, validates=True))
     saved = simulate(build_schedule(schedule, p, m, chunks), StageCosts()).makespan - time
     assert (saved == pytest.approx(0)) == (schedule in WAIT_FOR_RANK_0)
+
+
+def test_without_a_pipeline_it_is_turned_off() -> None:
+    (notice,) = problems("--optimizer-post-validation --fp8-param-gather --fp8-format hybrid --bf16", 1)
+    assert notice.startswith(
+        "--optimizer-post-validation: has no effect without --pipeline-model-parallel-size above 1"
+    )
+
+
+def test_configurations_saved_in_the_section_of_the_optimizer_are_read() -> None:
+    config = config_of_sections({"optimizer": {"optimizer_post_validation": True}})
+    assert config.options(PostValidationFlags).optimizer_post_validation
