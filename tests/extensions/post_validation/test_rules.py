@@ -10,9 +10,11 @@ from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.extensions.post_validation.flags import PostValidationFlags
 from megatron.extensions.post_validation.rules import WAIT_FOR_RANK_0
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
+from megatron.training.config.validation import findings, resolve
 from tests.extensions import installed
-from tests.pure.test_pipeline_rules import problems
+from tests.pure.test_pipeline_rules import BASE, problems
 
 AHEAD = "--optimizer-post-validation --pp 4 --log-interval 10"
 
@@ -46,10 +48,10 @@ def test_schedules_that_wait_for_rank_0_are_those_that_the_simulator_finds(sched
 
 
 def test_without_a_pipeline_it_is_turned_off() -> None:
-    (notice,) = problems("--optimizer-post-validation --fp8-param-gather --fp8-format hybrid --bf16", 1)
-    assert notice.startswith(
-        "--optimizer-post-validation: has no effect without --pipeline-model-parallel-size above 1"
-    )
+    given = parse_args([*BASE.split(), "--optimizer-post-validation", "--use-precision-aware-optimizer"])
+    (notice,) = findings(given, 1)
+    assert notice.harmless and "has no effect without --pipeline-model-parallel-size above 1" in str(notice)
+    assert not resolve(given, 1).options(PostValidationFlags).optimizer_post_validation
 
 
 def test_configurations_saved_in_the_section_of_the_optimizer_are_read() -> None:
