@@ -10,13 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import _symmetric_memory
-
-from megatron.core.collectives import all_gather
-from megatron.core.init import initialize_parameters_
-from megatron.core.parallel_state import initialize_model_parallel
-from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.comm_overlap import (
     OVERLAPS,
     OverlappedColumnParallelLinear,
@@ -24,6 +17,13 @@ from megatron.core.tensor_parallel.comm_overlap import (
     column_parallel,
     row_parallel,
 )
+from torch import Tensor
+from torch.distributed import _symmetric_memory
+
+from megatron.core.collectives import all_gather
+from megatron.core.init import initialize_parameters_
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
