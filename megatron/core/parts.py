@@ -335,6 +335,17 @@ UPDATE_HOOKS: Registry[Any, WhenFacts] = Registry("hook of updates", WhenFacts, 
 on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
 
 
+UPDATES_AHEAD: Registry[Any, WhenFacts] = Registry("update ahead", WhenFacts, "optimizer", attributes=("validate",))
+"""`build(optimizer)`: what updates before the gradient norm is known, and rolls back if it must; none of the trunk's.
+See `megatron.core.optimizer.distrib_optimizer.UpdateAhead`. `when` is of the OptimizerConfig. Lists of the pipeline
+then have VALIDATE, where ranks learn whether the update stands."""
+
+
+def update_ahead(config: Any) -> str | None:
+    """The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""
+    return next((name for name in UPDATES_AHEAD if UPDATES_AHEAD.facts(name).when(config)), None)
+
+
 @dataclass(frozen=True)
 class StoreFacts:
     layers: Callable[[Any], int]

@@ -62,7 +62,7 @@ def _own_findings(config: RunConfig, world_size: int, vocab_size: int | None) ->
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
-        problems += [p for p in section.problems(resolved, world_size) if p.flag not in flagged]
+        problems += [p for p in section.problems(config, resolved, world_size) if p.flag not in flagged]
         options: Any = resolved.options(section.cls)
         if hasattr(options, "validate"):
             problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]
@@ -89,11 +89,6 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, Any, Problem]]:
         for condition in flag.spec.off_without if value_of(c, flag) != flag.default else ():
             if not holds(c, condition):
                 yield flag.field, flag.default, Problem.no_effect(flag.name, None, condition.parts[0])
-    pp, switch = c.parallel.pipeline_model_parallel_size, "--optimizer-post-validation"
-    if c.optimizer.optimizer_post_validation and pp > 1 and c.logging.log_interval == 1:
-        rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
-        off = Problem(switch, None, rule, "raise --log-interval, or remove it", harmless=True)
-        yield "optimizer_post_validation", False, off
     if c.model.num_experts is None or single_expert:
         for field, default in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None)):
             value = getattr(c.parallel, field)
