@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from megatron.core.dist_checkpointing.storage import gather
-from megatron.training.checks.check_replicas import check_replicas
+from megatron.core.collectives import gather_objects
 from megatron.training.config.run_config import TrainingConfig
 from megatron.training.evaluation import evaluate
 from megatron.training.hooks import Callback, Task
@@ -32,7 +31,7 @@ def start_run(run: TrainingRun, resources: ExitStack) -> None:
     """Says what starts, opens the logs, and builds the tasks. The first step may wait as long as start-up."""
     watchdog, parallel = run.runtime.watchdog, run.config.parallel
     watchdog.status.executor = run.pipeline.executor
-    watchdog.begin("opening the logs")
+    watchdog.doing("opening the logs")
     say_what_starts(run)
     log = RunLog(run, resources)
     run.saver.prepare()
@@ -63,6 +62,8 @@ def _after_each_step(run: TrainingRun) -> Iterator[Task]:
     watches = any(type(callback).on_step_end is not Callback.on_step_end for callback in run.callbacks)
     yield Task("callbacks", 1, partial(_step_end, run), counts=True, reads_result=watches)
     give_back = partial(give_back_memory, run.runtime.device)
+    over = partial(run.plan.is_over, run)
+    yield Task("next phase", None, partial(run.plan.enter, run), also=over, counts=True, before_step=True)
     yield Task("free memory", GIVE_BACK_INTERVAL, give_back, counts=True, reads_result=False)
 
 
@@ -92,12 +93,10 @@ def _report(run: TrainingRun, log: RunLog) -> None:
 
 
 def _evaluation(run: TrainingRun, log: RunLog) -> Iterator[Task]:
-    training = run.config.training
-    check = partial(check_replicas, run.stages.values(), run.optimizer, run.runtime.state)
-    yield Task("check of replicas", training.check_replicas, check)
     if run.data.valid:
+        interval = run.config.training.eval_interval
         validate = partial(evaluate, run, "valid", run.data.valid, log)
-        yield Task("validation", training.eval_interval, validate, at_end=True, may_stop=True, evaluates=True)
+        yield Task("validation", interval, validate, at_end=True, may_stop=True, evaluates=True)
 
 
 def _test(run: TrainingRun, log: RunLog) -> Iterator[Task]:
@@ -145,7 +144,7 @@ def end_callbacks(run: TrainingRun) -> str:
             rank = run.runtime.launch.name(socket.gethostname())
             line = f"callback {type(callback).__name__} raised in on_end on {rank}: {type(error).__name__}: {error}"
             raised.append((line, traceback.format_exc()))
-    found = [each for rank in gather(raised, run.runtime.state.world) for each in rank]
+    found = [each for rank in gather_objects(raised, run.runtime.state.world) for each in rank]
     for line, trace in found:
         run.say(f"{trace}the run has ended and is saved, but {line}")
     return found[0][0] if found else ""

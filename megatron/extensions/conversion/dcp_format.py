@@ -21,8 +21,16 @@ from megatron.core.models.gpt.parameters import extension_parts, model_states, p
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.conversion.formats import Format, Options, Source, Target, TrainingState, Written
-from megatron.extensions.conversion.tokenizer_files import side_files_of, tokenizer_config
+from megatron.extensions.conversion.formats import (
+    Format,
+    Options,
+    Source,
+    Target,
+    TrainingState,
+    Written,
+    side_files_of,
+    tokenizer_config,
+)
 from megatron.training.checkpointing import FORMAT_VERSION, saved_config, saved_progress
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section

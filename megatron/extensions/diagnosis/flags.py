@@ -33,6 +33,9 @@ class DiagnosisConfig:
     """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
     the last 10 records while others' does not; 0: never."""
 
+    check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
+    """Iterations between bitwise comparisons of replicated parameters and optimizer state; stop if any differ."""
+
     log_straggler: bool = flag(
         False, excludes="--cuda-graph-impl local: forward and backward pass cannot be timed separately"
     )
@@ -97,6 +100,7 @@ CALLBACKS.register(
     "profiler", f"{__package__}.profiler:Profiler", when=_when(lambda o: o.profile or o.record_memory_history)
 )
 CALLBACKS.register("tracer", f"{__package__}.trace.tracer:Tracer", when=_when(lambda o: o.trace))
+CALLBACKS.register("replicas", f"{__package__}.check_replicas:ReplicaCheck", when=_when(lambda o: o.check_replicas))
 CALLBACKS.register("stragglers", f"{__package__}.straggler:Stragglers", when=_when(lambda o: o.log_straggler))
 CALLBACKS.register(
     "layer statistics", f"{__package__}.layer_stats.statistics:LayerStats", when=_when(lambda o: o.log_layer_stats)

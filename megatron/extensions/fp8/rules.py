@@ -63,9 +63,6 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
     if c.ddp.shards_gradients:
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
         yield Problem.exclusive(flag, None, strategy, "units are gathered in the parameters' format")
-    if c.optimizer.optimizer_post_validation:
-        why = "a roll-back gathers parameters in their own format"
-        yield Problem.exclusive("--optimizer-post-validation", None, flag, why)
     if own.fp8_format is None:
         yield Problem.no_effect(flag, None, "--fp8-format")
     elif not c.optimizer.use_distributed_optimizer:

@@ -84,9 +84,6 @@ class TrainingConfig:
     eval_global_batch_size: int | None = None
     """Samples in one step of an evaluation; default: global-batch-size."""
 
-    check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
-    """Iterations between bitwise comparisons of replicated parameters and optimizer state; stop if any differ."""
-
     manual_gc: bool = False
     """Collect Python's garbage between steps only, at the same steps on all ranks, instead of at thresholds."""
 

@@ -54,7 +54,7 @@ def _own_findings(config: RunConfig, world_size: int, vocab_size: int | None) ->
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
-        problems += [p for p in section.problems(resolved, world_size) if p.flag not in flagged]
+        problems += [p for p in section.problems(config, resolved, world_size) if p.flag not in flagged]
         options: Any = resolved.options(section.cls)
         if hasattr(options, "validate"):
             problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]
@@ -81,13 +81,6 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, str, Any, Problem]]:
         if getattr(p, field):
             flag, needed = "--" + field.replace("_", "-"), "--tensor-model-parallel-size above 1"
             yield "parallel", field, False, Problem.no_effect(flag, None, needed)
-    if c.optimizer.optimizer_post_validation:
-        switch, where = "--optimizer-post-validation", ("optimizer", "optimizer_post_validation")
-        if p.pipeline_model_parallel_size == 1:
-            yield *where, False, Problem.no_effect(switch, None, "--pipeline-model-parallel-size above 1")
-        elif c.logging.log_interval == 1:
-            rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
-            yield *where, False, Problem(switch, None, rule, "raise --log-interval, or remove it", harmless=True)
     if c.model.num_experts is None or single_expert:
         for field, off in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None)):
             value = getattr(p, field)

@@ -169,7 +169,7 @@ def test_the_peak_is_that_of_the_precision_of_products() -> None:
 def test_a_step_validated_later_has_the_bubble_of_each_rank_alone() -> None:
     layout, costs = PipelineLayout(4), StageCosts(0.5, 0.5, 0.5)
     waits = Schedule("zb-h2", layout).times(costs, 24)
-    ahead = Schedule("zb-h2", layout, post_validation=True).times(costs, 24)
+    ahead = Schedule("zb-h2", layout, validates=True).times(costs, 24)
     assert max(waits.ends) == pytest.approx(37.5)
     assert ahead.ends == pytest.approx((36.0,) * 4)
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.collectives import all_reduce_
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import all_reduce_, gather_objects
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
 from megatron.core.parallel_state import ParallelState
@@ -33,9 +32,8 @@ from megatron.extensions.diagnosis.layer_stats.activation_taps import (
     ActivationTaps,
     Key,
 )
-from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms
+from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms, LayerRecord, Parameter
 from megatron.extensions.diagnosis.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
-from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Parameter
 from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Meter, StepView
@@ -60,7 +58,7 @@ class _Rows:
         own = _parameters(stages), list(taps.sums), list(taps.maxima), list(taps.balances)
         parameters: dict[str, Parameter] = {}
         sums, maxima, routers = set[Key](), set[Key](), set[int]()
-        for of_rank in gather(own, state.world):
+        for of_rank in gather_objects(own, state.world):
             parameters |= of_rank[0]
             sums.update(of_rank[1])
             maxima.update(of_rank[2])

@@ -1,4 +1,4 @@
-"""Do ranks that should hold the same values hold the same bits?
+"""Compares the copies of parameters and optimizer state on all ranks bit by bit (--check-replicas).
 
 Parameters and optimizer state are replicated along the axes of the mesh that do not cut them. Each rank hashes its
 copies on the device, and the smallest and largest hash along an axis tell whether all are equal: two small
@@ -8,18 +8,21 @@ differs, where, and with which values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_reduce_
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import all_reduce_, gather_objects
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.extensions.diagnosis.flags import DiagnosisConfig
+from megatron.training.hooks import Callback, Log, Task
+from megatron.training.run import TrainingRun
 
 # Multipliers of the hash: consecutive multiples of an odd number near 2^64 / golden ratio, made odd.
 _GOLDEN = -7046029254386353131
@@ -28,6 +31,14 @@ _CHUNK = 1 << 22
 
 class ReplicaError(RuntimeError):
     """Ranks that should hold equal values do not."""
+
+
+class ReplicaCheck(Callback):
+    """Compares all replicas every --check-replicas iterations. A difference ends the run."""
+
+    def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
+        check = partial(check_replicas, run.stages.values(), run.optimizer, run.runtime.state)
+        return (Task("check of replicas", self.config.options(DiagnosisConfig).check_replicas, check),)
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
         if different is not None and message is None:
             replica = replicas[along[different]]
             message = _describe(replace(replica, values=replica.values.to(device)), name, state)
-    if messages := [found for found in gather(message, state.world) if found is not None]:
+    if messages := [found for found in gather_objects(message, state.world) if found is not None]:
         raise ReplicaError(messages[0])
     return len(replicas)
 

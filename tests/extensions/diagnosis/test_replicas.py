@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.training.checks.check_replicas import ReplicaError, bit_hash, check_replicas
+from megatron.extensions.diagnosis.check_replicas import ReplicaError, bit_hash, check_replicas
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.run import TrainingRun
