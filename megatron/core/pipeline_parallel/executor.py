@@ -73,13 +73,6 @@ class PipelineExecutor:
         self.validate: Callable[[], bool] = _nothing_to_validate
         """What VALIDATE calls: returns whether parameters have changed, the same on all ranks."""
         self._in_turns = False
-        self.compute_forward = self._compute_forward
-        """(action, hidden) -> (detached output, its place in the autograd graph), without messages: what a rehearsal
-        replaces, as the other two."""
-        self.compute_backward = self._compute_backward
-        """(action, hidden, place of the output in the graph, its gradient) -> gradient of `hidden`, if there is one."""
-        self.compute_weights = self._compute_weights
-        """Runs the queued weight gradients of an action W."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -181,7 +174,7 @@ class PipelineExecutor:
         hidden = None if stage == 0 else self._take(Action(Kind.RECV_F, stage, microbatch))
         if hidden is not None and self._training:
             hidden.requires_grad_()
-        output, edge = self.compute_forward(action, hidden)
+        output, edge = self._compute_forward(action, hidden)
         if self._training:
             self._saved[stage, microbatch] = (hidden, edge)
         is_last = stage == self.layout.num_stages - 1
@@ -211,17 +204,11 @@ class PipelineExecutor:
         hidden, edge = self._saved.pop((stage, microbatch))
         if edge is None:
             return
-        grad = self.compute_backward(action, hidden, edge, grad_output)
-        if grad is not None:
-            self._outbox[Action(Kind.SEND_B, stage, microbatch)] = grad
-
-    def _compute_backward(
-        self, action: Action, hidden: Tensor | None, edge: GradientEdge, grad_output: Tensor
-    ) -> Tensor | None:
         with self._clock("backward"):
             torch.autograd.backward([edge], [grad_output])
-        assert hidden is None or hidden.grad is not None, f"stage {action.stage} does not use its input"
-        return None if hidden is None else hidden.grad
+        if hidden is not None:
+            assert hidden.grad is not None, f"stage {stage} does not use its input"
+            self._outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
 
     def _input_backward(self, action: Action) -> None:
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
@@ -231,10 +218,6 @@ class PipelineExecutor:
 
     def _weight_backward(self, action: Action) -> None:
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
-        self.compute_weights(action)
-
-    def _compute_weights(self, action: Action) -> None:
-        assert self.queue is not None
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.planner.rehearsal import fake_rank
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
 from megatron.extensions.planner.rehearsal.fake_rank import (
     Lost,
     Rehearsal,
     forked,
-    may_repeat,
     rehearsal_of,
     rehearse_rank,
 )
 from megatron.extensions.planner.rehearsal.matching import coverage_problems, mismatches
 from megatron.extensions.planner.rehearsal.record import Box, Collective, RankRecord
-from megatron.extensions.planner.rehearsal.repeats import Unlike
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.batch_size import microbatches_of
 from megatron.training.config.run_config import RunConfig
@@ -58,12 +54,9 @@ def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
     return log.collectives
 
 
-def all_ranks(rehearsal: Rehearsal) -> tuple[list[RankRecord], list[RankRecord]]:
-    """The first and the last rank with micro-batches repeated too; in one process, which keeps what torch has learnt of
-    fake tensors."""
-    repeat = may_repeat(rehearsal)
-    repeated = [rehearse_rank(rehearsal, rank, repeat) for rank in (0, 3) if repeat]
-    return [rehearse_rank(rehearsal, rank) for rank in range(4)], repeated
+def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
+    """In one process, which keeps what torch has learnt of fake tensors."""
+    return [rehearse_rank(rehearsal, rank) for rank in range(4)]
 
 
 def bare(collective: Collective) -> Collective:
@@ -75,33 +68,15 @@ def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
     config = resolve_legal(parse_args([*COMMON.split(), *flags.split()]), 4)
     dims = ParallelDims.from_config(config.parallel, 4)
     rehearsal = rehearsal_of(config, 4, microbatches_of(config, dims), whole=True)
-    (found,) = forked([partial(all_ranks, rehearsal)], workers=1)
-    assert not isinstance(found, Lost)
-    records, repeated = found
+    (records,) = forked([partial(all_ranks, rehearsal)], workers=1)
+    assert not isinstance(records, Lost)
     assert [record.failure for record in records] == [None] * 4
     assert not mismatches(records) and not coverage_problems(records, every_rank=True)
     assert all(record.boxes for record in records if record.rank == 0)
-    for record in repeated:
-        assert record.repeated and record == replace(
-            records[record.rank], repeated=record.repeated, seconds=record.seconds
-        )
     for record, real in zip(records, run_world(4, recorded, config), strict=True):
         step = [bare(each) for each in record.collectives]
         assert step == [bare(each) for each in real]
         assert step
-
-
-def test_a_rank_whose_micro_batches_turn_out_to_differ_is_rehearsed_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rehearse(rehearsal: Rehearsal, rank: int, repeat: bool) -> RankRecord:
-        if repeat and rank:
-            raise Unlike
-        return RankRecord(rank, {}, repeated=int(repeat))
-
-    monkeypatch.setattr(fake_rank, "rehearse_rank", rehearse)
-    monkeypatch.setattr(fake_rank, "may_repeat", lambda rehearsal: True)
-    config = resolve_legal(parse_args([*COMMON.split(), "--global-batch-size", "2"]), 2)
-    found = list(fake_rank.rehearse_ranks(Rehearsal(config, 2, 1), [0, 1], workers=1))
-    assert found == [RankRecord(0, {}, repeated=1), RankRecord(1, {})]
 
 
 def test_elements_that_two_ranks_write_or_none_does_are_found() -> None:

@@ -37,7 +37,6 @@ from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, places_of
 from megatron.extensions.planner.rehearsal.rank_mode import RankMode
 from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecord, coords_of
-from megatron.extensions.planner.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Parts
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
@@ -282,17 +281,16 @@ def _device(config: RunConfig, live: LiveMemory) -> Iterator[None]:
         yield
 
 
-def rehearse_rank(rehearsal: Rehearsal, rank: int, repeat: bool = False) -> RankRecord:
+def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord:
     """The record of one rank. What the program raises is in it as a `Failure`. Call it in a process of its own: parts
-    of the library and of extensions may keep state. With `repeat` micro-batches in the middle are not run if those that
-    are run are alike; raises Unlike where that is found too late."""
+    of the library and of extensions may keep state."""
     began = time.process_time()
     phases = _Phases()
     log = CollectiveLog(phases)
     record, mode = RankRecord(rank, coords_of(rank, rehearsal.dims)), RankMode(log, rehearsal.device_memory)
     try:
         with redirect_stdout(io.StringIO()), ExitStack() as stack:
-            _run(rehearsal, rank, record, mode, phases, repeat, stack)
+            _run(rehearsal, record, mode, phases, stack)
     except MemoryError:
         raise  # of this machine
     except (Exception, SystemExit) as error:
@@ -306,16 +304,8 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int, repeat: bool = False) -> Rank
     return record
 
 
-def _run(
-    rehearsal: Rehearsal,
-    rank: int,
-    record: RankRecord,
-    mode: RankMode,
-    phases: _Phases,
-    repeat: bool,
-    stack: ExitStack,
-) -> TrainingRun:
-    config, size = rehearsal.config, rehearsal.world_size
+def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phases, stack: ExitStack) -> None:
+    config, rank, size = rehearsal.config, record.rank, rehearsal.world_size
     set_determinism(config)
     state = ParallelState()
     if size > 1:
@@ -334,11 +324,7 @@ def _run(
     record.built = mode.now
     phases.begin("step")
     phases.watch(run)
-    repeats = RepeatedMicrobatches(mode, run.pipeline.executor, rehearsal.rehearsed) if repeat else None
     train_step(run)
-    if repeats is not None:
-        repeats.finish()
-        record.repeated = repeats.repeated
     phases.begin("checkpoint")
     tensors, _ = run.saver.checkpointer.contents(run.progress)
     record.boxes = [
@@ -347,7 +333,6 @@ def _run(
         if tensor.writes
         for offset, data in dict(reversed(tensor.boxes)).items()
     ]
-    return run
 
 
 class LostRank(NamedTuple):
@@ -357,47 +342,14 @@ class LostRank(NamedTuple):
     how: str
 
 
-def may_repeat(rehearsal: Rehearsal) -> bool:
-    """Whether micro-batches in the middle of the step need not be run. All are if something of a user's own may count
-    its calls, and where what one micro-batch does is not ended before the next one begins."""
-    config, parallel = rehearsal.config, rehearsal.config.parallel
-    model = config.model
-    summed = bool(model.num_experts and model.moe_running_loss_coeff)  # loads of all samples so far
-    mixed = config.ddp.shards_gradients or parallel.offloaded_layers or _in_turns(config) or summed
-    return rehearsal.rehearsed > 2 + len(COMPARED) and not (mixed or config.extensions.extension)
-
-
 def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord | LostRank]:
     """The records of ranks as they come, each from a forked process, `workers` at a time."""
-    repeat, unlike = may_repeat(rehearsal), list[int]()
-    for job, found in _in_forks([partial(_record, rehearsal, rank, repeat) for rank in ranks], workers):
-        if found is None:
-            unlike.append(ranks[job])
-        else:
-            yield found if isinstance(found, RankRecord) else LostRank(ranks[job], found)
-    for job, found in _in_forks([partial(_record, rehearsal, rank, False) for rank in unlike], workers):
-        assert found is not None
-        yield found if isinstance(found, RankRecord) else LostRank(unlike[job], found)
+    for found in forked([partial(_record, rehearsal, rank) for rank in ranks], workers):
+        yield LostRank(ranks[found.job], found.how) if isinstance(found, Lost) else found
 
 
-Found = RankRecord | str | None
-"""A record, how a process ended without one, or None if micro-batches were found to differ after some were repeated."""
-
-
-def _in_forks(jobs: Sequence[Callable[[], Found]], workers: int) -> Iterator[tuple[int, Found]]:
-    numbered = [partial(_numbered, number, job) for number, job in enumerate(jobs)]
-    for found in forked(numbered, workers):
-        yield (found.job, found.how) if isinstance(found, Lost) else found
-
-
-def _numbered(number: int, job: Callable[[], Found]) -> tuple[int, Found]:
-    return number, job()
-
-
-def _record(rehearsal: Rehearsal, rank: int, repeat: bool) -> Found:
+def _record(rehearsal: Rehearsal, rank: int) -> RankRecord | LostRank:
     try:
-        return rehearse_rank(rehearsal, rank, repeat)
-    except Unlike:
-        return None
+        return rehearse_rank(rehearsal, rank)
     except MemoryError:
-        return "MemoryError"
+        return LostRank(rank, "MemoryError")

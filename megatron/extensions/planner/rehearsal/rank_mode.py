@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,19 +20,6 @@ NAMED_BYTES = 2**20
 HOLDERS = 8
 
 
-class MemoryWatcher(Protocol):
-    """Sees what becomes of storages, by their keys in `RankMode.sizes`."""
-
-    def made(self, key: int, size: int, site: str) -> None: ...
-
-    def gone(self, key: int) -> None: ...
-
-    def resized(self) -> None: ...
-
-    def noted(self, now: int) -> None:
-        """So many bytes are held at a moment that counts towards the peak."""
-
-
 class RankMode(LiveMemory):
     """Answers collectives at once, records them, and counts memory. Raises OutOfMemoryError above `limit` bytes."""
 
@@ -41,7 +28,6 @@ class RankMode(LiveMemory):
         self.log, self.limit, self.peak_phase = log, limit, ""
         self.sites: dict[int, str] = {}
         self.host = 0
-        self.watcher: MemoryWatcher | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,37 +38,17 @@ class RankMode(LiveMemory):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _made(self, key: int, size: int) -> None:
-        site = ""
         if size >= NAMED_BYTES:
-            self.sites[key] = site = call_site()
-        if self.watcher is not None:
-            self.watcher.made(key, size, site)
+            self.sites[key] = call_site()
         super()._made(key, size)
 
-    def _gone(self, key: int) -> None:
-        if self.watcher is not None and key in self.sizes:
-            self.watcher.gone(key)
-        super()._gone(key)
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if self.watcher is not None:
-            self.watcher.resized()
-        super()._resized(storage)
-
     def _note_peak(self) -> None:
-        if self._inside:
+        """Raises OutOfMemoryError above the limit."""
+        if self._inside or self.now <= self.peak:
             return
-        if self.watcher is not None:
-            self.watcher.noted(self.now)
-        self.reach(self.now)
-
-    def reach(self, level: int) -> None:
-        """Notes that so many bytes are held. Raises OutOfMemoryError above the limit."""
-        if level <= self.peak:
-            return
-        self.peak, self.peak_phase = level, self.log.phase()[0]
-        if self.limit is not None and level > self.limit:
-            raise torch.OutOfMemoryError(f"{level:,} bytes are needed, and the device has {self.limit:,}")
+        self.peak, self.peak_phase = self.now, self.log.phase()[0]
+        if self.limit is not None and self.now > self.limit:
+            raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, and the device has {self.limit:,}")
 
     def holders(self) -> tuple[Holder, ...]:
         """The places that hold most now."""

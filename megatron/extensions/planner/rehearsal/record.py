@@ -147,9 +147,6 @@ class RankRecord:
     boxes: list[Box] = field(default_factory=list)
     """What it writes of a checkpoint."""
 
-    repeated: int = 0
-    """Forward and backward passes that were counted as those of other micro-batches were, and not run."""
-
     failure: Failure | None = None
     seconds: float = 0.0
     """Processor time of the rehearsal."""
