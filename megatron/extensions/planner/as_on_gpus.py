@@ -7,7 +7,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -197,19 +197,18 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: 
     if plans_fused_dropout(model, parallel):
         kernel = lambda backend, *settings: PlannedDropoutKernel(*settings)  # noqa: E731
         stand_ins.append((core_attention, "dropout_kernel", kernel))
-    with ExitStack() as stack:
-        for owner, name, stand_in in stand_ins:
-            stack.enter_context(replaced(owner, name, stand_in))
-        stack.enter_context(_KernelsOfGPUs(device))
+    with replaced(*stand_ins), _KernelsOfGPUs(device):
         yield
 
 
 @contextmanager
-def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    """`stand_in` is an owner's attribute meanwhile."""
-    before = vars(owner)[name]
-    setattr(owner, name, stand_in)
+def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
+    """(owner, name, stand-in): each is its owner's attribute of that name meanwhile."""
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in stand_ins]
     try:
+        for owner, name, stand_in in stand_ins:
+            setattr(owner, name, stand_in)
         yield
     finally:
-        setattr(owner, name, before)
+        for owner, name, value in before:
+            setattr(owner, name, value)

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.recompute import Segment
 from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.planner.as_on_gpus import as_on_gpus
+from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.training.config.flags import named_value, with_named
 from megatron.training.config.run_config import RunConfig
@@ -63,17 +63,19 @@ def _answer(method: str) -> Callable[..., dist.Work]:
     return done
 
 
-for _name in (
-    "allreduce",
-    "all_gather_single",
-    "_allgather_base",
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
-    "all_to_all_single",
-    "alltoall_base",
-    "send",
-    "recv",
-):
+COLLECTIVES = {
+    "allreduce": ("all_reduce", 0),
+    "all_gather_single": ("all_gather", 0),
+    "_allgather_base": ("all_gather", 0),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "send": ("send", 0),
+}
+"""Method of a process group -> its kind, and the argument with the whole operand. A `recv` moves what a send does."""
+
+for _name in (*COLLECTIVES, "recv"):
     setattr(FakeGroup, _name, _answer(_name))
 
 
@@ -295,8 +297,7 @@ def _drop_grad(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-@contextmanager
-def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
+def regions_as_kernels(live: Callable[[], LiveMemory]) -> AbstractContextManager[None]:
     """Compiled regions run as they are written, since no compiler takes fake tensors; what comes and goes in one is not
     counted by the present `live`."""
 
@@ -308,11 +309,7 @@ def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
 
         return run
 
-    compiled, compiled_regions._compiled = compiled_regions._compiled, as_kernel  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        compiled_regions._compiled = compiled
+    return replaced((compiled_regions, "_compiled", as_kernel))
 
 
 @contextmanager

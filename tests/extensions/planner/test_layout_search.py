@@ -195,7 +195,6 @@ def test_where_nothing_fits_nothing_is_timed(tried: Tried) -> None:
 
 
 def test_a_search_that_may_end_early_finds_layouts_that_fit(tried: Tried) -> None:
-    """Also where it passes over what is not likely to fit."""
     sizes = sorted(found.fullest.total for found in tried.every)
     for share in (0.02, 0.1, 0.4):
         limit = sizes[int(share * len(sizes))]

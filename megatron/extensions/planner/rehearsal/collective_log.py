@@ -11,7 +11,7 @@ import sysconfig
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.extensions.planner.as_on_gpus import replaced
 from megatron.extensions.planner.rehearsal.record import Collective, Group, Splits
 
 LIBRARY = Path(__file__).resolve().parents[3]
@@ -150,8 +150,7 @@ class CollectiveLog:
         self.add(op, group, **fields)
         return func.namespace == "c10d"
 
-    @contextmanager
-    def objects(self, answer: bool) -> Iterator[None]:
+    def objects(self, answer: bool) -> AbstractContextManager[None]:
         """Records collectives of Python objects too. With `answer` nothing is sent: each rank's value is this one's."""
         real = {name: getattr(dist, name) for name in OBJECTS}
 
@@ -172,25 +171,7 @@ class CollectiveLog:
 
             return call
 
-        for name in OBJECTS:
-            setattr(dist, name, recorded(name))
-        try:
-            yield
-        finally:
-            for name, function in real.items():
-                setattr(dist, name, function)
-
-
-class LoggedWorld(TorchDispatchMode):
-    """Records the collectives of a rank of a real world."""
-
-    def __init__(self, log: CollectiveLog) -> None:
-        super().__init__()
-        self.log = log
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.log.record(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return replaced(*((dist, name, recorded(name)) for name in OBJECTS))
 
 
 def done(func: Any, args: Any) -> Any:

@@ -31,7 +31,7 @@ from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.planner.as_on_gpus import as_on_gpus
+from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
 from megatron.extensions.planner.fake_stage import regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, places_of
@@ -254,16 +254,6 @@ class _Phases:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """The rank does itself what the first rank does for all."""
-    asked, storage.runs_for_all = storage.runs_for_all, lambda world: True
-    try:
-        yield
-    finally:
-        storage.runs_for_all = asked
-
-
-@contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """torch.distributed with a default group of fake ranks, of which this process is one."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -317,7 +307,8 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
     runtime = Runtime(launch, torch.device("cpu"), state, StartupPhases(phases.begin))
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     stack.enter_context(mode)
-    for context in (_alone(), mode.log.objects(answer=True), mode.host_pools(), _device(config, mode)):
+    alone = replaced((storage, "runs_for_all", lambda world: True))  # it does itself what the first rank does for all
+    for context in (alone, mode.log.objects(answer=True), mode.host_pools(), _device(config, mode)):
         stack.enter_context(context)
     run = build_run(config, runtime, WithoutInputs())
     stack.callback(run.data.close)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.host_to_device import HostPool
+from megatron.extensions.planner.as_on_gpus import replaced
 from megatron.extensions.planner.fake_stage import ANSWERS
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, done
@@ -69,9 +70,8 @@ class RankMode(LiveMemory):
             real(pool, False)
             counted.append(self.count_apart(pool))
 
-        HostPool.__init__ = made  # type: ignore[method-assign, assignment]
         try:
-            yield
+            with replaced((HostPool, "__init__", made)):
+                yield
         finally:
-            HostPool.__init__ = real  # type: ignore[method-assign]
             self.host += sum(map(sum, counted))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
@@ -62,7 +62,6 @@ class LayoutCosts:
         """(recomputation, split, stage) -> what a further sample of a micro-batch holds."""
 
         self._known_peaks: dict[Hashable, dict[int, int]] = {}
-        self._excess: dict[Hashable, float] = {}
         self._planned: dict[Hashable, int] = {}
         self._exchanges: dict[Hashable, DataParallel] = {}
         self._stages: dict[PipelineLayout, list[Stage]] = {}
@@ -258,23 +257,7 @@ class LayoutCosts:
 
     def close_memory_bound(self, layout: Layout, config: RunConfig) -> int:
         """The same with the states as they are planned, and whole units beside them where they are sharded."""
-        return self._with_activations(layout, config, lambda rank: 1.0)
-
-    def likely_memory(self, layout: Layout, config: RunConfig) -> int:
-        """Bytes of the fullest rank, if its activations exceed their bound by no less than those of the layouts like it
-        that have been measured."""
-        return self._with_activations(layout, config, lambda rank: self._excess.get(_kind(layout, rank), 1.0))
-
-    def _with_activations(self, layout: Layout, config: RunConfig, excess: Callable[[int], float]) -> int:
-        peaks = self._peaks(layout)
-        return int(max(self._states(layout, config, rank) + excess(rank) * peak for rank, peak in peaks.items()))
-
-    def learn(self, layout: Layout, config: RunConfig, memory: Sequence[RankMemory]) -> None:
-        """Takes note of a layout that has been measured."""
-        for rank, peak in self._peaks(layout).items():
-            if peak:
-                kind, found = _kind(layout, rank), (memory[rank].total - self._states(layout, config, rank)) / peak
-                self._excess[kind] = min(found, self._excess.get(kind, found))
+        return max(self._states(layout, config, rank) + peak for rank, peak in self._peaks(layout).items())
 
     def _states(self, layout: Layout, config: RunConfig, rank: int) -> int:
         """Bytes of states of a pipeline rank, and of the units in flight; micro-batches change none of it."""
@@ -365,13 +348,6 @@ def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
 def _passes(times: StageTimes, in_turns: bool) -> PassTimes:
     hidden = "ep_communication" if in_turns else ""
     return PassTimes(*(part.total - part.get(hidden, 0.0) for part in (times.forward, times.backward, times.weight)))
-
-
-def _kind(layout: Layout, rank: int) -> Hashable:
-    """Equal for ranks whose activations exceed their bound for the same reasons."""
-    family, ends = layout.family, (rank == 0, rank == layout.pipeline.ranks - 1)
-    offloads = layout.saving.offload == "activations"
-    return ends, layout.pipeline.schedule, family.tp, family.cp > 1, family.ep > 1, family.recompute, offloads
 
 
 def _pipeline_of(layout: Layout) -> PipelineLayout:

@@ -25,10 +25,6 @@ MOST_OF_A_SHAPE = 4
 """A search that may end early predicts so many layouts of one `Layout.shape`, those with the lowest bounds."""
 
 
-LIKELY = 0.85
-"""A search that may end early passes over what this share of the likely memory does not fit."""
-
-
 @dataclass(frozen=True)
 class Timed:
     """A legal layout with its predicted step."""
@@ -80,10 +76,6 @@ class Effort:
 
     bounded_closely: int = 0
     """Of those, next in line by their bound on the time: their states were planned."""
-
-    unlikely: int = 0
-    """Passed over by a search that may end early: layouts like them held so much more than their bounds that these
-    would not fit."""
 
     predicted: int = 0
     measured: int = 0
@@ -147,9 +139,6 @@ class LayoutSearch:
     _tried: set[Layout] = field(default_factory=set)
     _too_large: list[tuple[int, tuple[object, ...], Layout]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._may_end_early = self.most_predicted is not None
-
     def best(self, count: int) -> list[Found]:
         """The fastest layouts that fit, the fastest first, one of each `Layout.shape`. Raises ValueError where the
         device file lacks a rate."""
@@ -163,22 +152,18 @@ class LayoutSearch:
 
     def _searched(self, families: Sequence[Candidate[Item]], count: int) -> list[Found]:
         try:
-            for candidate in best_first(families, self._refine):
-                assert isinstance(candidate.item, Found)
-                self._found.setdefault(candidate.item.layout.shape, candidate.item)
-                if len(self._found) == count:
-                    break
+            self._take(families, count)
             self.effort.bound = None if self._passed_over == inf else self._passed_over
         except _EnoughError as enough:
-            self.effort.bound = enough.bound
-            self._take_known(count)
+            # Ends early: the fastest that fit among the predicted layouts and what saves more memory in them.
+            self.effort.bound, self.most_predicted = enough.bound, None
+            known = [Candidate[Item](t.step.seconds, (2, t.layout.order), t) for t in self._predicted]
+            self._take(known, count)
         return list(self._found.values())
 
-    def _take_known(self, count: int) -> None:
-        """Ends early: finds the fastest that fit among the predicted layouts and what saves more memory in them."""
-        self.most_predicted = None
-        known: list[Candidate[Item]] = [Candidate(t.step.seconds, (2, t.layout.order), t) for t in self._predicted]
-        for candidate in best_first(known, self._refine):
+    def _take(self, candidates: Sequence[Candidate[Item]], count: int) -> None:
+        """Adds the best to what is found, until these are `count`."""
+        for candidate in best_first(candidates, self._refine):
             assert isinstance(candidate.item, Found)
             self._found.setdefault(candidate.item.layout.shape, candidate.item)
             if len(self._found) == count:
@@ -245,9 +230,6 @@ class LayoutSearch:
             for saving in self._savings(layout):
                 yield Candidate(bound, (1, saving.order), saving)
             return
-        if self._unlikely(layout, config):
-            yield from self._passed(layout, bound)
-            return
         if self.effort.predicted == self.most_predicted:
             raise _EnoughError(min(bound, self._passed_over))
         self._of_shape[layout.shape] += 1
@@ -308,12 +290,8 @@ class LayoutSearch:
             yield from self._may_fit(layout._replace(saving=saving))
 
     def _measured(self, timed: Timed, seconds: float) -> Iterator[Candidate[Item]]:
-        if self._unlikely(timed.layout, timed.config):
-            yield from self._passed(timed.layout, seconds)
-            return
         self.effort.measured += 1
         found = Found(timed.layout, timed.config, timed.step, tuple(self.costs.memory(timed.config)))
-        self.costs.learn(found.layout, found.config, found.memory)
         host = self.costs.device.host_memory_gib
         if host is not None and found.host > host * 2**30:
             self.effort.beyond_host += 1
@@ -324,17 +302,6 @@ class LayoutSearch:
             self._note_too_large(found.fullest.total, timed.layout)
         for layout in self._savings(timed.layout):
             yield Candidate(seconds, (1, layout.order), layout)
-
-    def _unlikely(self, layout: Layout, config: RunConfig) -> bool:
-        """Whether a search that may end early takes it that a layout does not fit, without measuring it."""
-        return self._may_end_early and LIKELY * self.costs.likely_memory(layout, config) > self.limit
-
-    def _passed(self, layout: Layout, bound: float) -> Iterator[Candidate[Item]]:
-        """What saves more than a layout that is passed over."""
-        self.effort.unlikely += 1
-        self._passed_over = min(self._passed_over, bound)
-        for saving in self._savings(layout):
-            yield Candidate(bound, (1, saving.order), saving)
 
     def _note_too_large(self, size: int, layout: Layout) -> None:
         self._too_large.append((size, layout.order, layout))

@@ -25,7 +25,7 @@ from megatron.core.attention.varlen import Sequences
 from megatron.core.config.layers import Span
 from megatron.extensions.fusions.attention.flash_dropout.bands import band_of
 from megatron.extensions.planner.as_on_gpus import PlannedDropoutKernel
-from megatron.extensions.planner.fake_stage import FakeGroup
+from megatron.extensions.planner.fake_stage import COLLECTIVES, FakeGroup
 from megatron.extensions.planner.time.replay import Attention, Collective, Event, Move, Product, Wait
 
 FREE = frozenset(
@@ -42,18 +42,6 @@ PRODUCTS: dict[str, int] = {
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), 1),
 }
 """Name -> the place of the first factor among the arguments."""
-
-COLLECTIVES = {
-    "allreduce": ("all_reduce", 0),
-    "all_gather_single": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "send": ("send", 0),
-}
-"""Method of a process group -> its kind, and the argument with the whole operand."""
 
 ATTENTION_OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
 

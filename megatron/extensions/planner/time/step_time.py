@@ -8,25 +8,22 @@ is modelled and how close predictions are to published runs.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
-from megatron.core.config.model import TransformerConfig
-from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, update_ahead
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages, whole_model
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.fake_stage import MicroBatch
+from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.memory import RankStates, states_of_rank
 from megatron.extensions.planner.time.data_parallel import DataParallel, Exposed
 from megatron.extensions.planner.time.pipeline import Schedule, message_places
 from megatron.extensions.planner.time.replay import Collective, Network, PassEvents, Placement, Replay, Times, placement
 from megatron.extensions.planner.time.traces import TraceCache
+from megatron.training.config.run_config import RunConfig
 
 SUBJECTS = (
     "matmul",
@@ -47,38 +44,6 @@ SUBJECTS = (
 """What a step's time is spent on. Communication is what is exposed of it, and by what it slows kernels beside it."""
 
 AXES = ("tp", "cp", "ep", "expt_tp")
-
-
-class BatchConfig(Protocol):
-    """The fields of `TrainingConfig` that count here."""
-
-    @property
-    def micro_batch_size(self) -> int: ...
-
-    @property
-    def global_batch_size(self) -> int | None: ...
-
-
-class StepConfig(Protocol):
-    """The sections of a resolved `RunConfig` that determine a step."""
-
-    @property
-    def model(self) -> TransformerConfig: ...
-
-    @property
-    def parallel(self) -> ModelParallelConfig: ...
-
-    @property
-    def ddp(self) -> DDPConfig: ...
-
-    @property
-    def optimizer(self) -> OptimizerConfig: ...
-
-    @property
-    def training(self) -> BatchConfig: ...
-
-    @property
-    def restarts_positions(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +81,7 @@ class PlannerCache(TraceCache):
 
 
 def predict_step(
-    config: StepConfig,
+    config: RunConfig,
     world_size: int,
     device: DeviceFile,
     gpus_per_node: int | None = None,
@@ -132,7 +97,7 @@ def predict_step(
 
 
 def part_times(
-    config: StepConfig,
+    config: RunConfig,
     world_size: int,
     device: DeviceFile,
     gpus_per_node: int | None = None,
@@ -167,7 +132,7 @@ class StageTimes:
 
 class _Step:
     def __init__(
-        self, config: StepConfig, world_size: int, device: DeviceFile, ranks_per_node: int, cache: PlannerCache
+        self, config: RunConfig, world_size: int, device: DeviceFile, ranks_per_node: int, cache: PlannerCache
     ) -> None:
         self.config, self.device, self.cache = config, device, cache
         self.dims = ParallelDims.from_config(config.parallel, world_size)
@@ -179,14 +144,7 @@ class _Step:
         at_once = runner is not None and MICROBATCH_RUNNERS.facts(runner).launches_once
         host_us = 0.0 if at_once else device.host_launch_us
         self.replay = Replay(device, self.network, groups, host_us)
-        self.batch = MicroBatch(
-            config.model,
-            config.parallel,
-            config.training.micro_batch_size,
-            device.device_type,
-            config.restarts_positions,
-            config.optimizer.gradients_dtype == "bfloat16",
-        )
+        self.batch = replace(micro_batch_of(config), device=device.device_type)
         samples = config.training.global_batch_size or config.training.micro_batch_size * self.dims.dp
         self.tokens = samples * config.model.seq_length
         self.microbatches = max(1, samples // (config.training.micro_batch_size * self.dims.dp))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -137,10 +137,7 @@ def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[Fak
     if on_gpu and plans_fused_dropout(batch.model, batch.parallel):
         dropout = lambda backend, scale, masks: RecordedDropoutKernel(recorder, scale, masks)  # noqa: E731
         stand_ins.append((core_attention, "dropout_kernel", dropout))
-    with fake_stages(batch, meta) as fakes, ExitStack() as stack:
-        for owner, name, stand_in in stand_ins:
-            stack.enter_context(replaced(owner, name, stand_in))
-        stack.enter_context(recorder)
+    with fake_stages(batch, meta) as fakes, replaced(*stand_ins), recorder:
         yield fakes, recorder
 
 
