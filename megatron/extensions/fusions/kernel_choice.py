@@ -109,7 +109,7 @@ class FusedKernel:
     run: Callable[..., Any]
     plain: Callable[..., Any]
     """The operation in torch, with the same operands."""
-    takes: Callable[..., bool]
+    suits: Callable[..., bool]
     """Whether it computes with these operands."""
     samples: Callable[[RunShapes], Iterable[tuple[Any, ...]]]
     """Operands of a run; none if the run does not perform the operation."""
@@ -118,9 +118,6 @@ class FusedKernel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))
-
-    def suits(self, *operands: Any) -> bool:
-        return self.takes(*operands)
 
     def __call__(self, *operands: Any) -> Any:
         return self.run(*operands)

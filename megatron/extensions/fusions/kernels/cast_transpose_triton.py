@@ -6,8 +6,6 @@ order is that of the numbers, NaN above infinity: a maximum is the same in any o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -204,9 +202,29 @@ def state_of(device: torch.device) -> Tensor:
     return _states[device, stream]
 
 
-def casts_of(made: Sequence[Tensor], wanted: tuple[bool, bool], scale: Tensor) -> list[Tensor]:
-    """The casts that are wanted, and their scale."""
-    return [*(values for values, wants in zip(made, wanted, strict=True) if wants), scale]
+class CastOutputs:
+    """What a kernel writes that casts a matrix [n, k] by a multiplier and notes its amax."""
+
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        wanted: tuple[bool, bool],
+        dtype: torch.dtype,
+        device: torch.device,
+        noted: Tensor | None,
+    ) -> None:
+        self.values = outputs_of(n, k, wanted, dtype, device)
+        self.scale = torch.empty((), device=device)
+        self.notes = self.scale, state_of(device), self.scale if noted is None else noted
+        """Pointers that `note_amax` takes."""
+        self.variant = *wanted, FORMATS[dtype], torch.finfo(dtype).max
+        """ROWS, COLUMNS, FORMAT and LARGEST of a kernel."""
+
+    def made(self, scale: Tensor | None = None) -> list[Tensor]:
+        """The casts that are wanted, and their scale."""
+        values = (x for x, wants in zip(self.values, self.variant, strict=False) if wants)
+        return [*values, self.scale if scale is None else scale]
 
 
 def cast_by_amax(
@@ -254,36 +272,30 @@ def cast_noting_amax(
     x: Tensor, multiplier: Tensor, noted: Tensor | None, wants_rows: bool, wants_columns: bool, dtype: torch.dtype
 ) -> list[Tensor]:
     """Returns the values by rows and by columns, as wanted, and the scale; updates `noted`."""
-    wanted = wants_rows, wants_columns
     n, k = x.shape
-    rows, columns = outputs_of(n, k, wanted, dtype, x.device)
+    casts = CastOutputs(n, k, (wants_rows, wants_columns), dtype, x.device, noted)
     if not _tiles(x):
-        return casts_of((rows, columns), wanted, multiplier.reciprocal())
-    scale = torch.empty((), device=x.device)
+        return casts.made(multiplier.reciprocal())
     cast_tiles[(_tiles(x),)](
         x,
         multiplier,
         multiplier,
-        rows,
-        columns,
-        scale,
-        scale,
-        state_of(x.device),
-        scale if noted is None else noted,
+        *casts.values,
+        casts.scale,
+        *casts.notes,
         n,
         k,
         *x.stride(),
         noted is not None,
-        *wanted,
+        *casts.variant[:2],
         False,
         False,
-        FORMATS[dtype],
-        torch.finfo(dtype).max,
+        *casts.variant[2:],
         0.0,
         TILE,
         num_warps=WARPS,
     )
-    return casts_of((rows, columns), wanted, scale)
+    return casts.made()
 
 
 def amax_of_rows_and_columns(x: Tensor, wants_rows: bool, wants_columns: bool) -> list[Tensor]:

@@ -9,14 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.extensions.fusions.kernels.cast_transpose_triton import (
-    FORMATS,
     WARPS,
+    CastOutputs,
     _bits_of_size,
     cast_and_store,
-    casts_of,
     note_amax,
-    outputs_of,
-    state_of,
 )
 
 TILE_N = 128
@@ -94,29 +91,23 @@ def heads_gradient_cast(
     assert all(x.is_contiguous() for x in (*grads, cos, sin) if x is not None)
     s, b, groups, width = grads[2].shape
     n, slots = s * b, sum(grad.shape[2] for grad in grads)
-    rows, columns = outputs_of(n, slots * width, wanted, dtype, grads[0].device)
+    casts = CastOutputs(n, slots * width, wanted, dtype, grads[0].device, noted)
     programs = triton.cdiv(n, TILE_N) * slots
-    scale = torch.empty((), device=grads[0].device)
     head_tiles[(programs,)](
         *grads,
         grads[0] if cos is None else cos,
         grads[0] if sin is None else sin,
         multiplier,
-        rows,
-        columns,
-        scale,
-        state_of(scale.device),
-        scale if noted is None else noted,
+        *casts.values,
+        *casts.notes,
         n,
         groups,
         slots // groups - 2,
         noted is not None,
         cos is not None,
-        *wanted,
-        FORMATS[dtype],
-        torch.finfo(dtype).max,
+        *casts.variant,
         width // 2,
         TILE_N,
         num_warps=WARPS,
     )
-    return casts_of((rows, columns), wanted, scale)
+    return casts.made()

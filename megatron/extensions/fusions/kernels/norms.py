@@ -83,11 +83,8 @@ def norm_gradients(
     """Gradients from those of the sum, `of_total`, and of its norm, [n, h]. With `sums` the sum over rows as well, with
     `cast` the casts."""
     operands = total, of_total, of_normed, weight, statistics, one_plus, sums
-    wanted = (False, False) if cast is None else cast.wanted
-    twin = region(norm_gradients_twin, True, static=True)
-    gradients, amax = twin(
-        *operands, None if cast is None else cast.multiplier, wanted, None if cast is None else cast[3]
-    )
+    multiplier, _, wanted, dtype = cast or (None, None, (False, False), None)
+    gradients, amax = region(norm_gradients_twin, True, static=True)(*operands, multiplier, wanted, dtype)
     if cast is not None and amax is not None:
         note(cast.noted, amax)
     return gradients
@@ -103,8 +100,8 @@ def _gradients_by_triton(
     sums: bool,
     cast: CastOrder | None,
 ) -> NormGradients:
-    wanted = (False, False) if cast is None else cast.wanted
-    order = (None, None, False, False, torch.float8_e5m2) if cast is None else (*cast[:2], *wanted, cast.dtype)
+    multiplier, noted, wanted, dtype = cast or (None, None, (False, False), torch.float8_e5m2)
+    order = multiplier, noted, *wanted, dtype
     dx, summed, *made = _norm_gradients(total, of_total, of_normed, weight, list(statistics), one_plus, sums, *order)
     of_parameters, row_sum = [*summed[: len(statistics)]], summed[-1] if sums else None
     return NormGradients(dx, of_parameters, row_sum, None if cast is None else paired(made[:-1], made[-1:], wanted))

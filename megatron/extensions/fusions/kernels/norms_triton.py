@@ -19,13 +19,10 @@ from torch import Tensor
 
 from megatron.extensions.fusions.kernel_choice import multiprocessors
 from megatron.extensions.fusions.kernels.cast_transpose_triton import (
-    FORMATS,
+    CastOutputs,
     _bits_of_size,
     cast_and_store,
-    casts_of,
     note_amax,
-    outputs_of,
-    state_of,
 )
 
 ELEMENTS, WARPS = 2**15, 16
@@ -322,10 +319,9 @@ def norm_cast(
     """See `norms`."""
     assert x.is_contiguous() and (update is None or update.is_contiguous())
     (n, h), tile = x.shape, tile_of(x.shape[1], ELEMENTS * 2 // x.itemsize)
-    rows, columns = outputs_of(n, h, wanted, dtype, x.device)
+    casts = CastOutputs(n, h, wanted, dtype, x.device, noted)
     total = x if update is None else torch.empty_like(x)
     inverse, mean = (torch.empty(n, 1, device=x.device) for _ in range(2))
-    scale = torch.empty((), device=x.device)
     norm_cast_rows[(triton.cdiv(n, tile["TILE_N"]),)](
         x,
         x if update is None else update,
@@ -335,11 +331,8 @@ def norm_cast(
         total,
         inverse,
         mean,
-        rows,
-        columns,
-        scale,
-        state_of(x.device),
-        scale if noted is None else noted,
+        *casts.values,
+        *casts.notes,
         n,
         h,
         eps,
@@ -348,14 +341,12 @@ def norm_cast(
         centered,
         bias is not None,
         one_plus,
-        *wanted,
-        FORMATS[dtype],
-        torch.finfo(dtype).max,
+        *casts.variant,
         **tile,
         num_warps=WARPS,
     )
     statistics = [inverse, mean] if centered else [inverse]
-    return [*([] if update is None else [total]), *statistics, *casts_of((rows, columns), wanted, scale)]
+    return [*([] if update is None else [total]), *statistics, *casts.made()]
 
 
 def norm_gradients(
@@ -374,14 +365,13 @@ def norm_gradients(
     """See `norms`."""
     operands = x, of_normed, *(() if of_total is None else (of_total,)), *statistics
     assert all(operand.is_contiguous() for operand in operands)
-    (n, h), centered, casts = x.shape, len(statistics) == 2, multiplier is not None
-    chunked, tile = gradient_tile(h, casts)
-    rows, columns = outputs_of(n, h, wanted, dtype, x.device)
+    (n, h), centered = x.shape, len(statistics) == 2
+    chunked, tile = gradient_tile(h, multiplier is not None)
     dx, blocks = torch.empty_like(x), triton.cdiv(n, tile["TILE_N"])
     programs = min(blocks, multiprocessors(x.device))  # whose registers a program fills
     steps = triton.cdiv(blocks, programs)
     part_sums = torch.empty(programs, 1 + centered + sums, h, device=x.device)
-    scale = torch.empty((), device=x.device)
+    casts = CastOutputs(n, h, wanted, dtype, x.device, noted)
     given = x, x if of_total is None else of_total, of_normed, weight, statistics[0], statistics[-1]
     variant = of_total is not None, centered, one_plus, sums
     if chunked:
@@ -389,21 +379,16 @@ def norm_gradients(
             *given,
             x if multiplier is None else multiplier,
             dx,
-            rows,
-            columns,
+            *casts.values,
             part_sums,
-            scale,
-            state_of(x.device),
-            scale if noted is None else noted,
+            *casts.notes,
             n,
             h,
             steps,
             noted is not None,
             *variant,
-            casts,
-            *wanted,
-            FORMATS[dtype],
-            torch.finfo(dtype).max,
+            multiplier is not None,
+            *casts.variant,
             **tile,
             num_warps=WARPS,
         )
@@ -412,6 +397,4 @@ def norm_gradients(
     summed = torch.empty(part_sums.shape[1:], dtype=weight.dtype, device=x.device)
     width = summed.numel()
     add_parts[(triton.cdiv(width, SUMMED),)](part_sums, summed, programs, width, SUMMED, SUMMED_PARTS)
-    if multiplier is None:
-        return [dx, summed]
-    return [dx, summed, *casts_of((rows, columns), wanted, scale)]
+    return [dx, summed, *([] if multiplier is None else casts.made())]

@@ -8,14 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.extensions.fusions.kernels.cast_transpose_triton import (
-    FORMATS,
     WARPS,
+    CastOutputs,
     _bits_of_size,
     cast_and_store,
-    casts_of,
     note_amax,
-    outputs_of,
-    state_of,
 )
 
 TILE_N, TILE_F = 128, 64
@@ -81,29 +78,23 @@ def swiglu_cast(
     the scale; updates `noted`."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
-    rows, columns = outputs_of(n, f if grad is None else 2 * f, wanted, dtype, x.device)
+    casts = CastOutputs(n, f if grad is None else 2 * f, wanted, dtype, x.device, noted)
     tiles = triton.cdiv(n, TILE_N) * triton.cdiv(f, TILE_F)
     if not tiles:
-        return casts_of((rows, columns), wanted, multiplier.reciprocal())
-    scale = torch.empty((), device=x.device)
+        return casts.made(multiplier.reciprocal())
     swiglu_tiles[(tiles,)](
         x,
         x if grad is None else grad,
         multiplier,
-        rows,
-        columns,
-        scale,
-        state_of(x.device),
-        scale if noted is None else noted,
+        *casts.values,
+        *casts.notes,
         n,
         f,
         noted is not None,
         grad is not None,
-        *wanted,
-        FORMATS[dtype],
-        torch.finfo(dtype).max,
+        *casts.variant,
         TILE_N,
         TILE_F,
         num_warps=WARPS,
     )
-    return casts_of((rows, columns), wanted, scale)
+    return casts.made()
