@@ -93,14 +93,9 @@ def _lengths(lengths: Lengths | None) -> dict[str, Any]:
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True))
 
 
-def flash3_attention(q: Tensor, k: Tensor, v: Tensor, flash: Flash3) -> Tensor:
-    """Causal attention of whole samples: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] ->
-    [s, b, heads, dv]. Saved for the backward are these, the output and the log-sum-exp."""
-    return _Flash3Attention.apply(*(x.transpose(0, 1) for x in (q, k, v)), flash).transpose(0, 1)
-
-
 class _Flash3Attention(torch.autograd.Function):
-    """q [b, s, heads, d], k [b, s, groups, d], v [b, s, groups, dv] -> [b, s, heads, dv]"""
+    """q [b, s, heads, d], k [b, s, groups, d], v [b, s, groups, dv] -> [b, s, heads, dv]. Saved for the backward are
+    these, the output and the log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flash: Flash3) -> Tensor:
@@ -198,7 +193,8 @@ class Flash3Attention(FusedAttention):
         self.flash3 = Flash3(scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash3_attention(q, k, v, self.flash3)
+        """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]"""
+        return _Flash3Attention.apply(*(x.transpose(0, 1) for x in (q, k, v)), self.flash3).transpose(0, 1)
 
 
 class Flash3Backend(AttentionBackend):

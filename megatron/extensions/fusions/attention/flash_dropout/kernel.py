@@ -56,8 +56,9 @@ class FlashDropoutKernel:
             yield tile, self.gradients(part, query_rows(q, tile), _keys(k, tile), _keys(v, tile), tuple(tiles))
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], sinks: Tensor | None) -> Tensor:
-        """Attention of all queries of a rank, which the tiles hold."""
-        return flash_dropout_attention(q, k, v, self, tiles, sinks)
+        """Attention of all queries of a rank, which the tiles hold: q [n, b, heads, d], k [m, b, groups, d],
+        v [m, b, groups, dv], sinks [heads] -> [n, b, heads, dv], by one launch."""
+        return _FlashDropout.apply(q, k, v, sinks, self, tiles)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
         """Outputs of the rows that the tiles cover: q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv]."""
@@ -71,14 +72,6 @@ class FlashDropoutKernel:
     def _settings(self) -> tuple[float, float, int, int, Tensor]:
         d = self.dropout
         return self.scale, d.p, d.key, d.head_offset, d.sample_index
-
-
-def flash_dropout_attention(
-    q: Tensor, k: Tensor, v: Tensor, kernel: FlashDropoutKernel, tiles: tuple[Tile, ...], sinks: Tensor | None
-) -> Tensor:
-    """q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv], sinks [heads] -> [n, b, heads, dv], by one launch;
-    the tiles hold every query."""
-    return _FlashDropout.apply(q, k, v, sinks, kernel, tiles)
 
 
 class _FlashDropout(torch.autograd.Function):
