@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog
+from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
 from megatron.extensions.planner.rehearsal.fake_rank import (
     Lost,
     Rehearsal,
@@ -47,18 +45,6 @@ LAYOUTS = [
     "--cpu-offloading-num-layers 1",
     "--pp 4 --pipeline-schedule zb-v --num-layers 8 --global-batch-size 8 --untie-embeddings-and-output-weights",
 ]
-
-
-class LoggedWorld(TorchDispatchMode):
-    """Records the collectives of a rank of a real world."""
-
-    def __init__(self, log: CollectiveLog) -> None:
-        super().__init__()
-        self.log = log
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.log.record(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:

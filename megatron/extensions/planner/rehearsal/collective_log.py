@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.extensions.planner.as_on_gpus import replaced
@@ -172,6 +173,18 @@ class CollectiveLog:
             return call
 
         return replaced(*((dist, name, recorded(name)) for name in OBJECTS))
+
+
+class LoggedWorld(TorchDispatchMode):
+    """Records the collectives of a rank of a real world. It lies here, as call sites pass over the planner's files."""
+
+    def __init__(self, log: CollectiveLog) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.log.record(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def done(func: Any, args: Any) -> Any:
