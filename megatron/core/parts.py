@@ -129,6 +129,14 @@ ATTENTION_BACKENDS.register("auto", f"{_ATTENTION}:AttentionBackend")
 ATTENTION_BACKENDS.register("flash", f"{_ATTENTION}:AttentionBackend")
 ATTENTION_BACKENDS.register("unfused", f"{_ATTENTION}:Unfused")
 
+LINEARS: Registry[Any, NoFacts] = Registry("linear layer", NoFacts, "linear, ctx")
+"""`Linear(linear, ctx)`: a linear layer of transformer layers with sharded features, as a description of
+`megatron.core.tensor_parallel.parameters` says. What it is substituted by computes and sends the same in another way.
+`ctx.options(Cls)` are the values of an extension's own flags."""
+
+LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
+LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")
+
 MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
 

@@ -56,6 +56,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
     BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)),
     BuiltIn("fp8", "Products of linear layers in 8-bit floating point."),
+    BuiltIn("overlap", "Overlap of the collectives within layers with computation."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
     BuiltIn("linear_attention", "Gated delta nets, a linear attention, as in Qwen3-Next."),
 )

@@ -22,6 +22,7 @@ from megatron.extensions.planner.time.step_time import SUBJECTS, PlannerCache, S
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
+from tests.extensions import needs
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
 from tools.bench.published_memory import MEMORY, plan_peaks
 from tools.bench.published_runs import compare, published_runs
@@ -118,7 +119,9 @@ MODEL = (
 LAYOUTS = [
     "",
     "--tp 2 --sequence-parallel --pp 2",
-    "--tp 2 --sequence-parallel --tp-comm-overlap --cp 2 --overlap-grad-reduce --overlap-param-gather",
+    needs(
+        "overlap", "--tp 2 --sequence-parallel --tp-comm-overlap --cp 2 --overlap-grad-reduce --overlap-param-gather"
+    ),
     "--pp 4 --num-virtual-stages-per-pipeline-rank 2 --recompute-granularity full --recompute-method uniform",
     "--pp 2 --pipeline-schedule zb-h1 --data-parallel-sharding-strategy optim_grads_params",
     "--num-experts 4 --moe-router-topk 2 --ep 4 --moe-grouped-gemm",
