@@ -54,6 +54,18 @@ class Pending:
         return self.result
 
 
+class PassPair:
+    """Two passes of different micro-batches on one rank: one follows the other. Those of `PASS_PAIRS` take turns."""
+
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Runs both."""
+        first()
+        second()
+
+    def hand_over(self) -> None:
+        """Called by a pass between start and `wait()` of a collective: the other one may compute meanwhile."""
+
+
 Start = Callable[[Tensor, Axis], Pending]
 
 

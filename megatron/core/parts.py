@@ -380,8 +380,8 @@ class ScheduleFacts:
     """Whether it has I and W, the gradients of inputs and of weights, in place of B."""
 
     in_turns: bool = False
-    """Whether it takes `in_turns=True`, for --overlap-moe-expert-parallel-comm: FB before each F and B, or I, that run
-    in turns (`schedules.runs_in_turns`)."""
+    """Whether it takes `in_turns=True`, for `PASS_PAIRS`: FB before each F and B, or I, that run in turns
+    (`schedules.runs_in_turns`)."""
 
     def form(self) -> str:
         """The arguments of a schedule."""
@@ -416,6 +416,11 @@ MICROBATCH_RUNNERS: Registry[Any, RunnerFacts] = Registry("runner", RunnerFacts,
 """What runs micro-batches in place of the pipeline's executor. `prepare(config, device)` is called before the model is
 built. `build(config, run, device, casts)` builds an object whose `train(batches, seed)` returns the losses; `run(batch,
 seed)` is the forward and backward of one micro-batch, and `config` the ModelParallelConfig."""
+
+PASS_PAIRS: Registry[Any, WhenFacts] = Registry("pair of passes", WhenFacts, "config", ("run", "hand_over"))
+"""`build(config)`: a `megatron.core.collectives.PassPair`, by which a forward and a backward pass share a rank; none of
+the trunk's. The lists of schedules then mark such pairs (`ScheduleFacts.in_turns`). `when` and `config` are of the
+ModelParallelConfig."""
 
 DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
