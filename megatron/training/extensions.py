@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.training.config.flags import Resolve, Rules, add_section
+from megatron.training.config.flags import ExtensionSection, Resolve, Rules, add_section
 from megatron.training.config.problem import Problem
 
 __all__ = ["ExtensionError", "Problem", "extension_flags", "load_extensions"]
@@ -51,7 +51,7 @@ def extension_flags(
     """
 
     def add(cls: type[T]) -> type[T]:
-        add_section(title, cls, may_change, rules, resolve, part_of)
+        add_section(title, ExtensionSection(cls, may_change, rules, resolve, part_of))
         return cls
 
     return add

@@ -130,7 +130,7 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     training = _resolve_training(config, world_size)
     config = replace(
         config,
-        parallel=_resolve_parallel(config, world_size),
+        parallel=_filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size)),
         model=_resolve_model(config, vocab_size),
         tokenizer=_resolve_tokenizer(config),
         training=training,
@@ -161,10 +161,6 @@ def _without_training(config: RunConfig) -> RunConfig:
 def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
     model = config.parallel.model_parallel_size
     return world_size // model if model > 0 and world_size % model == 0 else None
-
-
-def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
-    return _filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size))
 
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
