@@ -164,9 +164,14 @@ class ExtensionSection:
 
     resolve: Resolve | str | None = None
     """What fills in values of other flags, in the same form."""
+
+    reads: Resolve | str | None = None
+    """What takes values of other flags from the files that they name, in the same form. Raises ValueError, which names
+    the flag, where one cannot be read."""
+
     part_of: str | None = None
     """The section of `RunConfig` that they belong to: with "model" they say what a model is, and are compared with a
-    checkpoint's, taken from it, and converted as that section's fields are."""
+    checkpoint's, taken from it, and converted as that section's fields are; with "data" they name data."""
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
         """What the rules say of a resolved configuration that has one of the flags, or was given one."""
@@ -177,9 +182,16 @@ class ExtensionSection:
 
     def resolved(self, config: RunConfig) -> RunConfig:
         """The configuration with what follows from these flags, where one of them is given."""
-        if self.resolve is None or config.options(self.cls) == self.cls():
+        return self._filled(config, self.resolve)
+
+    def with_files(self, config: RunConfig) -> RunConfig:
+        """The configuration with what the files say that these flags name. Raises ValueError."""
+        return self._filled(config, self.reads)
+
+    def _filled(self, config: RunConfig, fill: Resolve | str | None) -> RunConfig:
+        if fill is None or config.options(self.cls) == self.cls():
             return config
-        filled: RunConfig = imported(self.resolve)(config)
+        filled: RunConfig = imported(fill)(config)
         return filled
 
 

@@ -24,6 +24,7 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
+from megatron.training.config.rules.data import listed
 from megatron.training.config.rules.fields import needs_and_exclusions, single_values
 from megatron.training.config.rules.training import callbacks_evaluate
 from megatron.training.config.run_config import RunConfig, TrainingConfig
@@ -150,7 +151,7 @@ def _without_training(config: RunConfig) -> RunConfig:
     """The configuration of an evaluation with values for what only training needs and flags leave out: a learning rate,
     a length and, where only callbacks evaluate, data."""
     training, data = config.training, config.data
-    named = data.data_path or data.per_split or data.listed or data.valid or plan_class(config) is not RunPlan
+    named = data.data_path or data.per_split or listed(config) or data.valid or plan_class(config) is not RunPlan
     if not named and data.dataset == "gpt" and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)
     if data.dataset == "mock" and training.train_samples is None and training.train_tokens is None:
