@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.streaming import made_ahead
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import build_tokenizer
@@ -32,6 +31,7 @@ from megatron.extensions.conversion.formats import (
     tokenizer_config,
     tokenizer_files,
 )
+from megatron.extensions.conversion.streaming import made_ahead
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
 from megatron.extensions.hugging_face.read_config import config_from_hf
