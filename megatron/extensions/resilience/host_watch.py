@@ -235,12 +235,9 @@ class HostWatch:
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
         """The report on hosts whose run has ended so many seconds ago, while it goes on here."""
-        how = (
-            "by a failure whose report has not come here"
-            if failed
-            else "without one, while this rank is in a step"
-        )
-        what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {report if failed else fine}" for host, age in ended.items())
+        fine = "without a failure, while this rank is in a step"
+        how = "by a failure whose report has not come here" if failed else fine
+        what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
         who = ", ".join(map(self._named, ended))
         phase, advice = self._status.phase_and_action(), ADVICE_HOST if failed else ADVICE["collective"]
         return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)

@@ -123,7 +123,7 @@ class Watchdog:
         status.meeting = replace(status.meeting, pending=False)
 
     def close(self) -> None:
-        """Ends the watch of a run that has ended. Rank 0 waits a little for slower ranks, as the store may live in its process."""
+        """Ends the watch. Rank 0 waits a little for slower ranks, as the store may live in its process."""
         board, first, code = self.board, self.launch.rank == 0, self.code
         if board is None:
             return
