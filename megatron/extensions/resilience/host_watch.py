@@ -69,7 +69,7 @@ class Link:
 
 
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
-    """The watch of a rank over other hosts, started."""
+    """The watch of a rank over other hosts, which begins before the run's folders are looked at."""
     assert watchdog.board is not None
     watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures)
     watch.open(watchdog.board, config.options(ResilienceConfig).host_heartbeat_timeout_seconds)
@@ -106,6 +106,9 @@ class HostWatch:
         self._failures.at_exit.append(self.close)
         self._publish(self._start() if self._launch.local_rank == 0 else 0)
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
+
+    def start(self) -> None:
+        """`open` has started it."""
 
     def look(self) -> None:
         """Tells the heartbeat of hosts that have come. Asks the store; the watchdog's thread calls it."""
