@@ -1,7 +1,7 @@
 """Lease on the --save folder: of two runs, or two halves of a cluster that cannot see each other, only one goes on.
 
 Rank 0 holds the file SAVE/.lease, written anew every two seconds. A start that finds another's lease takes it over if
-its process is gone from this very machine, or, where the process is elsewhere or stopped, if it has not been renewed
+its process is gone from this machine, or, where the process is elsewhere or stopped, if it has not been renewed
 for a while, which is judged by this host's clock alone. Else the start is refused. A run that finds that its lease was
 taken over, as it had stood still, ends.
 """

@@ -83,7 +83,7 @@ class Watchdog:
 
     @property
     def code(self) -> ExitCode:
-        """The exit code of a run that ends in peace."""
+        """The exit code of a run that ends without a failure."""
         if self.requests.resumes:
             return ExitCode.TO_BE_RESUMED
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
@@ -115,7 +115,7 @@ class Watchdog:
         status.meeting = replace(status.meeting, pending=False)
 
     def close(self) -> None:
-        """Ends the watch in peace. Rank 0 waits a little for slower ranks, as the store may live in its process."""
+        """Ends the watch. Rank 0 waits a little for slower ranks, as the store may live in its process."""
         board, first, code = self.board, self.launch.rank == 0, self.code
         if board is None:
             return
