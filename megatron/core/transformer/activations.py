@@ -1,6 +1,6 @@
 """Activation functions of MLPs and experts.
 
-Each is built by a function (name, config, ctx); one with parameters of its own is a module that makes them under `name`.
+Each is built by a function (name, config, ctx); one with parameters of its own is a module that makes them so named.
 """
 
 from __future__ import annotations
