@@ -444,16 +444,9 @@ makes a dataset of the files, unless it is there, and returns its prefix; `Reade
 them. Both raise ValueError. `prepare()` is due first in each process that it starts."""
 
 
-@dataclass(frozen=True)
-class DatasetWrapperFacts:
-    when: Callable[[Any], bool]
-    """DatasetConfig -> whether the data sets of a run are wrapped."""
-
-
-DATASET_WRAPPERS: Registry[Any, DatasetWrapperFacts] = Registry(
-    "data set wrapper", DatasetWrapperFacts, "dataset, config, tokenizer, seed"
-)
-"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one."""
+DATASET_WRAPPERS: Registry[Any, WhenFacts] = Registry("data set wrapper", WhenFacts, "dataset, config, tokenizer, seed")
+"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one; `when` is of the
+DatasetConfig."""
 
 
 @dataclass(frozen=True)
@@ -494,15 +487,9 @@ MODEL_LOADERS: Registry[Any, NoFacts] = Registry("--load", NoFacts, attributes=(
 """The same kinds of path -> a `megatron.training.checkpointing.ModelLoader`."""
 
 
-@dataclass(frozen=True)
-class ExporterFacts:
-    when: Callable[[Any], bool]
-    """Whether a run of this configuration has a use for it."""
-
-
-EXPORTERS: Registry[Any, ExporterFacts] = Registry("exporter", ExporterFacts, "config, held")
+EXPORTERS: Registry[Any, WhenFacts] = Registry("exporter", WhenFacts, "config, held")
 """`Exporter(config, held)`: what is done with complete checkpoints while training continues; see
-`megatron.training.saving.Exporter`."""
+`megatron.training.saving.Exporter`. `when` is of the RunConfig."""
 
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
