@@ -31,30 +31,6 @@ class DatasetConfig(Section):
     multiple_validation_sets: bool = False
     """Each prefix of --valid-data-path is a validation set of its own, named by the prefix without folders."""
 
-    data_args_path: str | None = flag(None, path="local")
-    """File with the words of --data-path."""
-
-    per_split_data_args_path: str | None = flag(None, path="local")
-    """JSON file with lists "train", "valid" and "test" of the words of --train-data-path and its kin."""
-
-    train_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Training data as "NAME: WEIGHT START:END PREFIX, ...", where START:END is a share of the documents."""
-
-    train_weighted_split_paths_path: str | None = flag(None, path="local")
-    """File with the value of --train-weighted-split-paths."""
-
-    valid_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Like --train-weighted-split-paths, for validation."""
-
-    valid_weighted_split_paths_path: str | None = flag(None, path="local")
-    """File with the value of --valid-weighted-split-paths."""
-
-    test_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Like --train-weighted-split-paths, for the test."""
-
-    test_weighted_split_paths_path: str | None = flag(None, path="local")
-    """File with the value of --test-weighted-split-paths."""
-
     split: str = "969,30,1"
     """Shares of documents for training, validation and test."""
 
@@ -109,13 +85,6 @@ class DatasetConfig(Section):
                 raise ValueError(f"{flag_name} {word}: there is a validation set {name} already; choose another name")
             found[name] = prefix
         return found
-
-    @property
-    def listed(self) -> dict[str, tuple[str, ...] | str]:
-        """Field -> value of those that list data in other words than --data-path and its kin, where given."""
-        names = ["data_args_path", "per_split_data_args_path"]
-        names += [f"{split}_weighted_split_paths{end}" for split in ("train", "valid", "test") for end in ("", "_path")]
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
 
 def weight_of(word: str) -> float | None:

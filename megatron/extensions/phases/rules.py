@@ -12,6 +12,7 @@ from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.phase_file import read_phases
 from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem
+from megatron.training.config.rules.data import listed
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import History
 
@@ -41,7 +42,7 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
     """The configuration without phases, so that rules judge what the flags say; data are the first phase's if the flags
     name none."""
     data = config.data
-    if data.dataset == "gpt" and not (data.data_path or data.per_split or data.listed):
+    if data.dataset == "gpt" and not (data.data_path or data.per_split or listed(config)):
         data = replace(data, data_path=first.config.data.data_path)
     return replace(config, data=data).with_options(replace(config.options(PhasesConfig), data_phases=None))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import WATCHES
+from megatron.core.parts import CALLBACKS, WATCHES
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
@@ -35,4 +35,14 @@ WATCHES.register(
     when=lambda config, launch: (
         launch.several_hosts and config.options(ResilienceConfig).host_heartbeat_timeout_seconds > 0
     ),
+)
+WATCHES.register(
+    "save lease",
+    f"{__package__}.save_lease:LeaseWatch",
+    when=lambda config, launch: launch.rank == 0 and config.checkpoint.save is not None,
+)
+CALLBACKS.register(
+    "shared folder",
+    f"{__package__}.shared_folder:SharedFolder",
+    when=lambda config: config.checkpoint.save is not None and not config.training.skip_train,
 )

@@ -47,7 +47,7 @@ not: kernels that are the same may follow each other in another order."""
 
 
 FIRST_OF_EQUALS, FIRST_OF_OTHERS = 2, 5
-"""The fullest rank is looked for among so many of the first ones, and the last: the first holds fewer layers than the
+"""The fullest rank is looked for among this many first ones and the last: the first holds fewer layers than the
 second where the embedding counts as some, and dense layers often come before those with experts."""
 
 
