@@ -13,6 +13,7 @@ from megatron.training.data import TrainingData
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Callback, Meter, RunView, Task
 from megatron.training.initialize import Runtime
+from megatron.training.metrics.console import LogLines
 from megatron.training.plan import RunPlan
 from megatron.training.progress import Interval, StepTimers
 from megatron.training.saving import RunSaver
@@ -35,6 +36,7 @@ class TrainingRun(RunView):
     batch_sizes: BatchSizes
     train_iters: int
     saver: RunSaver
+    lines: LogLines
     guard: StepGuard
     timers: StepTimers
     callbacks: Sequence[Callback]

@@ -16,7 +16,7 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
-from megatron.core.parts import OPTIMIZERS
+from megatron.core.parts import LOG_FORMATS, OPTIMIZERS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -141,7 +141,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             check_shared(Path(config.checkpoint.save), "--save", state.world)
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
-        saver = RunSaver(checkpointer, runtime, progress)
+        lines = LOG_FORMATS[config.logging.log_format](config, plan.iterations)
+        saver = RunSaver(checkpointer, runtime, progress, lines)
     if config.logging.sample_log:
         path = Path(config.logging.sample_log)
         data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)
@@ -171,6 +172,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         train_iters=plan.iterations,
         progress=progress,
         saver=saver,
+        lines=lines,
         guard=StepGuard(config.checks, runtime.device, progress),
         timers=timers,
         first_iteration=progress.iteration,

@@ -1,0 +1,44 @@
+"""Flags of logs, and where their sinks and formats are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.parts import LOG_FORMATS, SINKS
+from megatron.training.extensions import extension_flags
+
+HERE = "megatron.extensions.logs"
+
+
+@extension_flags("logs: TensorBoard, Weights & Biases", may_change=True)
+@dataclass(frozen=True)
+class LogsConfig:
+    tensorboard_dir: str | None = flag(None, path="local", writes="folder")
+    """Folder for TensorBoard event files."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project; needs the wandb package."""
+
+    wandb_exp_name: str | None = None
+    """Weights & Biases run name."""
+
+    wandb_entity: str | None = None
+    """Weights & Biases team or user; default: that of the login."""
+
+    wandb_save_dir: str | None = flag(None, path="local", writes="folder")
+    """Folder for the files of Weights & Biases; default: WANDB_DIR, else --save, else a temporary folder."""
+
+    log_throughput: bool = False
+    """--log-format megatron: print the throughput per device. Without it, throughput is always printed."""
+
+
+SINKS.register(
+    "TensorBoard",
+    f"{HERE}.dashboards:TensorBoardSink",
+    when=lambda config: config.options(LogsConfig).tensorboard_dir,
+)
+SINKS.register(
+    "Weights & Biases", f"{HERE}.dashboards:WandbSink", when=lambda config: config.options(LogsConfig).wandb_project
+)
+LOG_FORMATS.register("megatron", f"{HERE}.megatron_lines:MegatronLines")
