@@ -17,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
+
+T = TypeVar("T")
 
 # torch 2.13 gave these two collectives new names; both are looked up when called.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -145,6 +147,15 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         part_length(x, axis, dim)
         x = torch.cat(x.chunk(axis.size, dim))
     return start_reduce_scatter(x, axis).wait()
+
+
+def gather_objects(value: T, axis: Axis) -> list[T]:
+    """All-gathers Python objects: the value of every rank, in order."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

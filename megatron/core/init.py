@@ -38,13 +38,17 @@ class Block:
     """Elements of the block, the shape of the box that they are, the common part within the box and in the shard."""
 
 
-def set_present(tensor: Tensor, present: bool) -> None:
-    """Takes memory for a tensor that has its storage for itself, or gives it back. Views stay, and are valid again with
-    new memory, whose values are undefined."""
-    torch.ops.inductor.resize_storage_bytes_(tensor, tensor.numel() * tensor.itemsize if present else 0)
+def alloc_storage(tensor: Tensor) -> None:
+    """Takes memory for a tensor whose storage was freed; the values are undefined. Its views are valid again."""
+    torch.ops.inductor.resize_storage_bytes_(tensor, tensor.numel() * tensor.itemsize)
 
 
-def is_present(tensor: Tensor) -> bool:
+def free_storage(tensor: Tensor) -> None:
+    """Gives back the memory of a tensor that has its storage for itself. Views stay."""
+    torch.ops.inductor.resize_storage_bytes_(tensor, 0)
+
+
+def has_storage(tensor: Tensor) -> bool:
     """Whether a tensor has memory."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 

@@ -38,7 +38,7 @@ part of the width, so its parameters have `partial_over=("tp",)`."""
 ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
 ACTIVATIONS.register("gelu_tanh", "megatron.core.transformer.activations:build_gelu_tanh")
 ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
-ACTIVATIONS.register("xielu", "megatron.core.transformer.xielu:XIELU")
+ACTIVATIONS.register("xielu", "megatron.core.transformer.activations:XIELU")
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
     _function = f"megatron.core.transformer.activations:build_{_gated}"
     ACTIVATIONS.register(_gated, _function, gated=True, bounded=True)

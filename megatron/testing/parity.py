@@ -37,8 +37,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.config.precision import PrecisionConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig, PrecisionConfig
 from megatron.testing import gradient_check
 from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, moved_by_rounding, relative_difference, train_in_world

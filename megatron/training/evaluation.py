@@ -23,7 +23,7 @@ def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log
     reads the next samples. Collective."""
     training, runtime, iteration = run.config.training, run.runtime, run.progress.iteration
     number = max(0, iteration - 1) // training.eval_interval if split == "valid" else 0
-    runtime.watchdog.begin(f"evaluation ({split}) at iteration {iteration}")
+    runtime.watchdog.doing(f"evaluation ({split}) at iteration {iteration}")
     sums: dict[str, tuple[float, float]] = {}
     of_meters: Record = {}
     for name, iterator in sets.items():

@@ -152,7 +152,7 @@ class Task:
     at_end: bool = False
     """Whether it is due after the last iteration too."""
     also: Callable[[], bool] | None = None
-    """Whether it is due after this step, beside the interval."""
+    """Whether it is due now, beside the interval."""
     counts: bool = False
     """Whether its time is part of the step's time."""
     reads_result: bool = True
@@ -161,6 +161,8 @@ class Task:
     """Whether callbacks are asked after it whether the run is to stop."""
     evaluates: bool = False
     """Whether it evaluates the model: --skip-train performs it once."""
+    before_step: bool = False
+    """Whether it is performed before a step, and not after one."""
     at_finish: bool = False
     """Whether it is performed once all iterations are trained and saved."""
 
@@ -169,7 +171,7 @@ class Task:
         return (last and self.at_end) or bool(self.interval and self.interval > 0 and iteration % self.interval == 0)
 
     def is_due(self, iteration: int, last: bool) -> bool:
-        """Whether it is due after the step that was just made."""
+        """Whether it is due after the step that was just made, or before the next."""
         return self.at(iteration, last) or (self.also is not None and self.also())
 
 

@@ -71,7 +71,7 @@ class RunSaver:
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last = iteration
-        self._runtime.watchdog.begin(f"saving iteration {iteration}")
+        self._runtime.watchdog.doing(f"saving iteration {iteration}")
         if self.exporters:  # they learn of the save before, whose checkpoint retention must then not delete
             self.writer.wait()
             self.report()
@@ -115,7 +115,7 @@ class RunSaver:
     def _say_exported(self, wait: bool = False) -> None:
         for exporter in self.exporters:
             if wait:
-                self._runtime.watchdog.begin(exporter.doing)
+                self._runtime.watchdog.doing(exporter.doing)
             for line in exporter.poll(wait):
                 self._runtime.say(f" {line}")
 
@@ -128,7 +128,7 @@ class RunSaver:
         """Waits for the save in progress and, unless in a hurry, for exports. Raises CheckpointError if the last save
         failed: the end of the run is not on disk."""
         if self.writer is not None:
-            self._runtime.watchdog.begin(f"finishing the save at iteration {self._progress.iteration}")
+            self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()
             self.report(last=True)
         for line in (line for exporter in self.exporters if hurry for line in exporter.abandon()):

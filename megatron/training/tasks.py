@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import gather_objects
 from megatron.training.config.run_config import TrainingConfig
 from megatron.training.evaluation import evaluate
 from megatron.training.hooks import Callback, Task
@@ -30,7 +30,7 @@ def start_run(run: TrainingRun, resources: ExitStack) -> None:
     """Says what starts, opens the logs, and builds the tasks. The first step may wait as long as start-up."""
     watchdog, parallel = run.runtime.watchdog, run.config.parallel
     watchdog.status.executor = run.pipeline.executor
-    watchdog.begin("opening the logs")
+    watchdog.doing("opening the logs")
     say_what_starts(run)
     log = RunLog(run, resources)
     run.saver.prepare()
@@ -61,6 +61,8 @@ def _after_each_step(run: TrainingRun) -> Iterator[Task]:
     watches = any(type(callback).on_step_end is not Callback.on_step_end for callback in run.callbacks)
     yield Task("callbacks", 1, partial(_step_end, run), counts=True, reads_result=watches)
     give_back = partial(give_back_memory, run.runtime.device)
+    over = partial(run.plan.is_over, run)
+    yield Task("next phase", None, partial(run.plan.enter, run), also=over, counts=True, before_step=True)
     yield Task("free memory", GIVE_BACK_INTERVAL, give_back, counts=True, reads_result=False)
 
 
@@ -140,7 +142,7 @@ def end_callbacks(run: TrainingRun) -> str:
             rank = run.runtime.launch.name(socket.gethostname())
             line = f"callback {type(callback).__name__} raised in on_end on {rank}: {type(error).__name__}: {error}"
             raised.append((line, traceback.format_exc()))
-    found = [each for rank in gather(raised, run.runtime.state.world) for each in rank]
+    found = [each for rank in gather_objects(raised, run.runtime.state.world) for each in rank]
     for line, trace in found:
         run.say(f"{trace}the run has ended and is saved, but {line}")
     return found[0][0] if found else ""

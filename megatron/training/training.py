@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import gather_objects
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Parts, Task, explain_failure
 from megatron.training.initialize import (
@@ -41,7 +41,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
         try:
             start_watchdog(config, watchdog)
             together = partial(watchdog.together, minutes=config.parallel.startup_timeout_minutes)
-            phases = StartupPhases(watchdog.begin, together)
+            phases = StartupPhases(watchdog.doing, together)
             with phases("start of the ranks"):
                 pass
             if config.checkpoint.save:  # it is this run's: rank 0 has found so before the ranks met
@@ -71,9 +71,9 @@ def next_step(run: TrainingRun) -> bool:
     """Whether there is a next step: False at the end of the run, or when it is asked to stop. Saves when asked to."""
     requests = run.runtime.watchdog.requests
     while run.progress.iteration < run.train_iters and not run.config.training.skip_train:
-        run.runtime.watchdog.begin(f"step {run.progress.iteration + 1}")
+        run.runtime.watchdog.doing(f"step {run.progress.iteration + 1}")
         if requests.tick():
-            run.plan.enter(run)
+            perform_due(run, before_step=True)
             return True
         if requests.stopping:
             return False
@@ -84,10 +84,11 @@ def next_step(run: TrainingRun) -> bool:
     return False
 
 
-def perform_due(run: TrainingRun) -> list[Task]:
-    """Performs the tasks that are due after the step that was just made, and returns them."""
+def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
+    """Performs the tasks that are due after the step that was just made, or before the next, and returns them."""
     iteration = run.progress.iteration
-    due = [task for task in run.tasks if task.is_due(iteration, last=iteration == run.train_iters)]
+    tasks = [task for task in run.tasks if task.before_step == before_step]
+    due = [task for task in tasks if task.is_due(iteration, last=iteration == run.train_iters)]
     for task in due:
         with nullcontext() if task.counts else run.interval.outside():
             task.run()
@@ -100,7 +101,7 @@ def exits(run: TrainingRun, after: Sequence[Task]) -> bool:
     iteration, interval = run.progress.iteration, run.config.training.exit_interval
     why = f"--exit-interval {interval}" if interval and iteration % interval == 0 else None
     if why is None and run.callbacks and any(task.may_stop for task in after):
-        why = next(filter(None, gather(run.stop_reason, run.runtime.state.world)), None)
+        why = next(filter(None, gather_objects(run.stop_reason, run.runtime.state.world)), None)
     if why is not None:
         run.say(f"exiting at iteration {iteration}: {why}")
     return why is not None
@@ -119,9 +120,9 @@ def finish(run: TrainingRun) -> None:
     settle(run)
     run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
     run.saver.finish(hurry=requests.stopping)
-    watchdog.begin("the end of callbacks")
+    watchdog.doing("the end of callbacks")
     watchdog.complaint = end_callbacks(run)
-    watchdog.begin("leaving")
+    watchdog.doing("leaving")
     if requests.stopping:
         run.say(f"exiting at iteration {iteration}: {requests.why}")
     elif iteration == run.first_iteration:

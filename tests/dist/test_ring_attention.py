@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import CONTEXT_PARALLEL
 from megatron.core.attention.flash_kernels import FlashCPUKernel
-from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.parallel_state import Axis

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import FusedAttention, kernels_of
 from megatron.core.attention.flash_kernels import FlashCUDAKernel
-from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.dropout import attention_dropout

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.flash_kernels import EqualWidthsKernel, EqualWidthsPackedKernel, FlashCPUKernel
-from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.varlen import Sequences, packed_attention
 

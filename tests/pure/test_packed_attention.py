@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention import varlen as packed
+from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.flash_kernels import FlashCPUKernel
-from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import Documents, document_starts
 from megatron.core.attention.tile_kernels import Causal, Rows, TorchKernel, query_rows
 from megatron.core.attention.tiles import Tile

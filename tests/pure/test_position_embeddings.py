@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.attention.alibi import alibi_slopes
+from megatron.core.attention.core_attention import alibi_slopes
 from megatron.core.transformer.rotary import RotaryEmbedding, apply_rotary, apply_rotary_interleaved
 from tests.gpt_cases import LLAMA
 

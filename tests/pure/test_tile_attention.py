@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
-from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import document_starts, rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import Tile

@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.attention.alibi import alibi_slopes
-from megatron.core.attention.all_gather import gathered_attention
+from megatron.core.attention.context_parallel import (
+    gathered_attention,
+    local_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.kv_cache import Cached, cached_attention
-from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import cut_documents
-from megatron.core.attention.ring import ring_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
-from megatron.core.attention.ulysses import ulysses_attention
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import site_key
@@ -98,6 +99,21 @@ def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[Param
     if config.softmax_type == "vanilla":
         return None
     return torch.zeros(config.num_attention_heads // ctx.tp.size, dtype=ctx.dtype, device=ctx.device)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slopes of all heads of a layer under ALiBi, attention with linear biases (arXiv:2108.12409), as in BLOOM.
+
+    A head adds slope * (key position - query position) to its scores before the softmax. There are no parameters, and
+    no longest sequence.
+
+    For a power of two, the geometric sequence that starts at 2^(-8 / heads) and ends at 2^-8 (section 3). Otherwise
+    the sequence of the power of two below, followed by every other slope of the sequence of twice that power.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    below = [2 ** (-8 * number / power) for number in range(1, power + 1)]
+    between = [2 ** (-4 * number / power) for number in range(1, 2 * (heads - power), 2)]
+    return below + between
 
 
 CONTEXT_PARALLEL = {"p2p": ring_attention, "all_gather": gathered_attention, "a2a": ulysses_attention}

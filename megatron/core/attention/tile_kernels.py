@@ -120,7 +120,7 @@ class TorchKernel:
     """Plain torch, for any device and dtype, with dropout, ALiBi and a cap of scores. The softmax of 16-bit scores is
     in fp32.
 
-    `slopes` [heads] are those of the local heads under ALiBi (`megatron.core.attention.alibi`), in the scores' dtype.
+    `slopes` [heads] are those of the local heads under ALiBi (`core_attention.alibi_slopes`), in the scores' dtype.
     With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
     """
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.partition import Documents
-from megatron.core.attention.sinks import add_sinks_, sinks_grad
 from megatron.core.host_to_device import integers_on
 
 
@@ -160,3 +159,27 @@ def _sequences(documents: Documents, length: int, window: int | None, device: to
 def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """cu_seqlens of sequences, [n + 1] int32 on the device. All layers and passes of a micro-batch share one copy."""
     return integers_on(device, tuple(accumulate(lengths, initial=0)), torch.int32)
+
+
+def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Adds attention sinks [heads] to the output [..., heads, dv] and log-sum-exp [..., heads] of kernels, in place.
+
+    A sink z is one more score in each row of the softmax, which no value belongs to: a head may attend to nothing
+    (gpt-oss; arXiv 2309.17453 of where they form without). It changes what a kernel without one returns, row by row:
+
+        lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
+
+    With out' and lse' in place of out and lse, the kernels' backward gives the gradients of queries, keys and values:
+    the weights are exp(score - lse'), and the sum over the row that each weight's gradient is compared with is
+    grad * out', as nothing flows to the sink's value.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    out.mul_((lse - total).exp_()[..., None])
+    lse.copy_(total)
+
+
+def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[heads]: gradient of the sinks from that of the output [..., heads, dv], the output and the log-sum-exp."""
+    weights = (sinks.to(lse.dtype) - lse).exp()
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return (weights * delta).neg_().flatten(0, -2).sum(0).to(sinks.dtype)

@@ -9,8 +9,7 @@ from megatron.core.config.flag_spec import flag
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.config.precision import PrecisionConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig, PrecisionConfig
 
 __all__ = [
     "DDPConfig",

@@ -1,4 +1,4 @@
-"""Parallel layout of model and batch, devices and backends. No torch."""
+"""Parallel layout of model and batch, devices, backends and number formats. No torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,37 @@ from math import lcm
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.pipeline_layout import layers_of_stages
-from megatron.core.config.precision import PrecisionConfig
 from megatron.core.parts import ACTIVATION_STORES, ATTENTION_BACKENDS, MICROBATCH_RUNNERS, PIPELINE_SCHEDULES
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats of parameters, activations and matrix products."""
+
+    fp16: bool = False
+    """Parameters and activations in IEEE half precision, with dynamic loss scaling."""
+
+    bf16: bool = False
+    """Parameters and activations in bfloat16."""
+
+    fp32: bool = False
+    """Parameters and activations in single precision; the default."""
+
+    fp64: bool = False
+    """Parameters and activations in double precision, for tests."""
+
+    @property
+    def params_dtype(self) -> str:
+        """Name of the torch dtype of parameters and activations."""
+        for name, chosen in (("float16", self.fp16), ("bfloat16", self.bf16), ("float64", self.fp64)):
+            if chosen:
+                return name
+        return "float32"
+
+    @property
+    def main_dtype(self) -> str:
+        """Name of the torch dtype of gradients, main parameters and optimizer moments."""
+        return "float64" if self.fp64 else "float32"
 
 
 @dataclass(frozen=True)

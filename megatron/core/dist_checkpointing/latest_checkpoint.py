@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.collectives import gather_objects
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
 from megatron.core.dist_checkpointing.path_kind import (
     LATEST,
@@ -19,7 +20,6 @@ from megatron.core.dist_checkpointing.path_kind import (
 )
 from megatron.core.dist_checkpointing.shared_folder import REMEDY, ranks_without
 from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint
-from megatron.core.dist_checkpointing.storage import gather as gather_over
 from megatron.core.parallel_state import Axis
 
 
@@ -118,4 +118,4 @@ def verify(folder: Path, world: Axis) -> list[str]:
         return [reason]
     largest_first = sorted(sums, key=lambda name: -sums[name]["bytes"])
     mine = damages(folder, sums, largest_first[world.rank :: world.size])
-    return [problem for problems in gather_over(mine, world) for problem in problems]
+    return [problem for problems in gather_objects(mine, world) for problem in problems]

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.storage import CheckpointError, gather, on_first_rank
+from megatron.core.collectives import gather_objects
+from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank
 from megatron.core.parallel_state import Axis
 
 PATIENCE = 10.0
@@ -47,7 +48,7 @@ def check_shared(folder: Path, flag: str, world: Axis) -> None:
 def ranks_without(seen: bool, world: Axis) -> str:
     """The ranks that do not see something, with their hosts: `ranks 2, 3 (on host1)`; empty if all see it. Collective
     over `world`."""
-    found = gather((seen, socket.gethostname()), world)
+    found = gather_objects((seen, socket.gethostname()), world)
     ranks = [rank for rank, (sees, _) in enumerate(found) if not sees]
     names = list(dict.fromkeys(found[rank][1] for rank in ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {_few(ranks)} (on {_few(names)})" if ranks else ""

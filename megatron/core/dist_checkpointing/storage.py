@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from megatron.core.collectives import gather_objects
 from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
@@ -79,7 +80,7 @@ def _space(root: Path, tensors: StateDict, world: Axis) -> str:
     """What a checkpoint takes and the disk has. Collective over `world`."""
     boxes = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, ShardedBoxes)}
     items = [item for key, tensor in boxes.items() for item in tensor.__create_write_items__(key, None)]
-    needed = sum(gather(sum(map(item_bytes, items)), world))
+    needed = sum(gather_objects(sum(map(item_bytes, items)), world))
     free = on_first_rank(lambda: shutil.disk_usage(root).free, world)
     return f"it takes {needed:,} bytes, and {free:,} bytes are free in {root}"
 
@@ -106,7 +107,7 @@ def _save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any
             process_group=world.group,
             no_dist=world.size == 1,
         )
-    sums = {name: entry for part in gather(files.sums, world) for name, entry in part.items()}
+    sums = {name: entry for part in gather_objects(files.sums, world) for name, entry in part.items()}
     on_first_rank(lambda: _publish(root, iteration, scratch, payload, sums), world)
     return final
 
@@ -187,7 +188,7 @@ class Checkpoint:
 
     def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
         wanted: dict[str, tuple[int, ...]] = {}
-        for part in gather({key: tuple(target.shape) for key, target in targets.items()}, world):
+        for part in gather_objects({key: tuple(target.shape) for key, target in targets.items()}, world):
             wanted |= part
         problems = {
             "missing from the checkpoint": [key for key in wanted if key not in self.tensors],
@@ -209,7 +210,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path, world: Axis) -> Checkpoint:
     """Opens a checkpoint on every rank. A failure on one rank is raised on all."""
     checkpoint, problem = _attempt(lambda: Checkpoint(folder))
-    _raise_first(gather(problem, world))
+    _raise_first(gather_objects(problem, world))
     assert checkpoint is not None
     return checkpoint
 
@@ -292,15 +293,6 @@ def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any],
     write_summed(beside, str(iteration))
     beside.replace(root / LATEST)
     sync_folder(root)
-
-
-def gather(value: T, world: Axis) -> list[T]:
-    """All-gathers Python objects: the value of every rank, in order."""
-    if world.size == 1:
-        return [value]
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=world.group)
-    return values
 
 
 def _nonempty(tensors: StateDict) -> StateDict:

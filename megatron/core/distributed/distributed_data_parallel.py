@@ -27,7 +27,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from megatron.core.distributed.param_layout import DEFAULT, GroupOf, Piece, launch_order, plan_buffers
 from megatron.core.distributed.unit_sharding import UnitSharding
-from megatron.core.init import is_present, set_present
+from megatron.core.init import alloc_storage, has_storage
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import PARAM_GATHERS, param_gather
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
@@ -80,8 +80,8 @@ class DistributedDataParallel:
         gather = param_gather(parallel_config)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         for param in (param for module in self.modules for param in module.parameters()):
-            if not (param.requires_grad or is_present(param)):
-                set_present(param, True)
+            if not (param.requires_grad or has_storage(param)):
+                alloc_storage(param)
                 initialize([param])
         self.params = list(every.values())
         """Trainable parameters, each once, in order of registration."""

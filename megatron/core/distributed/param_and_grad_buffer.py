@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from megatron.core.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
-from megatron.core.init import is_present, set_present
+from megatron.core.init import alloc_storage, free_storage, has_storage
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.weight_grad import is_stale, mark_stale
 
@@ -63,7 +63,7 @@ class Bucket:
         self._bytes = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
         return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]
 
-    def begin(self, owners: Sequence[nn.Parameter]) -> None:
+    def adopt(self, owners: Sequence[nn.Parameter]) -> None:
         """Called when the parameters, its `owners`, have been moved into `params`."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
@@ -147,9 +147,9 @@ class UnitBucket(Bucket):
         first, stop = (end // self.layout.num_shards for end in (self.layout.start, self.layout.stop))
         return data.new_zeros(self.layout.stop - self.layout.start), data[first:stop]
 
-    def begin(self, owners: Sequence[nn.Parameter]) -> None:
+    def adopt(self, owners: Sequence[nn.Parameter]) -> None:
         self.owners = list(owners)
-        set_present(self.grads, False)
+        free_storage(self.grads)
         if self.shards_params:
             self.param_shard.copy_(self.params.chunk(self.axis.size)[self.axis.rank])
             self.drop_params()
@@ -157,7 +157,7 @@ class UnitBucket(Bucket):
     def start_gather(self) -> None:
         """Starts to make the parameters whole, where they are not and no gather is under way. Collective."""
         if not self.whole_params:
-            set_present(self.params, True)
+            alloc_storage(self.params)
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
             self.whole_params = True
 
@@ -180,7 +180,7 @@ class UnitBucket(Bucket):
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
-            set_present(self.params, False)
+            free_storage(self.params)
             self.whole_params = False
             for drop in self.on_drop:
                 drop()
@@ -195,7 +195,7 @@ class UnitBucket(Bucket):
         """Makes room for contributions to whole gradients: the first one of each parameter writes over it."""
         self.finish_grad_sync()
         if not self.whole_grads:
-            set_present(self.grads, True)
+            alloc_storage(self.grads)
             start = self.layout.start
             ends = [start, *(place.stop for place in self.layout.params)]
             starts = [*(place.start for place in self.layout.params), self.layout.stop]
@@ -235,7 +235,7 @@ class UnitBucket(Bucket):
         if self.whole_grads:
             for owner in self.owners:
                 mark_stale(owner, False)
-            set_present(self.grads, False)
+            free_storage(self.grads)
             self.whole_grads = False
 
     def gather_params_(self) -> None:
@@ -294,14 +294,14 @@ class ParamAndGradBuffer:
                 assert param.dtype == sample.dtype, f"{place.meta.name} is {param.dtype}, others are {sample.dtype}"
                 span = slice(place.start - bucket_layout.start, place.stop - bucket_layout.start)
                 view = bucket.params[span].view(param.shape)
-                if is_present(param):
+                if has_storage(param):
                     view.copy_(param.data)
                 else:
                     unset.append(param)
                 param.data = view
                 param.main_grad = bucket.grads[span].view(param.shape)  # type: ignore[attr-defined]
             initialize(unset)
-            bucket.begin([params[place.index] for place in bucket_layout.params])
+            bucket.adopt([params[place.index] for place in bucket_layout.params])
             self.buckets.append(bucket)
         ends = [0, *(place.stop for place in layout.params)]
         starts = [*(place.start for place in layout.params), layout.numel]

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.core.collectives import gather_objects
 from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.param_groups import ParamGroup, lines_of_groups
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.dist_checkpointing.state_dict import tagged_parameters
-from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import ALIGNMENT, BufferLayout, Piece, StateRange
 from megatron.core.host_to_device import HostCopy
@@ -366,7 +366,7 @@ def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, wor
         return []
     trained = {meta.name: (meta, param) for meta, param in tagged_parameters(modules) if param.requires_grad}
     groups = {name: (config.group_of(name, meta.kind), meta.numel) for name, (meta, _) in trained.items()}
-    whole = {name: group for found in gather(groups, world) for name, group in found.items()}
+    whole = {name: group for found in gather_objects(groups, world) for name, group in found.items()}
     config.check_names(whole)
     for name, (_, param) in trained.items():
         param.requires_grad_(not config.freezes(name))

@@ -28,7 +28,7 @@ from megatron.core.collectives import (
     start_nothing,
     start_reduce_scatter,
 )
-from megatron.core.init import set_present
+from megatron.core.init import free_storage
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import kernel_for
@@ -166,7 +166,7 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
     parameter.meta = meta  # type: ignore[attr-defined]
     if ctx.lazy:
-        set_present(parameter, False)
+        free_storage(parameter)
     return parameter
 
 

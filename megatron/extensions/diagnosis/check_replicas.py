@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_reduce_
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import all_reduce_, gather_objects
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
@@ -67,7 +66,7 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
         if different is not None and message is None:
             replica = replicas[along[different]]
             message = _describe(replace(replica, values=replica.values.to(device)), name, state)
-    if messages := [found for found in gather(message, state.world) if found is not None]:
+    if messages := [found for found in gather_objects(message, state.world) if found is not None]:
         raise ReplicaError(messages[0])
     return len(replicas)
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import Batch
-from megatron.core.dist_checkpointing.storage import gather
-from megatron.core.init import is_present
+from megatron.core.collectives import gather_objects
+from megatron.core.init import has_storage
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
@@ -106,8 +106,8 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
     passes.ddp.finish_grad_sync()  # reductions of the present gradients may be in progress
     passes.ddp.finish_param_sync()
     bad = [piece.meta.name for piece in passes.ddp.sharded_params() if not _finite(piece.data)]
-    bad += [p.meta.name for p in passes.ddp.params if is_present(p) and not _finite(p)]  # type: ignore[attr-defined]
-    weights = tuple(sorted({name for names in gather(bad, world) for name in names}))
+    bad += [p.meta.name for p in passes.ddp.params if has_storage(p) and not _finite(p)]  # type: ignore[attr-defined]
+    weights = tuple(sorted({name for names in gather_objects(bad, world) for name in names}))
     seed = passes.loss_seed(loss_scale)
     passes.ddp.begin_step(0)  # nothing is reduced
     scaled, _ = passes.with_scale(step, batches, seed)
@@ -120,7 +120,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
         else:
             with _look_backward(passes.pipeline, passes.ddp.params, notes):
                 passes.pipeline.train(scaled, seed, replay=False)
-        found = [note for notes_of_rank in gather(notes.found, world) for note in notes_of_rank]
+        found = [note for notes_of_rank in gather_objects(notes.found, world) for note in notes_of_rank]
         first = min(found, key=lambda note: note.order, default=None)
         if first is not None:
             break
@@ -187,7 +187,7 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
             return
         for place, param in enumerate(reversed(params)):
             main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-            if is_present(main_grad) and not is_stale(param) and not _finite(main_grad):
+            if has_storage(main_grad) and not is_stale(param) and not _finite(main_grad):
                 name = param.meta.name  # type: ignore[attr-defined]
                 notes.add(WEIGHT_GRADIENT, name, action, notes.samples_of(action), 0.0, place)
                 return

@@ -23,9 +23,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.collectives import gather_objects
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.samplers import MicroBatch
-from megatron.core.dist_checkpointing.storage import CheckpointError, gather, on_first_rank, save
+from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
 from megatron.extensions.diagnosis.nonfinite_search import Finding, search
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.checks.step_guard import Verdict
@@ -68,9 +69,9 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
     """Finds the first value that is not finite, and saves a step that ends the run in --save. Collective."""
     step, watchdog = verdict.step, run.runtime.watchdog
     phase = watchdog.status.phase
-    watchdog.begin(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
+    watchdog.doing(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
     finding = search(run.forward_backward, step, run.data.read_batches(step), verdict.result.loss_scale)
-    watchdog.begin(phase)
+    watchdog.doing(phase)
     text = finding.describe() if finding is not None else NOT_REPRODUCED
     if not verdict.ends_run:
         return StepFinding(text)
@@ -104,7 +105,7 @@ def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpointer: Che
     problem = None
     if state.tp.first and state.pp.first and state.cp.first:
         problem = _write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")
-    if problems := [found for found in gather(problem, world) if found]:
+    if problems := [found for found in gather_objects(problem, world) if found]:
         raise CheckpointError(problems[0])
     save(folder, before.iteration, *checkpointer.contents(before), world)
     return folder

@@ -9,8 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
-from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.config.precision import PrecisionConfig
+from megatron.core.config.parallel import ModelParallelConfig, PrecisionConfig
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import CALLBACKS

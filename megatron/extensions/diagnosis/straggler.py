@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import gather_objects
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.training.hooks import Callback, Meter
 from megatron.training.progress import GRAD_SYNC, STEP_PARTS, Interval
@@ -60,7 +60,7 @@ class Stragglers(Callback, Meter):
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         world = run.runtime.state.world
-        self.hosts = gather(socket.gethostname(), world)
+        self.hosts = gather_objects(socket.gethostname(), world)
         self.world, self.device, self.clock = world, run.runtime.device, PhaseClock(run.runtime.device)
         run.timers.watchers.append(self.clock)
         return (self,)

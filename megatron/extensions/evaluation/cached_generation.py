@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import gather_objects
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import Tokenizer
@@ -44,7 +44,7 @@ class CachedGeneration:
             found = dict(zip(numbers, self._run(runner, prompts[first::step], limits[first::step]), strict=True))
         else:
             runner.follow()
-        texts = {number: text for part in gather(found, self.state.world) for number, text in part.items()}
+        texts = {number: text for part in gather_objects(found, self.state.world) for number, text in part.items()}
         return [texts[number] for number in range(len(prompts))]
 
     def _run(self, runner: StageRunner, prompts: Sequence[Sequence[int]], limits: Sequence[Limits]) -> list[str]:

@@ -51,7 +51,7 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     """Evaluates all tasks and logs their scores, unless the run is asked to stop meanwhile. Dropout is off, and neither
     gradients nor any state of the training changes. Collective."""
     config, runtime, iteration = run.config, run.runtime, run.progress.iteration
-    runtime.watchdog.begin(f"evaluation tasks at iteration {iteration}")
+    runtime.watchdog.doing(f"evaluation tasks at iteration {iteration}")
     start = time.perf_counter()
     try:
         with run.pipeline.evaluation_mode():

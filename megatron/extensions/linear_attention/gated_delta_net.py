@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.attention.context_parallel import heads_to_sequence, sequence_to_heads
 from megatron.core.attention.kv_cache import Cached
 from megatron.core.attention.partition import Documents
-from megatron.core.attention.ulysses import heads_to_sequence, sequence_to_heads
 from megatron.core.batch import BatchContext
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region

@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.core.collectives import gather_objects
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import MicroBatch
-from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.parallel_state import ParallelState
 from megatron.training.metrics.sinks import JsonLinesSink
 
@@ -34,7 +34,7 @@ class SampleLog:
         if not self._takes_part:
             return
         mine = [sample for batch in batches for sample in _samples(batch)]
-        found = sorted(sample for part in gather(mine, self._dp) for sample in part)
+        found = sorted(sample for part in gather_objects(mine, self._dp) for sample in part)
         if self._sink is None:
             return
         numbers = [number for number, _ in found]

@@ -96,7 +96,7 @@ class Watchdog:
             return ExitCode.TO_BE_RESUMED
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
 
-    def begin(self, phase: str) -> None:
+    def doing(self, phase: str) -> None:
         """Names the phase that begins, for the report of a failure."""
         self.status.phase = phase
 

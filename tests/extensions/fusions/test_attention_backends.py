@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import kernels_of
 from megatron.core.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
-from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.extensions.fusions.attention import cudnn_kernels

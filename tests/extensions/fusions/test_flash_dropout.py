@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.attention.local_attention import local_attention
+from megatron.core.attention.context_parallel import Ring, local_attention
+from megatron.core.attention.context_parallel import _merge_ as merge_
 from megatron.core.attention.partition import Documents, rank_spans
-from megatron.core.attention.ring import Ring
-from megatron.core.attention.ring import _merge_ as merge_
 from megatron.core.attention.tile_kernels import (
     Causal,
     Dropout,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.core.attention import ulysses
 from megatron.core.batch import BatchContext
+from megatron.core.collectives import swap_blocks
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis
 from megatron.extensions.linear_attention import gated_delta_net
@@ -75,7 +75,18 @@ MUTANTS: Mutants = {
         [Combination.of(world="2", cp="2ring", layers="delta nets")],
     ),
     "gated delta nets read a sequence in order of ranks": (
-        [(ulysses, "from_rank_order", lambda x, size: x), (ulysses, "to_rank_order", lambda x, size: x)],
+        [
+            (
+                gated_delta_net,
+                "sequence_to_heads",
+                lambda x, cp: swap_blocks(x.movedim(2, 0), cp).flatten(0, 1),
+            ),
+            (
+                gated_delta_net,
+                "heads_to_sequence",
+                lambda x, cp: swap_blocks(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2),
+            ),
+        ],
         [Combination.of(world="2", cp="2gather", layers="delta nets")],
     ),
     "gated delta nets with the documents of a part of the sequence": (

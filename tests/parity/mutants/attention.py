@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.core import collectives as mappings
-from megatron.core.attention import all_gather as gathered
-from megatron.core.attention import core_attention, ring, tile_kernels
-from megatron.core.attention.alibi import alibi_slopes
+from megatron.core.attention import context_parallel, core_attention, tile_kernels
+from megatron.core.attention.core_attention import alibi_slopes
 from megatron.core.attention.partition import Documents, cut_documents
-from megatron.core.attention.sinks import add_sinks_
 from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import add_sinks_
 from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis
@@ -40,7 +39,7 @@ def _merge_with_a_sink(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor,
     _true_merge_(out, lse, part, part_lse, first)
 
 
-_true_merge_ = ring._merge_
+_true_merge_ = context_parallel._merge_
 
 
 def _backward_without_a_cap(self: Any, rows: Any, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Any:
@@ -107,15 +106,15 @@ def _merge_without_weights(out: Tensor, lse: Tensor, part: Tensor, part_lse: Ten
 
 MUTANTS: Mutants = {
     "ring attention loses gradients of keys and values": (
-        [(ring, "RingExchange", _exchange_of_zeros(ring.RingExchange))],
+        [(context_parallel, "RingExchange", _exchange_of_zeros(context_parallel.RingExchange))],
         [Combination.of(world="2", cp="2ring"), Combination.of(world="4", cp="4ring")],
     ),
     "ring attention adds parts without their weights": (
-        [(ring, "_merge_", _merge_without_weights)],
+        [(context_parallel, "_merge_", _merge_without_weights)],
         [Combination.of(world="2", cp="2ring", style="llama")],
     ),
     "gathered keys get only their own rank's gradient": (
-        [(gathered, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0))],
+        [(context_parallel, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0))],
         [Combination.of(world="2", cp="2gather")],
     ),
     "sinks of the first heads, not of this rank's": (
@@ -123,11 +122,11 @@ MUTANTS: Mutants = {
         [Combination.of(world="2", cp="2ulysses", softmax="sinks")],
     ),
     "sinks get no gradient": (
-        [(ring, "sinks_grad", lambda grad, out, lse, sinks: torch.zeros_like(sinks))],
+        [(context_parallel, "sinks_grad", lambda grad, out, lse, sinks: torch.zeros_like(sinks))],
         [Combination.of(world="2", tp="2", softmax="sinks")],
     ),
     "each part of a row has the sink": (
-        [(ring, "_merge_", _merge_with_a_sink)],
+        [(context_parallel, "_merge_", _merge_with_a_sink)],
         [Combination.of(world="2", cp="2ring", softmax="off by one")],
     ),
     "gates of heads get no gradient": (

@@ -13,10 +13,9 @@ from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.init import initialize_parameters_, is_present
+from megatron.core.init import has_storage, initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.head import Head
-from megatron.core.models.gpt.loss import masked_sum, tally_sources_
+from megatron.core.models.gpt.loss import Head, masked_sum, tally_sources_
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.parallel_state import ParallelState
@@ -102,7 +101,7 @@ class GPTModel(nn.Module):
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
         if initialize:
-            initialize_parameters_([p for p in self.parameters() if is_present(p)], seed, state.coords, init_threads)
+            initialize_parameters_([p for p in self.parameters() if has_storage(p)], seed, state.coords, init_threads)
 
     def set_positions(self, config: TransformerConfig) -> None:
         """Goes on with the rotary embeddings of `config`, which differs from the model's in their flags and in the

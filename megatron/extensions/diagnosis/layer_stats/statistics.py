@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.collectives import all_reduce_
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import all_reduce_, gather_objects
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
 from megatron.core.parallel_state import ParallelState
@@ -60,7 +59,7 @@ class _Rows:
         own = _parameters(stages), list(taps.sums), list(taps.maxima), list(taps.balances)
         parameters: dict[str, Parameter] = {}
         sums, maxima, routers = set[Key](), set[Key](), set[int]()
-        for of_rank in gather(own, state.world):
+        for of_rank in gather_objects(own, state.world):
             parameters |= of_rank[0]
             sums.update(of_rank[1])
             maxima.update(of_rank[2])

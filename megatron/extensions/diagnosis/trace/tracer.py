@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.collectives import gather_objects
 from megatron.core.parallel_state import SINGLE_AXES
 from megatron.core.pipeline_parallel.actions import Action, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
@@ -96,7 +96,7 @@ class Tracer(Callback):
     def _start(self, run: RunView) -> None:
         state = self.runtime.state
         self._first = run.progress.iteration + 1
-        self._hosts = gather(host_identity(), state.world)
+        self._hosts = gather_objects(host_identity(), state.world)
         self._offset = self._measure("start")
         self._recorder = recorder = Recorder(self.runtime.device)
         self._progress = run.progress
@@ -161,7 +161,7 @@ class Tracer(Callback):
         meeting = f"trace/{self._first}/{when}"
         own = measure(_get_default_store(), launch.rank, identities, meeting)
         first = identities.index(identities[launch.rank])
-        return gather(own, self.runtime.state.world)[first]
+        return gather_objects(own, self.runtime.state.world)[first]
 
     def _stop(self, run: RunView) -> None:
         recorder, self._recorder = self._recorder, None

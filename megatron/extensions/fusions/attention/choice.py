@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import dropout_kernel, kernels_of
-from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import Spans, rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout
 from megatron.core.parallel_state import Axis

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention.sinks import add_sinks_, sinks_grad
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Rows, query_rows
 from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import add_sinks_, sinks_grad
 from megatron.core.dropout import bits_of_columns, threshold
 from megatron.core.host_to_device import integers_on
 from megatron.extensions.fusions.attention.flash_dropout.bands import Band, band_of

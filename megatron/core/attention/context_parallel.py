@@ -1,8 +1,16 @@
-"""Ring attention (arXiv:2310.01889): queries stay, keys and values rotate over the context-parallel ranks.
+"""Attention over context-parallel ranks, by --cp-comm-type, and within one rank.
 
-A rank computes the tiles of its queries with the keys that it has, while the next keys arrive. The backward rotates
-keys and values once more; their gradients rotate with them, and reach the rank that owns the keys after the last step.
-Saved for the backward are only this rank's queries, keys, values, outputs and log-sum-exps.
+Ring attention (p2p, arXiv:2310.01889): queries stay, keys and values rotate over the ranks. A rank computes the tiles
+of its queries with the keys that it has, while the next keys arrive. The backward rotates keys and values once more;
+their gradients rotate with them, and reach the rank that owns the keys after the last step. Saved for the backward are
+only this rank's queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of one.
+
+All-gather (as in Llama 3, arXiv:2407.21783): the forward all-gathers keys and values before attention; the backward
+reduce-scatters their gradients. This is cheap where there are few key groups. The communication overlaps with nothing.
+
+All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): one all-to-all trades the sharding of the sequence for a sharding
+of the heads, so that each rank computes the whole sequence for some heads; another one trades the output back. A rank
+sends fewer bytes the more ranks there are. The number of ranks must divide both the heads and the key groups.
 """
 
 from __future__ import annotations
@@ -14,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention.partition import Spans, rank_spans, short_spans
-from megatron.core.attention.sinks import add_sinks_, sinks_grad
+from megatron.core.attention.partition import Spans, chunk_order, rank_spans, short_spans
 from megatron.core.attention.tile_kernels import Causal, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile, causal_tiles, joined
-from megatron.core.collectives import RingExchange
+from megatron.core.attention.varlen import add_sinks_, packed_attention, sinks_grad
+from megatron.core.collectives import RingExchange, all_gather_sequence, swap_blocks
 from megatron.core.parallel_state import Axis
 
 
@@ -123,3 +131,71 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: boo
     out.mul_((lse - total).exp_()[..., None])
     out.addcmul_(part.to(out.dtype), (part_lse - total).exp_()[..., None])
     lse.copy_(total)
+
+
+def local_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] -> [n, b, heads, dv]
+
+    The keys are at positions 0 to s - 1, the queries at the positions `queries`, by default the same. One
+    variable-length launch where the kernel has one and the queries are whole samples; one launch of a kernel that takes
+    all tiles `at_once`; else tiles, as a ring of one.
+    """
+    whole = (range(k.shape[0]),)
+    if (at_once := getattr(causal.kernel, "at_once", None)) is not None:
+        out: Tensor = at_once(q, k, v, causal_tiles(queries or whole, whole, causal.documents, causal.window), sinks)
+        return out
+    if queries is None and causal.kernel.packed is not None:
+        return packed_attention(q, k, v, causal.documents, causal.window, causal.kernel.packed, sinks)
+    return RingAttention.apply(q, k, v, sinks, Ring(Axis(), queries or whole, (whole,), causal))
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None
+) -> Tensor:
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads] ->
+    [s/cp, b, heads, dv]"""
+    kv = from_rank_order(all_gather_sequence(torch.cat((k, v), dim=-1), cp), cp.size)
+    k, v = kv.split((k.shape[-1], v.shape[-1]), dim=-1)
+    return local_attention(q, k, v, causal, rank_spans(kv.shape[0], cp.rank, cp.size), sinks)
+
+
+def from_rank_order(x: Tensor, size: int) -> Tensor:
+    """x [s, ...] concatenated in rank order -> [s, ...] in sequence order"""
+    if size == 1:
+        return x
+    chunks, order = x.chunk(2 * size), chunk_order(size)
+    return torch.cat([chunks[order.index(chunk)] for chunk in range(2 * size)])
+
+
+def to_rank_order(x: Tensor, size: int) -> Tensor:
+    """x [s, ...] in sequence order -> [s, ...] concatenated in rank order"""
+    if size == 1:
+        return x
+    chunks = x.chunk(2 * size)
+    return torch.cat([chunks[chunk] for chunk in chunk_order(size)])
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads / cp] of this
+    rank's heads -> [s/cp, b, heads, dv]
+
+    Rank r computes heads r * heads / cp to (r + 1) * heads / cp - 1.
+    """
+    parts = [x.unflatten(2, (cp.size, -1)).flatten(3) for x in (q, k, v)]  # [s/cp, b, cp, heads/cp * d]
+    widths = [part.shape[3] for part in parts]
+    qkv = sequence_to_heads(torch.cat(parts, dim=3), cp)
+    heads = zip(qkv.split(widths, dim=2), (q, k, v), strict=True)
+    q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in heads)
+    return heads_to_sequence(local_attention(q, k, v, causal, sinks=sinks), cp).flatten(2, 3)
+
+
+def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
+    """x [s/cp, b, cp, ...], sharded by `rank_spans` -> [s, b, ...]: the whole sequence of block cp.rank of dim 2"""
+    return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)  # dim 0 of blocks: source rank
+
+
+def heads_to_sequence(x: Tensor, cp: Axis) -> Tensor:
+    """x [s, b, ...] -> [s/cp, b, cp, ...]: `sequence_to_heads` undone"""
+    return swap_blocks(to_rank_order(x, cp.size).unflatten(0, (cp.size, -1)), cp).movedim(0, 2)
