@@ -41,7 +41,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
     BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
     BuiltIn("megatron_flags", "what becomes of Megatron's flags that have no field here"),
-    BuiltIn("logs", "TensorBoard, Weights & Biases, lines for parsers of Megatron-LM's logs"),
+    BuiltIn("logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
     BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),

@@ -29,11 +29,7 @@ from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime, choose_products
 from megatron.training.metrics.expert_load import ExpertLoad
-from megatron.training.metrics.loss_tallies import MultiTokenLosses, SourceLosses
-from megatron.training.metrics.meters import UserMetrics
-from megatron.training.metrics.model_sums import ModelSums
-from megatron.training.metrics.sample_log import SampleLog
-from megatron.training.metrics.summary import PeakMemory
+from megatron.training.metrics.meters import MultiTokenLosses, PeakMemory, UserMetrics
 from megatron.training.plan import plan_of, read_history
 from megatron.training.progress import StepTimers
 from megatron.training.run import TrainingRun
@@ -143,17 +139,12 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
         lines = LOG_FORMATS[config.logging.log_format](config, plan.iterations)
         saver = RunSaver(checkpointer, runtime, progress, lines)
-    if config.logging.sample_log:
-        path = Path(config.logging.sample_log)
-        data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)
     pipeline = Pipeline(config, runtime, stages, queue, casts, overlap)
     timers = pipeline.executor.timed = StepTimers()
     pipeline.executor.validate = optimizer.validate
     meters: list[Meter] = [
         ExpertLoad(config.model, state, stages, runtime.device),
         MultiTokenLosses(config.model, state, stages, runtime.device),
-        SourceLosses(data.logged_sources, state, stages, runtime.device),
-        ModelSums(config.logging, optimizer, stages, state, runtime.device),
         UserMetrics(parts.metrics, runtime.device),
         PeakMemory(state.world, runtime.device),
     ]

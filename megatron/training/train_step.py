@@ -37,7 +37,7 @@ def train_step(run: TrainingRun, before_update: Callable[[], None] | None = None
 
 def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | None) -> None:
     with run.timers("data"):
-        batches = run.data.read_batches(step, log=True)
+        batches = run.data.read_batches(step, watched=True)
     sums = _gradients(run, step, batches)
     if settle(run):
         sums = _gradients(run, step, batches)

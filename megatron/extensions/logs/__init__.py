@@ -1,7 +1,9 @@
-"""Logs beside the console and `metrics.jsonl`: TensorBoard, Weights & Biases, and the lines of Megatron-LM.
+"""Logs beside the console and `metrics.jsonl`: TensorBoard, Weights & Biases, samples, losses of data sets, sums.
 
-Flags: --tensorboard-dir, --wandb-project and its kin, --log-format megatron, --log-throughput.
+Flags: --tensorboard-dir, --wandb-project and its kin, --sample-log, --log-source-loss, --log-params-norm,
+--log-num-zeros-in-grad, --log-format megatron, --log-throughput.
 
 Read `flags` first. `dashboards` has the sinks of records, `megatron_tags` the names of their values, `megatron_lines`
-the format of the console's lines.
+the format of the console's lines. `sample_log` writes the samples of each step; `source_losses` and `model_sums` are
+meters.
 """

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import LOG_FORMATS, SINKS
+from megatron.core.parts import CALLBACKS, LOG_FORMATS, SINKS
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 HERE = "megatron.extensions.logs"
 
 
-@extension_flags("logs: TensorBoard, Weights & Biases", may_change=True)
+@extension_flags("logs: TensorBoard, Weights & Biases, samples, sums", may_change=True)
 @dataclass(frozen=True)
 class LogsConfig:
     tensorboard_dir: str | None = flag(None, path="local", writes="folder")
@@ -32,6 +33,23 @@ class LogsConfig:
     log_throughput: bool = False
     """--log-format megatron: print the throughput per device. Without it, throughput is always printed."""
 
+    sample_log: str | None = flag(None, path="local", writes="file")
+    """File for the samples of each training step, one JSON object per line."""
+
+    log_source_loss: bool = False
+    """Log the training and validation loss of each data set of a blend."""
+
+    log_params_norm: bool = False
+    """Log the L2 norm of all parameters."""
+
+    log_num_zeros_in_grad: bool = False
+    """Log the number of zeros in the gradient."""
+
+
+def _sums(config: RunConfig) -> bool:
+    own = config.options(LogsConfig)
+    return own.log_params_norm or own.log_num_zeros_in_grad
+
 
 SINKS.register(
     "TensorBoard",
@@ -42,3 +60,10 @@ SINKS.register(
     "Weights & Biases", f"{HERE}.dashboards:WandbSink", when=lambda config: config.options(LogsConfig).wandb_project
 )
 LOG_FORMATS.register("megatron", f"{HERE}.megatron_lines:MegatronLines")
+CALLBACKS.register("samples", f"{HERE}.sample_log:SampleLog", when=lambda config: config.options(LogsConfig).sample_log)
+CALLBACKS.register(
+    "losses of sources",
+    f"{HERE}.source_losses:SourceLosses",
+    when=lambda config: config.options(LogsConfig).log_source_loss,
+)
+CALLBACKS.register("sums over the model", f"{HERE}.model_sums:ModelSums", when=_sums)

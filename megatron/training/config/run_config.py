@@ -149,20 +149,8 @@ class LoggingConfig:
     """Format of the console's lines of progress, validation and saving: this program's, or Megatron-LM's for its
     parsers."""
 
-    log_params_norm: bool = False
-    """Log the L2 norm of all parameters."""
-
-    log_source_loss: bool = False
-    """Log the training and validation loss of each data set of a blend."""
-
-    log_num_zeros_in_grad: bool = False
-    """Log the number of zeros in the gradient."""
-
     metrics_file: str | None = flag(None, path="local", writes="file")
     """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
-
-    sample_log: str | None = flag(None, path="local", writes="file")
-    """File for the samples of each training step, one JSON object per line."""
 
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device for MFU; default: derived from the device name, unknown on CPU."""
