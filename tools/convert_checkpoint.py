@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     if args.check is not None:
-        from megatron.extensions.hugging_face.check import compare_logits, require_transformers
+        from megatron.extensions.hugging_face.hf_format import compare_logits, require_transformers
 
         require_transformers()
     try:

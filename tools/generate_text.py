@@ -28,12 +28,11 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.extensions.inference.chat_template import Message, find_chat_template
+from megatron.extensions.inference.chat_template import Message, chat, find_chat_template, pieces
 from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling
 from megatron.extensions.inference.generation.engine import prompt_seed
 from megatron.extensions.inference.jsonl import answers, read_lines, written
 from megatron.extensions.inference.model import LoadedModel
-from megatron.extensions.inference.terminal import chat, pieces
 from megatron.training.reliability.launch import Launch
 
 from .common import add_extension_flag, add_model_flags, model_flag_problems, open_model, run_tool

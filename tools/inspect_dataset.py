@@ -31,8 +31,9 @@ from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
 from megatron.core.datasets.indices import parse_split
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.training.config.output_files import whole_file
 
-from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, run_tool
+from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, dataset_at, run_tool
 
 SPLITS = ("train", "valid", "test")
 DATA_FIELDS = (
@@ -96,7 +97,7 @@ def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokeni
     eod = tokenizer.eod if tokenizer is not None and args.eod is None else args.eod
     found = 0
     for prefix in prefixes:
-        dataset = IndexedDataset(prefix)
+        dataset = dataset_at(prefix)
         problems = dataset.verify()
         if problems:
             print(f"{prefix}: damaged")
@@ -131,7 +132,7 @@ def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
             arrays[split] = samples(dataset, args.seq_length)
             arrays[f"{split}_len"] = np.array(len(dataset))
             print(f"{split}: {len(dataset):,} samples of {args.seq_length} tokens, fingerprint {dataset.fingerprint}")
-    with open(args.dump, "wb") as stream:
+    with whole_file(Path(args.dump)) as file, open(file, "wb") as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
     print(f"{args.dump}: {', '.join(arrays)}")
 

@@ -19,7 +19,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, strip_suffix
 
-from .common import refuse_output, run_tool
+from .common import dataset_at, refuse_output, run_tool
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -47,7 +47,7 @@ def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
     datasets, problems = [], []
     for prefix in prefixes:
         try:
-            dataset = IndexedDataset(prefix)
+            dataset = dataset_at(prefix)
         except ValueError as error:
             problems.append(str(error))
             continue

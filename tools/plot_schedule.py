@@ -18,10 +18,10 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.parts import PIPELINE_SCHEDULES, UPDATES_AHEAD
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
 
@@ -90,8 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"rank {rank}: {' '.join(short(action) for action in actions)}")
     print("\n".join(without_middle(text_of(found, layout))))
     print(summary_of(found))
-    time, bubble = post_validated(build(post_validation=True), costs)
-    print(f"with --optimizer-post-validation, where nothing is clipped: time of a step {time:g}, bubble {bubble:.4f}")
+    if UPDATES_AHEAD:
+        from megatron.extensions.planner.time.pipeline import post_validated
+
+        time, bubble = post_validated(build(validates=True), costs)
+        flag = "--optimizer-post-validation"
+        print(f"with {flag}, where nothing is clipped: time of a step {time:g}, bubble {bubble:.4f}")
     if args.output:
         title = f"{args.pipeline_schedule}, p = {args.pp}, m = {args.num_microbatches}, v = {layout.chunks}"
         draw(found, layout, f"{title}: bubble {found.bubble:.1%}", args.output)

@@ -129,6 +129,14 @@ ATTENTION_BACKENDS.register("auto", f"{_ATTENTION}:AttentionBackend")
 ATTENTION_BACKENDS.register("flash", f"{_ATTENTION}:AttentionBackend")
 ATTENTION_BACKENDS.register("unfused", f"{_ATTENTION}:Unfused")
 
+LINEARS: Registry[Any, NoFacts] = Registry("linear layer", NoFacts, "linear, ctx")
+"""`Linear(linear, ctx)`: a linear layer of transformer layers with sharded features, as a description of
+`megatron.core.tensor_parallel.parameters` says. What it is substituted by computes and sends the same in another way.
+`ctx.options(Cls)` are the values of an extension's own flags."""
+
+LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
+LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")
+
 MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
 
@@ -325,6 +333,17 @@ def param_gather(config: Any) -> str | None:
 UPDATE_HOOKS: Registry[Any, WhenFacts] = Registry("hook of updates", WhenFacts, "config, modules, shards, state")
 """`hook(config, modules, shards, state)`: its `after_update(skip)` is called after each update of main parameters
 on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
+
+
+UPDATES_AHEAD: Registry[Any, WhenFacts] = Registry("update ahead", WhenFacts, "optimizer", attributes=("validate",))
+"""`build(optimizer)`: what updates before the gradient norm is known, and rolls back if it must; none of the trunk's.
+See `megatron.core.optimizer.distrib_optimizer.UpdateAhead`. `when` is of the OptimizerConfig. Lists of the pipeline
+then have VALIDATE, where ranks learn whether the update stands."""
+
+
+def update_ahead(config: Any) -> str | None:
+    """The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""
+    return next((name for name in UPDATES_AHEAD if UPDATES_AHEAD.facts(name).when(config)), None)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
     BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
+    BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
     BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
     BuiltIn("text_data", "training on text files, local or remote, without preprocessing; fill-in-the-middle samples"),
@@ -56,6 +57,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
     BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)),
     BuiltIn("fp8", "Products of linear layers in 8-bit floating point."),
+    BuiltIn("overlap", "Overlap of the collectives within layers with computation."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
     BuiltIn("linear_attention", "Gated delta nets, a linear attention, as in Qwen3-Next."),
 )

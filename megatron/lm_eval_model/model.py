@@ -12,8 +12,8 @@ from lm_eval.api.registry import register_model
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
-from megatron.extensions.evaluation.cached_generation import CachedGeneration
 from megatron.extensions.evaluation.generation import Limits, prompt_tokens
+from megatron.extensions.evaluation.in_loop import CachedGeneration
 from megatron.extensions.evaluation.rows import Row, continuation_row, rolling_rows
 from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, stage_scores
 from megatron.extensions.inference.model import LoadedModel, loaded_model

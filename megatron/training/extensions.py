@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +26,10 @@ T = TypeVar("T")
 
 class ExtensionError(ValueError):
     """An extension cannot be used; the message names its file and line."""
+
+    def __init__(self, rule: str, remedy: str = "") -> None:
+        super().__init__(f"{rule}; {remedy}" if remedy else rule)
+        self.rule, self.remedy = rule, remedy or "correct the extension, or remove --extension"
 
 
 def extension_flags(
@@ -63,14 +66,29 @@ def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def load_saved_extensions(names: Sequence[str]) -> None:
-    """Imports the extensions that a checkpoint was saved under, apart from those that this process has under the same
-    file name, as they may have moved. Raises ExtensionError."""
-    elsewhere = Counter(Path(name).name for name in _LOADED if name not in names)
+    """Imports the extensions that a checkpoint was saved under, apart from those that have moved since: this process
+    has them under the same file name, or, where the file is missing, under another one. Raises ExtensionError."""
+    given = [name for name in _LOADED if name not in names]
+    for name in without_moved([name for name in names if name not in _LOADED], given, "the checkpoint"):
+        _load(name)
+
+
+def without_moved(names: Sequence[str], given: Sequence[str], source: str) -> list[str]:
+    """The extensions that a source names, apart from those that have moved since: one of those `given` has the same
+    file name, or stands for a file that is missing. Raises ExtensionError where more are missing."""
+    here, missing, elsewhere = [], [], list(given)
     for name in names:
-        if name not in _LOADED and elsewhere[Path(name).name] > 0:
-            elsewhere[Path(name).name] -= 1  # it has moved
+        moved = next((each for each in elsewhere if Path(each).name == Path(name).name), None)
+        if moved is not None:
+            elsewhere.remove(moved)
+        elif name.endswith(".py") and not Path(name).expanduser().is_file():
+            missing.append(name)
         else:
-            _load(name)
+            here.append(name)
+    for name in missing[len(elsewhere) :]:
+        remedy = "if it was moved or renamed, give --extension NEWPATH"
+        raise ExtensionError(f"{name}: {source} names this extension, and there is no such file", remedy)
+    return here
 
 
 _LOADED: dict[str, str] = {}

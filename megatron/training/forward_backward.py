@@ -14,7 +14,7 @@ from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parts import MICROBATCH_RUNNERS
+from megatron.core.parts import MICROBATCH_RUNNERS, update_ahead
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
@@ -68,7 +68,7 @@ class ForwardBackward:
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
         """(micro-batches with the factor of auxiliary losses, valid tokens of the global batch)."""
         # Ranks count the same: none waits for the loss rank, which may still be in the step before.
-        loss_rank = None if self.pipeline.post_validation else self.pipeline.loss_rank
+        loss_rank = None if self.pipeline.validates else self.pipeline.loss_rank
         total = global_token_count(count_tokens(batches), self.runtime.state, loss_rank)
         scale = total * (seed / (step.samples * self.config.model.seq_length))
         for meter in self.meters:
@@ -121,7 +121,7 @@ class Pipeline:
         self.shards = runtime.state.tp.size if config.parallel.sequence_parallel else 1
         """Ranks that hold parts of a sequence's hidden states."""
         self.in_turns = config.parallel.overlap_moe_expert_parallel_comm
-        self.post_validation = config.optimizer.optimizer_post_validation
+        self.validates = update_ahead(config.optimizer) is not None
         self.stages = stages
         self.layout = pipeline_layout(config.model, config.parallel)
         shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
@@ -178,9 +178,9 @@ class Pipeline:
 
     def _actions(self, num_microbatches: int, evaluate: bool, in_turns: bool = False) -> Sequence[Action]:
         chunks = self.layout.chunks
-        post_validation = self.post_validation and not evaluate
+        validates = self.validates and not evaluate
         lists = pipeline_lists(
-            self.schedule, self.pp.size, num_microbatches, chunks, evaluate, self.group, in_turns, post_validation
+            self.schedule, self.pp.size, num_microbatches, chunks, evaluate, self.group, in_turns, validates
         )
         return lists[self.pp.rank]
 

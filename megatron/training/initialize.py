@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.shared_folder import ranks_without
 from megatron.core.parallel_state import Axis, ParallelState, build_groups
 from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
-from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
 from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
@@ -106,15 +105,6 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
         raise ValueError(
             f"--compile needs a C++ compiler on CPU, and there is no {compiler}: install one, set CXX to one, or leave "
             "out --compile"
-        )
-
-
-def check_overlap(config: ModelParallelConfig, state: ParallelState, device: torch.device) -> None:
-    """Raises ValueError if symmetric memory is requested and the tensor-parallel ranks have none."""
-    if config.tp_comm_overlap_method == "symmetric" and not has_symmetric_memory(state.tp, device):
-        raise ValueError(
-            "--tp-comm-overlap-method symmetric needs GPUs of one node, under nccl, that reach each other's memory, "
-            f"and those of the tensor-parallel ranks {', '.join(map(str, state.tp.ranks))} do not; use ring"
         )
 
 
@@ -252,7 +242,6 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
         )
     with phases("process groups"):
         state = build_groups(parallel, timeout)
-        check_overlap(parallel, state, device)
         watchdog.status.state = state
     return Runtime(launch, device, state, phases, watchdog)
 

@@ -50,7 +50,7 @@ def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | No
     for meter in run.meters:
         meter.gradients_ready(factor)
     with run.timers("optimizer"):
-        result = _optimizer_step(run, sums, factor, ahead=before_update is None and _may_go_ahead(run, step))
+        result = _optimizer_step(run, sums, factor, read=before_update is not None or _is_read(run, step))
     run.guard.watch(step, result)
     view = StepView(run, batches, sums.loss_and_tokens)
     for meter in run.meters:
@@ -72,7 +72,7 @@ def _gradients(run: TrainingRun, step: Step, batches: list[Batch]) -> Sums:
         return _gradients(run, step, batches)
 
 
-def _optimizer_step(run: TrainingRun, sums: Sums, factor: torch.Tensor, ahead: bool) -> StepResult:
+def _optimizer_step(run: TrainingRun, sums: Sums, factor: torch.Tensor, read: bool) -> StepResult:
     samples, interval = run.progress.scheduled_samples, run.interval  # settled: the step before counts or not
     interval.learning_rate = run.scheduler.lr_at(samples)
     interval.decoupled_lr = run.scheduler.decoupled_lr_at(samples)
@@ -83,27 +83,17 @@ def _optimizer_step(run: TrainingRun, sums: Sums, factor: torch.Tensor, ahead: b
         run.guard.judge,
         interval.decoupled_lr,
         factor,
-        on_update=run.forward_backward.end_step,
-        ahead=ahead,
-        moved=run.forward_backward.step_state() if ahead else (),
+        run.forward_backward.end_step,
+        run.forward_backward.step_state,
+        read,
     )
 
 
-def _may_go_ahead(run: TrainingRun, step: Step) -> bool:
-    """Whether --optimizer-post-validation lets the update go ahead of the norm: nobody reads its result before the next
-    step, and it is likely to stand."""
-    if not (run.config.optimizer.optimizer_post_validation and likely_to_stand(run)):
-        return False
+def _is_read(run: TrainingRun, step: Step) -> bool:
+    """Whether parameters or the result of a step are read before the next one begins."""
     iteration, is_last = step.iteration, step.iteration == run.train_iters
-    read = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)
-    return not (is_last or read or any(meter.reads_result(iteration) for meter in run.meters))
-
-
-def likely_to_stand(run: TrainingRun) -> bool:
-    """Whether the step before was neither clipped nor skipped. If it was, so may be this one, and waiting for the norm
-    costs less than rolling back."""
-    last, largest = run.guard.last, run.config.optimizer.clip_grad
-    return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
+    by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)
+    return is_last or by_task or any(meter.reads_result(iteration) for meter in run.meters)
 
 
 ADVICE_NAN = (

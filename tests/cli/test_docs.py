@@ -21,13 +21,14 @@ import pytest
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.reliability.launch import Launch
+from tests.extensions import installed
 from tests.forking_python import run_script
 from tests.limits import HANG
 
@@ -185,7 +186,10 @@ def test_map_of_contributing_leads_to_its_subjects() -> None:
         assert re.search(rf"\b{word}\b", (ROOT / path).read_text()), f"{word} is not in {path}"
 
 
+@pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
+    from megatron.extensions.planner.time.pipeline import post_validated
+
     text = (ROOT / "docs/layouts.md").read_text()
     rows = re.findall(
         r"^  \| ([\w-]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \| (the same|0) \|$", text, re.MULTILINE
@@ -195,7 +199,7 @@ def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
         for p, share in zip((4, 8, 16), shares, strict=True):
             chunks = PIPELINE_SCHEDULES.facts(schedule).chunks
             bubble = simulate(build_schedule(schedule, p, 2 * p, chunks), StageCosts()).bubble
-            _, alone = post_validated(pipeline_lists(schedule, p, 2 * p, chunks, post_validation=True))
+            _, alone = post_validated(pipeline_lists(schedule, p, 2 * p, chunks, validates=True))
             assert float(share) == round(100 * bubble, 1)
             assert alone == pytest.approx(0 if ahead == "0" else bubble)
     assert "with p = 4 and m = 8, 3/8 and\n  3/11." in text and round(300 / 11, 1) == float(rows[0][1])

@@ -52,8 +52,31 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
         assert one[iteration]["share_of_threes"] == two[iteration]["share_of_threes"]
         assert 0.2 < one[iteration]["share_of_threes"] < 0.5
 
-    done = run_program("tools/generate_text.py", "--load", str(cut), "--prompt", "ab", "--max-new-tokens", "2")
+    generate = ("tools/generate_text.py", "--load", str(cut), "--prompt", "ab", "--max-new-tokens", "2")
+    done = run_program(*generate)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_extension_renamed_since_the_checkpoint_is_named_anew(tmp_path: Path) -> None:
+    before, now, run = tmp_path / "before.py", tmp_path / "now.py", tmp_path / "run"
+    before.write_bytes(EXTENSION.read_bytes())
+    train = [*FLAGS, "--save", str(run), "--load", str(run), "--own-patience", "0"]
+    train[train.index("--train-iters") + 1] = "2"
+    done = run_program("pretrain_gpt.py", *train, "--extension", str(before))
+    assert done.returncode == 0, done.stderr
+    before.rename(now)
+    generate = ("tools/generate_text.py", "--load", str(run), "--prompt", "ab", "--max-new-tokens", "2")
+    done = run_program(*generate)
+    assert done.returncode == 2
+    told = "names this extension, and there is no such file; if it was moved or renamed, give --extension NEWPATH"
+    assert f"{before}: the checkpoint {told}" in done.stderr
+    resume = ("pretrain_gpt.py", "--config", str(run / "run_config.yaml"), "--train-iters", "4")
+    done = run_program(*resume)
+    assert done.returncode == 2 and f"{before}: --config {run}/run_config.yaml {told}" in done.stderr
+    for command in (generate, resume):
+        done = run_program(*command, "--extension", str(now))
+        assert done.returncode == 0, done.stderr
+    assert "loaded checkpoint of iteration 2" in done.stdout
 
 
 def test_a_run_with_a_loss_of_its_own_is_exported_and_one_with_a_layer_of_its_own_is_refused(tmp_path: Path) -> None:

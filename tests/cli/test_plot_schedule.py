@@ -7,8 +7,11 @@ import sys
 import pytest
 
 from megatron.core.parts import PIPELINE_SCHEDULES
+from tests.extensions import installed
 from tools import plot_schedule
 from tools.plot_schedule import main, windows_of
+
+pytestmark = pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 
 
 def test_text_is_to_scale(capsys):

@@ -17,7 +17,6 @@ from megatron.core.distributed.finalize_model_grads import (
     global_token_count,
     reduce_model_grads,
 )
-from megatron.core.distributed.param_layout import buffer_bytes
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
@@ -267,29 +266,6 @@ def _whole(saved, piece, state):
 @pytest.mark.parametrize("dims", [ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2)], ids=str)
 def test_state_round_trip_is_bitwise(dims, kind, distributed, dtype):
     run_world(dims.world_size, save_and_continue, dims, distributed, dtype, kind)
-
-
-def measure(rank, world, distributed, dtype, kind):
-    state = build_parallel_state(ParallelDims(dp=world), rank)
-    ddp, optimizer = build(state, distributed, dtype, optimizer=kind)
-    run_step(ddp, optimizer, state, 0)
-    storages = {}
-    tensors = [b.param_data for b in ddp.buffers] + [b.grad_data for b in ddp.buffers] + ddp.params
-    for shard in optimizer.shards:
-        tensors += [shard.main, *shard.states.values()]
-    for tensor in tensors:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    assert all(param.grad is None for param in ddp.params)
-    config = ddp.parallel_config
-    plan = buffer_bytes(ddp.layouts, config.params_dtype, config.main_dtype, optimizer.config)
-    assert sum(storages.values()) == plan.total
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
-def test_memory_is_what_the_plan_says(distributed, dtype, kind):
-    run_world(2, measure, distributed, dtype, kind)
 
 
 def empty_stage(rank, world):

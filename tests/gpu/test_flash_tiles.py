@@ -14,8 +14,7 @@ from megatron.core.attention.flash_kernels import FlashCUDAKernel
 from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.dropout import attention_dropout
-from megatron.extensions.fusions.attention.cudnn_kernels import CudnnKernel
-from megatron.extensions.fusions.attention.flash3 import MODULE
+from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel
 from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

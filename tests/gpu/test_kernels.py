@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from megatron.extensions.fusions.kernels.gemms import cublaslt
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
-from megatron.extensions.fusions.kernels.gemms.residual_gemm import residual_sum
+from megatron.extensions.fusions.residual_choice import residual_sum
 from megatron.extensions.fusions.residual_choice import GEMM, NORM, ResidualShape, runs_of
 
 device, hopper = torch.device("cuda"), torch.cuda.get_device_capability() >= (8, 9)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.extensions import needs
 from tests.limits import HANG
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
@@ -141,8 +142,8 @@ def test_attention_kernels_are_compared() -> None:
     "layout",
     [
         "--tp 2 --sequence-parallel",
-        "--tp 2 --sequence-parallel --tp-comm-overlap",
-        "--tp 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-method symmetric",
+        needs("overlap", "--tp 2 --sequence-parallel --tp-comm-overlap"),
+        needs("overlap", "--tp 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-method symmetric"),
         "--pp 2",
         "--dp 2",
         "--cp 2",
@@ -153,7 +154,8 @@ def test_layouts_over_nccl(layout: str, on_cpu: list[float], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "layout", ["--tp 2 --sequence-parallel", "--tp 2 --sequence-parallel --tp-comm-overlap", "--dp 2"]
+    "layout",
+    ["--tp 2 --sequence-parallel", needs("overlap", "--tp 2 --sequence-parallel --tp-comm-overlap"), "--dp 2"],
 )
 def test_two_ranks_share_a_gpu_over_gloo(layout: str, on_cpu: list[float], tmp_path: Path) -> None:
     found = losses(tmp_path / "metrics.jsonl", 2, "--distributed-backend", "gloo", *layout.split())

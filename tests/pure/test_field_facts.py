@@ -1,4 +1,5 @@
-"""What fields state of other flags (`no_effect_without`, `needs`, `excludes`): each is broken and mended."""
+"""What fields state of other flags (`no_effect_without`, `off_without`, `needs`, `excludes`): each is broken and
+mended."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ import pytest
 
 from megatron.core.config.flag_spec import Condition
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import Flag, all_flags, spelling_table
+from megatron.training.config.flags import Flag, all_flags, spelling_table, value_of
 from megatron.training.config.rules.fields import needs_and_exclusions
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import notices, resolve
 
 GOOD = "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --lr 1e-3 --data-path a"
 SAMPLES: dict[type, str] = {int: "7", float: "0.7", str: "2"}
 NO_EFFECT = [(f, c) for f in all_flags() for c in f.section_needs or f.spec.no_effect_without]
 NESTED = [(f, c) for f in all_flags() if f.section_needs for c in f.spec.no_effect_without]
+OFF = [(f, c) for f in all_flags() for c in f.spec.off_without]
 NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs]
 EXCLUDES = [(f, c) for f in all_flags() for c in f.spec.excludes]
 FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
@@ -72,6 +75,15 @@ def test_no_effect_without_beside_what_the_section_needs(flag: Flag, condition: 
     section, needed = [asked(each) for each in flag.section_needs], condition.parts[0]
     assert f"has no effect without {needed}; add {needed}" in " ".join(lines(flag, *section))
     assert f"without {needed};" not in " ".join(lines(flag, *section, asked(condition)))
+
+
+@pytest.mark.parametrize(("flag", "condition"), OFF, ids=ids(OFF))
+def test_off_without(flag: Flag, condition: Condition) -> None:
+    alone, needed = config_of(given(flag)), condition.parts[0]
+    line = f"{given(flag)}: has no effect without {needed}; add {needed}, or remove {flag.name}"
+    assert line in [str(problem) for problem in notices(alone, 1)]
+    assert value_of(resolve(alone, 1), flag) == flag.default
+    assert value_of(resolve(config_of(given(flag), asked(condition)), 2), flag) != flag.default
 
 
 @pytest.mark.parametrize(("flag", "condition"), NEEDS, ids=ids(NEEDS))

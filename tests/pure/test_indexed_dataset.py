@@ -1,5 +1,6 @@
 """Indexed datasets: what is written is read back, and what is damaged is refused."""
 
+import resource
 import struct
 
 import numpy as np
@@ -175,6 +176,19 @@ def test_a_missing_file_is_named_with_what_is_there(tmp_path):
     (tmp_path / "notes.md").write_text("# Notes")
     with pytest.raises(ValueError, match=r"no indexed dataset; text is known by its ending, such as \.txt"):
         IndexedDataset(str(tmp_path / "notes.md"))
+
+
+def test_a_dataset_without_room_is_named_and_leaves_nothing(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<i4"))
+    builder.add_document(np.arange(1 << 10))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error, builder:
+            builder.add_document(np.arange(1 << 16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.filename == str(tmp_path / "x") and list(tmp_path.iterdir()) == []
 
 
 def test_verify_finds_a_wrong_offset(tmp_path):

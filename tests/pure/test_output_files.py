@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.config.output_files import whole_file
+from megatron.training.config.output_files import whole_file, why_unwritten
 from megatron.training.metrics.sinks import JsonLinesSink
 from megatron.training.reliability.run_status import ExitCode, Outcome
 from tools import build_corpus
@@ -58,6 +59,17 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_pipe_is_written_and_stays_a_pipe(tmp_path: Path, name: str) -> None:
     check_pipe(WRITERS[name], tmp_path)
+
+
+def test_a_file_without_room_is_named_and_standard_output_is_not_blamed(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.py").write_text("# text\n" * 9999)
+    command = f"ulimit -f 16; {sys.executable} {build_corpus.__file__} --output x --source source"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr == "error: x: File too large\n", done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    unnamed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert why_unwritten(unnamed) == "a file: cannot be written: No space left on device"
 
 
 def check_pipe(write: Callable[[Path, Path], None], tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_layout import (
     ALIGNMENT,
-    buffer_bytes,
     default_bucket_size,
     launch_order,
     plan_buffers,
@@ -113,23 +111,6 @@ def test_groups_and_padding_by_hand():
 def test_default_bucket_size_grows_with_data_parallel_size():
     assert default_bucket_size(1) == 40_000_000
     assert default_bucket_size(64) == 64_000_000
-
-
-@pytest.mark.parametrize(
-    ("dtype", "distributed", "optimizer", "expected"),
-    [
-        ("bfloat16", True, "adam", (2 * 448, 4 * 448, 4 * 192, 8 * 192)),
-        ("bfloat16", False, "adam", (2 * 448, 4 * 448, 4 * 448, 8 * 448)),
-        ("float32", True, "adam", (4 * 448, 4 * 448, 0, 8 * 192)),
-        ("float32", True, "sgd", (4 * 448, 4 * 448, 0, 4 * 192)),
-    ],
-)
-def test_bytes(dtype, distributed, optimizer, expected):
-    config = OptimizerConfig(optimizer=optimizer, use_distributed_optimizer=distributed)
-    params = [matrix("w", (10, 10)), matrix("e", (3, 50), expert=True)]  # 192 over 3 ranks and 256 over 2
-    found = buffer_bytes(plan_buffers(params, 3, 2, whole_roles=config.whole_roles), dtype, "float32", config)
-    assert (found.parameters, found.gradients, found.main_parameters, found.moments) == expected
-    assert found.total == sum(expected)
 
 
 def test_one_replica_counts_in_the_norm():

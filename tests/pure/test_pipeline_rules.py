@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
-from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.rules.pipeline import WAIT_FOR_RANK_0
 from megatron.training.config.validation import notices, resolve, validate
 
 BASE = (
@@ -233,34 +228,6 @@ def test_legal(flags: str, world_size: int) -> None:
 def test_problems(flags: str, world_size: int, expected: str) -> None:
     (found,) = problems(flags, world_size)
     assert found.startswith(expected)
-
-
-AHEAD = "--optimizer-post-validation --pp 4 --log-interval 10"
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--untie-embeddings-and-output-weights", "with --pipeline-schedule 1f1b"),
-        ("", "with --pipeline-schedule 1f1b"),  # and no word of the embedding, which changes nothing there
-        ("--pipeline-schedule zb-h1", "with --pipeline-schedule zb-h1"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "with --pipeline-schedule interleaved"),
-        ("--pipeline-schedule zb-h2", "the embedding on the first and on the last rank"),
-        ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", ""),
-        ("--pipeline-schedule zb-v", ""),
-    ],
-)
-def test_where_updates_ahead_of_the_norm_save_no_time(flags: str, expected: str) -> None:
-    found = [line for line in problems(f"{AHEAD} {flags}", 4) if line.startswith("--optimizer-post-validation")]
-    assert len(found) == bool(expected) and all(expected in line and "saves no time" in line for line in found)
-
-
-@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
-def test_schedules_that_wait_for_rank_0_are_those_that_the_simulator_finds(schedule: str) -> None:
-    p, m, chunks = 4, 8, PIPELINE_SCHEDULES.facts(schedule).chunks
-    time, _ = post_validated(pipeline_lists(schedule, p, m, chunks, post_validation=True))
-    saved = simulate(build_schedule(schedule, p, m, chunks), StageCosts()).makespan - time
-    assert (saved == pytest.approx(0)) == (schedule in WAIT_FOR_RANK_0)
 
 
 def test_too_many_stages_both_ways() -> None:

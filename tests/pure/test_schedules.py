@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import SENDS, Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import (
-    add_communication,
-    consecutive,
-    pipeline_lists,
-    post_validated,
-    validate_schedule,
-)
+from megatron.core.pipeline_parallel.passes import add_communication, pipeline_lists, validate_schedule
 from megatron.core.pipeline_parallel.schedules import (
     build_schedule,
     forward_only,
@@ -299,7 +293,7 @@ def test_a_schedule_that_is_not_there_names_the_flag(schedule, v):
 def test_validation_cuts_the_lists_where_no_message_is_on_its_way(schedule):
     for v in ANY_V.get(schedule, (None,)):
         for p, m in ((1, 3), (2, 1), (2, 5), (4, 4), (4, 9), (5, 11)):
-            lists = pipeline_lists(schedule, p, m, v, post_validation=True)
+            lists = pipeline_lists(schedule, p, m, v, validates=True)
             simulate(lists, rendezvous=True)
             cuts = [next(i for i, a in enumerate(actions) if a.kind is Kind.VALIDATE) for actions in lists]
             before = {a for actions, cut in zip(lists, cuts, strict=True) for a in actions[:cut]}
@@ -307,31 +301,3 @@ def test_validation_cuts_the_lists_where_no_message_is_on_its_way(schedule):
             assert all(counterpart(a) in before for a in before if a.kind is not Kind.F)
             plain = pipeline_lists(schedule, p, m, v)
             assert [[a for a in actions if a.kind is not Kind.VALIDATE] for actions in lists] == [*map(list, plain)]
-
-
-@pytest.mark.parametrize(("schedule", "v"), [("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)])
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
-def test_steps_validated_later_take_the_longest_span(schedule, v, p, m):
-    alone = simulate(build_schedule(schedule, p, m, v), StageCosts())
-    time, bubble = post_validated(pipeline_lists(schedule, p, m, v, post_validation=True))
-    assert time == max(alone.spans)
-    assert bubble == pytest.approx(alone.bubble_of_ranks)
-    assert alone.makespan > time if schedule == "zb-v" else alone.makespan == time
-
-
-def test_steps_of_zb_h2_have_no_bubble_if_they_are_validated_later():
-    assert post_validated(pipeline_lists("zb-h2", 8, 16, post_validation=True)) == (48.0, 0.0)
-    assert simulate(pipeline_lists("zb-h2", 8, 16)).makespan == 55
-
-
-def test_a_rank_waits_at_validation_for_the_end_of_the_step_before():
-    lists = pipeline_lists("zb-h2", 4, 8, post_validation=True)
-    late = StageCosts(weight_grad=(1.0, 1.0, 1.0, 9.0))
-    found = simulate(consecutive(lists, 2), late)
-    end = max(entry.stop for timed in found.timeline for entry in timed if entry.action.microbatch < 8)
-    for timed in found.timeline:
-        verdict = next(
-            i for i, entry in enumerate(timed) if entry.action == Action(Kind.VALIDATE, timed[0].action.stage, 8)
-        )
-        assert all(entry.start >= end for entry in timed[verdict:])
-    assert any(entry.start < end for entry in found.timeline[0] if entry.action.microbatch >= 8)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
 from megatron.training.config.flags import field_docs, field_table, load_built_in, sections
 from megatron.training.config.output_files import (
     drop_output,
@@ -27,6 +28,7 @@ from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.reliability.launch import Launch
 
 if TYPE_CHECKING:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.extensions.inference.model import LoadedModel
 
 Config = TypeVar("Config")
@@ -137,6 +139,15 @@ def refuse_output(paths: list[Path], overwrite: bool) -> None:
             f"--output-prefix: {', '.join(present)} {'is' if len(present) == 1 else 'are'} there already; "
             "choose another prefix, or replace with --overwrite"
         )
+
+
+def dataset_at(prefix: str) -> IndexedDataset:
+    """The indexed dataset of a prefix. Raises ValueError where there is none, also where there is text."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    if reader_of(prefix) is not None:
+        raise ValueError(refusal(prefix, "give the prefix of an indexed dataset"))
+    return IndexedDataset(prefix)
 
 
 def refuse_picture(flag: str, path: Path | None) -> None:

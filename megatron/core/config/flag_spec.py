@@ -70,6 +70,9 @@ class FlagSpec:
     no_effect_without: Conditions = ()
     """Without one of these it has no effect, which is said and harmless."""
 
+    off_without: Conditions = ()
+    """Without one of these it has no effect, which is said, and it is turned off before other rules look at it."""
+
     needs: Conditions = ()
     """Without one of these it is refused."""
 
@@ -100,7 +103,7 @@ def flag(default: Any, *aliases: str, **spec: Any) -> Any:
     """A dataclass field that carries a `FlagSpec` of these aliases and further fields.
 
     Conditions may be texts, and one alone needs no tuple."""
-    for name in ("no_effect_without", "needs", "excludes"):
+    for name in ("no_effect_without", "off_without", "needs", "excludes"):
         if name in spec:
             spec[name] = conditions(spec[name])
     return field(default=default, metadata={"flag": FlagSpec(aliases=aliases, **spec)})

@@ -120,11 +120,6 @@ class OptimizerConfig(Section):
     clip_grad: float = flag(1.0, at_least=0)
     """Largest global gradient norm; 0 turns clipping off."""
 
-    optimizer_post_validation: bool = False
-    """Update the parameters of a pipeline stage before the gradients of the other stages are there, and check the
-    gradient norm of all when the first forward passes of the next step have run: no rank waits between two steps. A
-    step that must be clipped or skipped is rolled back to the bit and made again (arXiv 2401.10241, section 4)."""
-
     loss_scale: float | None = flag(None, no_effect_without="--fp16")
     """fp16: fixed loss scale instead of the dynamic one."""
 

@@ -65,21 +65,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     data_parallel_size: int | None = flag(None, "--dp")
     """Model replicas (data parallelism, DP). Derived from the world size; an error if given and unequal."""
 
-    sequence_parallel: bool = False
+    sequence_parallel: bool = flag(False, off_without="--tensor-model-parallel-size above 1")
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
-
-    tp_comm_overlap: bool = flag(
-        False,
-        needs="--sequence-parallel; add --sequence-parallel, which sends the same number of bytes, or remove "
-        "--tp-comm-overlap",
-    )
-    """Overlap tensor-parallel collectives with matrix products, part by part; needs --sequence-parallel."""
-
-    tp_comm_overlap_method: str | None = flag(
-        None, choices=("ring", "symmetric"), no_effect_without="--tp-comm-overlap"
-    )
-    """--tp-comm-overlap: ring of sends and receives (ring, the default), or torch's fused operations over symmetric
-    memory of the GPUs of one node (symmetric)."""
 
     num_distributed_optimizer_instances: int = 1
     """Groups of data-parallel ranks that each shard by themselves what --data-parallel-sharding-strategy says, and add

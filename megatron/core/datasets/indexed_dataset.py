@@ -21,6 +21,7 @@ import os
 import shutil
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.index_cache import array_digest
-from megatron.core.fsync import sync_folder
+from megatron.core.fsync import name_full_file, sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -302,17 +303,25 @@ class IndexedDatasetBuilder:
 
     def abort(self) -> None:
         """Deletes everything written so far."""
-        self._close()
+        for stream in (self._data, self._lengths, self._boundaries):
+            with suppress(OSError):  # what was not written yet may have no room
+                stream.close()
         self._remove()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finalize()
-        else:
-            self.abort()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                self.finalize()
+        except OSError as unfinished:
+            error = unfinished
+            raise
+        finally:
+            if error is not None:
+                name_full_file(error, self.prefix)
+                self.abort()
 
     def _write(self, values: NDArray, lengths: NDArray, boundaries: NDArray) -> None:
         self._data.write(values.tobytes())

@@ -9,7 +9,7 @@ DCP reads boxes through three methods that are private to torch. Only this file 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,53 +84,11 @@ class ShardedBoxes(Tensor):
         if index.index is not None and index.index < len(self.boxes):
             offset, data = self.boxes[index.index]
             if offset == index.offset:
-                return _without_surroundings(data)
-        return next(_without_surroundings(data) for offset, data in self.boxes if offset == index.offset)
+                return without_surroundings(data)
+        return next(without_surroundings(data) for offset, data in self.boxes if offset == index.offset)
 
 
-class StreamedTensor(ShardedBoxes):
-    """A tensor to save whose parts are made when they are written. Nothing holds them before or after that.
-
-    `make` returns the whole tensor, of this shape and dtype; `parts` are instead the entries along the first dim that
-    this process writes, each made by itself. The writer must be one that drops what it has written:
-    `storage.save(..., streamed=True)`.
-    """
-
-    parts: Mapping[tuple[int, ...], Callable[[], Tensor]]
-    """Offset -> what makes the part there."""
-
-    part_shape: tuple[int, ...]
-
-    @staticmethod
-    def __new__(
-        cls,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        make: Callable[[], Tensor] | None = None,
-        parts: Mapping[int, Callable[[], Tensor]] | None = None,
-    ) -> StreamedTensor:
-        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, requires_grad=False)
-        self.boxes, self.writes = [], True
-        if make is not None:
-            self.parts, self.part_shape = {(0,) * len(shape): make}, tuple(shape)
-        else:
-            zeros = (0,) * (len(shape) - 1)
-            self.parts = {(entry, *zeros): part for entry, part in (parts or {}).items()}
-            self.part_shape = (1, *shape[1:])
-        return self
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        part = torch.empty(self.part_shape, dtype=self.dtype, device="meta")
-        return ShardedBoxes(self.shape, [(offset, part) for offset in self.parts]).__create_write_items__(fqn, _)
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        tensor = self.parts[tuple(index.offset)]().reshape(self.part_shape).contiguous()
-        assert tensor.dtype == self.dtype, (index.fqn, tensor.dtype)
-        return _without_surroundings(tensor)
-
-
-def _without_surroundings(data: Tensor) -> Tensor:
+def without_surroundings(data: Tensor) -> Tensor:
     """Returns a tensor on the same memory whose storage is no larger than its data.
 
     DCP copies other tensors before it writes them, and parameters, moments and staged copies are all parts of a buffer.

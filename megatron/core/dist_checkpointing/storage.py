@@ -15,31 +15,33 @@ names only, and tensors are read with `weights_only`.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron.core.collectives import gather_objects
-from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
+from megatron.core.dist_checkpointing.integrity import SummedFile, Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
-from megatron.core.dist_checkpointing.streaming import StreamingWriter, SummedFiles, item_bytes
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 
@@ -55,18 +57,24 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read: full disk, missing file, lost rank."""
 
 
+Writer = type[dcp.FileSystemWriter]
+
+
 def save(
-    root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis, streamed: bool = False
+    root: Path,
+    iteration: int,
+    tensors: StateDict,
+    payload: dict[str, Any],
+    world: Axis,
+    writer: Writer = dcp.FileSystemWriter,
 ) -> Path:
     """Saves a checkpoint and makes it the latest. Collective over `world`; returns its folder.
-
-    `streamed`: tensors are made as they are written, one at a time (`StreamedTensor`).
 
     When it returns, on any rank, the checkpoint is complete on disk. When it raises CheckpointError, it raises on every
     live rank, the latest checkpoint is still the previous one, and what was written is deleted.
     """
     try:
-        return _save(root, iteration, tensors, payload, world, streamed)
+        return _save(root, iteration, tensors, payload, world, writer)
     except CheckpointError as error:
         if world.first:
             with suppress(OSError):
@@ -85,18 +93,23 @@ def _space(root: Path, tensors: StateDict, world: Axis) -> str:
     return f"it takes {needed:,} bytes, and {free:,} bytes are free in {root}"
 
 
+def item_bytes(item: WriteItem) -> int:
+    """Bytes of the data of an item to write."""
+    data = item.tensor_data
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+
+
 def _scratch(root: Path, iteration: int) -> Path:
     """Where a checkpoint is written until it is complete."""
     return checkpoint_folder(root, iteration).with_suffix(".tmp")
 
 
-def _save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis, streamed: bool) -> Path:
+def _save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis, kind: Writer) -> Path:
     final = checkpoint_folder(root, iteration)
     scratch = _scratch(root, iteration)
     on_first_rank(lambda: _clear(root, scratch), world)
     # SummedFiles syncs the files: DCP would sync them before Python's buffer is flushed. Without copying ahead DCP
     # makes no CUDA stream; on a thread without a current device it would make one on device 0.
-    kind = StreamingWriter if streamed else dcp.FileSystemWriter
     writer = kind(scratch, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = SummedFiles()
     with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"), _one_checksum():
@@ -110,6 +123,33 @@ def _save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any
     sums = {name: entry for part in gather_objects(files.sums, world) for name, entry in part.items()}
     on_first_rank(lambda: _publish(root, iteration, scratch, payload, sums), world)
     return final
+
+
+class SummedFiles(FileSystem):
+    """File system for DCP's writers that records the checksum of each file."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb", mode
+        stream = SummedFile(Path(path))
+        try:
+            yield cast("io.IOBase", stream)
+        except Exception as error:
+            # torch's zip writer reports that a write failed, but not why.
+            if stream.failure is not None and stream.failure is not error:
+                raise stream.failure from error
+            raise
+        finally:
+            stream.close()
+        self.sums[Path(path).name] = stream.sums
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        if Path(path).name in self.sums:
+            self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 @dataclass(frozen=True)

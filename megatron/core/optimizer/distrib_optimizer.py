@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +28,16 @@ from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import HostUpdateRule, OptimizerShard, Shard, UpdateRule
-from megatron.core.optimizer.post_validation import RollbackCopies, UnvalidatedUpdate, Update
 from megatron.core.parallel_state import ParallelState
-from megatron.core.parts import HOST_UPDATES, MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES, UPDATE_HOOKS
+from megatron.core.parts import (
+    HOST_UPDATES,
+    MATRIX_EXCHANGES,
+    OPTIMIZERS,
+    STATE_STORES,
+    UPDATE_HOOKS,
+    UPDATES_AHEAD,
+    update_ahead,
+)
 
 
 class StepResult:
@@ -125,15 +134,37 @@ def _build_host_update(
     return update
 
 
-def _rollback_copies(shards: Sequence[OptimizerShard]) -> RollbackCopies:
-    """Copies of what an update changes: main parameters, states, and gradients, which it scales in place."""
-    changed = ((shard.main.detach(), *shard.states.values(), shard.device_grads) for shard in shards)
-    return RollbackCopies([tensor for tensors in changed for tensor in tensors])
-
-
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(norm, overflow, sums) -> (1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), as float64
 scalars on the device."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step updates with; see `DistributedOptimizer.step`. The same if the update is made again."""
+
+    lr: float
+    weight_decay: float
+    decoupled_lr: float | None
+    factor: Tensor | None
+    judge: Judge | None
+    on_update: Callable[[Tensor], None] | None
+    step_state: Callable[[], Sequence[Tensor]]
+
+
+class UpdateAhead(Protocol):
+    """What makes updates before the gradient norm is known: an entry of UPDATES_AHEAD."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps on the device."""
+
+    def begin(self, update: Update, own: Tensor, result: StepResult, read: bool) -> bool:
+        """Takes over a step, of which this rank has `own` of `GradNorm`: it starts the norm and applies the update.
+        Returns False if the step is to wait for the norm, as one must whose result is `read` before the next one."""
+
+    def validate(self) -> bool:
+        """`DistributedOptimizer.validate`."""
 
 
 class DistributedOptimizer:
@@ -162,7 +193,7 @@ class DistributedOptimizer:
                 "DistributedDataParallel; give both the same"
             )
         self.config, self.ddp, self.scaler = config, ddp, build_loss_scaler(config, ddp.parallel_config.fp16)
-        self._grad_norm = GradNorm(ddp.buckets, state, ddp.device)
+        self.grad_norm = GradNorm(ddp.buckets, state, ddp.device)
         self.shards = _build_shards(config, ddp)
         self._on_device = [shard for shard in self.shards if not shard.on_host]
         self._rules = _build_rules(config, ddp, state, self._on_device)
@@ -171,9 +202,10 @@ class DistributedOptimizer:
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
         hooks = [name for name in UPDATE_HOOKS if UPDATE_HOOKS.facts(name).when(config)]
         self._hooks = [UPDATE_HOOKS[name](config, ddp.modules, owned_shards, state) for name in hooks]
-        self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
-        self._copies = _rollback_copies(owned_shards) if config.optimizer_post_validation else None
-        self._unvalidated: tuple[UnvalidatedUpdate, StepResult] | None = None
+        self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
+        """Updates made so far, on the device."""
+        ahead = update_ahead(config)
+        self._ahead: UpdateAhead | None = UPDATES_AHEAD[ahead](self) if ahead is not None else None
 
     @torch.no_grad()
     def step(
@@ -185,9 +217,8 @@ class DistributedOptimizer:
         decoupled_lr: float | None = None,
         factor: Tensor | None = None,
         on_update: Callable[[Tensor], None] | None = None,
-        *,
-        ahead: bool = False,
-        moved: Sequence[Tensor] = (),
+        step_state: Callable[[], Sequence[Tensor]] = tuple,
+        read: bool = True,
     ) -> StepResult:
         """One update from the finished gradients (`finalize_model_grads`), or from those of `reduce_model_grads` and
         its `factor`. That and clipping scale them in place, fused optimizers as they read them.
@@ -198,76 +229,48 @@ class DistributedOptimizer:
         follow from it. With `overlap_param_gather` the parameters are whole again only when a forward pass has waited
         for them, or `finish_param_sync`; with a `param_gather` of the ddp only after `finish_param_sync`.
 
-        `ahead` updates before the norm is known (needs `optimizer_post_validation`): the result can be read after
-        `validate`, which must come before the next step. `moved` are the tensors that `on_update` changes.
+        A step whose result nobody has `read` before the next one may be updated ahead of the norm (UPDATES_AHEAD): the
+        result can be read after `validate`, which must come before the next step. `step_state` returns the tensors that
+        `on_update` changes.
         """
-        assert self._unvalidated is None, "the step before is not validated"
         self.ddp.wait_param_sync()  # modules that did not run since the last step have not waited
         if self.host_update is not None:
             self.host_update.start()
-        own = self._grad_norm.own(sums)
-        update = Update(lr, weight_decay, decoupled_lr, factor, judge, on_update)
+        own = self.grad_norm.own(sums)
+        update = Update(lr, weight_decay, decoupled_lr, factor, judge, on_update, step_state)
         result = StepResult(None, self.scaler.scale, self.scaler.can_fall)
-        if ahead:
-            self._update_ahead(update, own, result, moved)
-            return result
-        skip, coefficient = self._verdict(update, self._grad_norm.start(own).wait(), result)
-        self._update(update, skip, coefficient)
-        if self.scaler.dynamic:
-            self.scaler.update(not result.finite)
+        if self._ahead is None or not self._ahead.begin(update, own, result, read):
+            self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
+            if self.scaler.dynamic:
+                self.scaler.update(not result.finite)
         return result
 
-    def _update_ahead(self, update: Update, own: Tensor, result: StepResult, moved: Sequence[Tensor]) -> None:
-        """Starts the reduction of the norm, and updates as if nothing had to be clipped, and nothing skipped but for
-        this rank's own gradients."""
-        assert self._copies is not None, "updates ahead of the norm need optimizer_post_validation"
-        skip = (~torch.isfinite(own).all()).to(torch.float64)
-        self._copies.take(moved)
-        ahead = UnvalidatedUpdate(update, self._grad_norm.start(own), self._updates.clone(), self.scaler.state_dict())
-        self._unvalidated = ahead, result
-        self._update(update, skip, None)
-        self.scaler.update(False)
-
-    @torch.no_grad()
     def validate(self) -> bool:
-        """Waits for the verdict on a step made `ahead`, if there is one. Returns whether it was rolled back, the same
-        on all ranks: parameters, states and what `on_update` changes are then to the bit what a step that had waited
-        would have left. Collective over the world."""
-        if self._unvalidated is None:
-            return False
-        (ahead, result), self._unvalidated = self._unvalidated, None
-        skip, coefficient = self._verdict(ahead.update, ahead.norm.wait(), result)
-        stands = skip == 0 if coefficient is None else (skip == 0) & (coefficient == 1)
-        if bool(stands):
-            return False
-        assert self._copies is not None
-        self.ddp.wait_param_sync()
-        self._copies.restore()
-        self.step_count = int(ahead.updates.item())
-        self.scaler.load_state_dict(ahead.scaler)
-        self._update(ahead.update, skip, coefficient)
-        self.scaler.update(not result.finite)
-        return True
+        """Waits for the verdict on a step that was updated ahead, if there is one. Returns whether it was rolled back,
+        the same on all ranks: parameters, states and what `on_update` changes are then to the bit what a step that had
+        waited would have left. Collective over the world."""
+        return self._ahead is not None and self._ahead.validate()
 
-    def _verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
-        """(1 if nothing is to be updated, else 0; the factor of clipping, or None without), and settles the result."""
-        norm, overflow, sums = self._grad_norm.finish(summed, update.factor)
+    def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
+        """(1 if nothing is to be updated, else 0; the factor of clipping, or None without), and settles the result.
+        `summed` is what `GradNorm.start` has summed over the world."""
+        norm, overflow, sums = self.grad_norm.finish(summed, update.factor)
         judge = update.judge
         refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
         skip = torch.maximum(overflow, refused)
         result.settle(torch.cat([torch.stack([norm, overflow, skip, spike]), sums]))
         return skip, clip_coefficient(norm, self.config.clip_grad) if self.config.clip_grad > 0 else None
 
-    def _update(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
-        """Updates states and parameters, and starts the gather of parameters."""
+    def apply(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
+        """Applies a verdict: updates states and parameters, and starts the gather of parameters."""
         factor, lr, weight_decay, decoupled_lr = update.factor, update.lr, update.weight_decay, update.decoupled_lr
         if coefficient is not None and self.shards:
             factor = coefficient if factor is None else coefficient * factor
-        scalars = None if self.host_update is None else self.host_update.scalars(skip, self._updates, factor)
+        scalars = None if self.host_update is None else self.host_update.scalars(skip, self.updates, factor)
         for rule in self._rules:
             if factor is not None:
                 rule.scale_gradients(factor)
-            rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
+            rule.step(lr, weight_decay, skip, self.updates, decoupled_lr)
         for hook in self._hooks:
             hook.after_update(skip)
         for shard in self._on_device:
@@ -282,7 +285,7 @@ class DistributedOptimizer:
                 self.ddp.start_param_sync(early)
             self.host_update.update(lr, weight_decay, scalars, decoupled_lr, factor is not None)
             self.ddp.start_param_sync(set(self.ddp.buckets) - early if early else None)
-        self._updates += 1.0 - skip
+        self.updates += 1.0 - skip
         if not self.ddp.config.overlap_param_gather:
             self.ddp.wait_param_sync()
 
@@ -304,20 +307,20 @@ class DistributedOptimizer:
     @property
     def step_count(self) -> int:
         """Updates made so far, in Adam's bias correction too; skipped steps do not count. Waits for the device."""
-        return int(self._updates.item())
+        return int(self.updates.item())
 
     @step_count.setter
     def step_count(self, value: int) -> None:
-        self._updates.fill_(value)
+        self.updates.fill_(value)
         for rule in [*self._rules, *(self.host_update.rules if self.host_update is not None else ())]:
             rule.set_step_count(value)
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of main parameters, states and their copies for a roll-back: on the device, and in host memory with
+        """Bytes of main parameters, states and what updates ahead keep: on the device, and in host memory with
         what passes through there."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
-        device += 0 if self._copies is None else self._copies.nbytes
+        device += 0 if self._ahead is None else self._ahead.nbytes
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:

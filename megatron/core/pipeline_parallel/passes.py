@@ -19,13 +19,13 @@ from megatron.core.pipeline_parallel.actions import (
 )
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, forward_only, layout_of
-from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, simulate
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 
 # Only the order of starts is read from these times: a whole backward takes two forwards.
 UNIT_COSTS = StageCosts(forward=1.0, input_grad=1.0, weight_grad=1.0)
 
 
-def add_communication(lists: Lists, post_validation: bool = False) -> Schedule:
+def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     """Places SEND_F/RECV_F and SEND_B/RECV_B; a stage whose neighbour is on the same rank needs none.
 
     All actions are walked in the order in which they would start. Whoever computes a message places both ends:
@@ -35,7 +35,7 @@ def add_communication(lists: Lists, post_validation: bool = False) -> Schedule:
     behind all that it depends on: running the first unfinished action of the walk is always possible, even if
     sends and receives block until both ends are there. What runs in turns is one step, before the messages of both.
 
-    With `post_validation` every list has a VALIDATE where the walk comes to the first backward of all. No message
+    With `validates` every list has a VALIDATE where the walk comes to the first backward of all. No message
     passes from one side of this cut to the other, so that all ranks can begin their lists again there; and it waits for
     nothing but the step before, which every rank ends without help from this one.
     """
@@ -45,10 +45,10 @@ def add_communication(lists: Lists, post_validation: bool = False) -> Schedule:
     starts = [{action: start for action, start, _ in timed} for timed in timeline]
     walk = [(starts[rank][unit[0]], rank, unit) for rank, actions in enumerate(lists) for unit in units(actions)]
     for _, rank, unit in sorted(walk, key=_walk_order):
-        if post_validation and any(action.kind in BACKWARDS for action in unit):
+        if validates and any(action.kind in BACKWARDS for action in unit):
             for own, actions in zip(placed, lists, strict=True):
                 own.append(Action(Kind.VALIDATE, min(action.stage for action in actions), 0))
-            post_validation = False
+            validates = False
         placed[rank] += unit
         for send in filter(None, map(_message_of, unit)):
             receive = counterpart(send)
@@ -120,7 +120,7 @@ def pipeline_lists(
     evaluate: bool = False,
     group: int | None = None,
     in_turns: bool = False,
-    post_validation: bool = False,
+    validates: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
     """The validated lists of a named schedule, communication included, for the executor: `pipeline_lists(...)[rank]`.
 
@@ -139,44 +139,6 @@ def pipeline_lists(
             f"--pipeline-schedule {schedule}: with {m} micro-batches on {p} ranks {what}; correct the schedule, "
             f"registered at {PIPELINE_SCHEDULES.where(schedule)}"
         ) from error
-    lists = add_communication(compute, post_validation)
+    lists = add_communication(compute, validates)
     validate_schedule(lists, layout, m, forward_only=evaluate)
     return tuple(map(tuple, lists))
-
-
-STEPS = 4
-"""Steps that are simulated one after the other. Of the last two the differences of their ends count."""
-
-
-def consecutive(lists: Lists, steps: int) -> Schedule:
-    """The lists of several steps behind one another, micro-batches numbered on."""
-    m = 1 + max(action.microbatch for actions in lists for action in actions)
-    return [
-        [action._replace(microbatch=action.microbatch + step * m) for step in range(steps) for action in actions]
-        for actions in lists
-    ]
-
-
-def post_validated(lists: Lists, costs: StageCosts | None = None, tied: bool = False) -> tuple[float, float]:
-    """(time of a step, idle share of it) in a steady run with --optimizer-post-validation.
-
-    `lists` are of one step, with VALIDATE; there each rank waits for the end of the step before on all ranks. Without
-    VALIDATE no rank waits. arXiv 2401.10241, section 4, and section 5.2 for the bubble.
-
-    With `tied` weights on the first and on the last rank, the sum of their gradients makes these two end a step
-    together, and all others wait for the first one's forward passes: steps do not overlap.
-    """
-    if tied:
-        alone = simulate(lists, costs)
-        return alone.makespan, alone.bubble
-    found = simulate(consecutive(lists, STEPS), costs)
-    m = 1 + max(action.microbatch for actions in lists for action in actions)
-    ends = [_end(found, step * m) for step in (STEPS - 1, STEPS)]
-    time = ends[1] - ends[0]
-    return time, 1 - sum(found.busy) / STEPS / len(lists) / time
-
-
-def _end(found: Simulation, microbatches: int) -> float:
-    """When all ranks have done what is below a number of micro-batches."""
-    timed = (entry for timeline in found.timeline for entry in timeline if entry.action.kind in TIMED)
-    return max(entry.stop for entry in timed if entry.action.microbatch < microbatches)

@@ -28,10 +28,11 @@ from megatron.core.collectives import (
     start_nothing,
     start_reduce_scatter,
 )
+from megatron.core.config.flag_spec import Section
 from megatron.core.init import free_storage
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import kernel_for
+from megatron.core.parts import LINEARS, kernel_for
 from megatron.core.tensor_parallel.linear_gemms import (
     PLAIN,
     Cuts,
@@ -79,8 +80,8 @@ class ExpertAxes:
 
 
 @dataclass(frozen=True)
-class TPContext:
-    """Groups, dtype, device and options that all layers of a model share."""
+class TPContext(Section):
+    """Groups, dtype, device and options that all layers of a model share, those of extensions included."""
 
     tp: Axis
     sequence_parallel: bool
@@ -92,9 +93,6 @@ class TPContext:
     cp_comm_type: str = "p2p"
     compiled: bool = False
     """Whether torch.compile compiles element-wise regions."""
-
-    comm_overlap: str | None = None
-    """Overlap of collectives with GEMMs in transformer layers: a key of `comm_overlap.OVERLAPS`, or None."""
 
     attention_backend: str = "auto"
     """--attention-backend, or what `backend_choice` found; "auto" for torch's own order."""
@@ -321,6 +319,18 @@ class RowParallelLinear(ParallelLinear):
         local = type(self) is RowParallelLinear and self.boundary.leave is start_nothing
         kernel = kernel_for("residual_gemm", None, matrix_of(self.weight))
         return adds and local and not observed(self) and kernel is not None
+
+
+def column_parallel(linear: ColumnLinear, ctx: TPContext) -> ColumnParallelLinear:
+    """A column-parallel layer of a transformer layer, or its substitute."""
+    layer: ColumnParallelLinear = LINEARS.build("column_parallel", linear, ctx)
+    return layer
+
+
+def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
+    """A row-parallel layer of a transformer layer, or its substitute."""
+    layer: RowParallelLinear = LINEARS.build("row_parallel", linear, ctx)
+    return layer
 
 
 class ReplicatedParallelLinear(ParallelLinear):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import kernel_for
-from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.transformer.activations import FusedActivation, build_activation
 from megatron.core.transformer.parameters import mlp_linears
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed

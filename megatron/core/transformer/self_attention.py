@@ -9,8 +9,7 @@ from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
 from megatron.core.tensor_parallel.linear_gemms import gradient_of_output
 from megatron.core.transformer.norm import build_query_key_norms
 from megatron.core.transformer.parameters import (

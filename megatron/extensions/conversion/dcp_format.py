@@ -14,15 +14,23 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
-from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.models.gpt.parameters import extension_parts, model_states, parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.conversion.formats import Format, Options, Source, Target, TrainingState, Written
-from megatron.extensions.conversion.tokenizer_files import side_files_of, tokenizer_config
+from megatron.extensions.conversion.formats import (
+    Format,
+    Options,
+    Source,
+    Target,
+    TrainingState,
+    Written,
+    side_files_of,
+    tokenizer_config,
+)
+from megatron.extensions.conversion.streaming import StreamedTensor, StreamingWriter
 from megatron.training.checkpointing import FORMAT_VERSION, saved_config, saved_progress
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
@@ -155,7 +163,7 @@ class DCPTarget(Target):
             make = partial(self._make_state, meta, getattr(torch, dtype))
             tensors[model_key(meta.name)] = StreamedTensor(meta.global_shape, getattr(torch, dtype), make)
         iteration = self.training.progress.iteration if self.training else 0
-        save(folder, iteration, tensors, self.payload(), world, streamed=True)
+        save(folder, iteration, tensors, self.payload(), world, writer=StreamingWriter)
 
     def _make(self, name: str, written: Written) -> Tensor:
         written(self.sizes[name])

@@ -1,23 +1,29 @@
 """Formats that checkpoints can be converted between: what a source provides, and what a target does with it.
 
 A format is one `Source`, one `Target`, or both. They meet in our names of parameters (`ParamMeta.name`): a source reads
-a whole parameter of that name, a target asks for one after the other and drops it once it is written.
+a whole parameter of that name, a target asks for one after the other and drops it once it is written. Beside them are
+the files of a tokenizer in the folder of a model, as Hugging Face names them. No torch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from megatron.core.parallel_state import Axis
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.param_meta import ParamMeta
+from megatron.core.tokenizers.huggingface import tokenizer_file
 from megatron.training.config.run_config import RunConfig
 from megatron.training.progress import Progress
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron.core.parallel_state import Axis
 
 
 @dataclass(frozen=True)
@@ -129,3 +135,56 @@ class Format:
     open: Callable[[Path, Options], Source]
     plan: Callable[[Source, Path, Options], Target] | None
     """Plans what to write, given the source and the folder where the output will lie; None: it can only be read."""
+
+
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    """The files of a folder that belong to its tokenizer."""
+    return (folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+
+
+def tokenizer_config(folder: Path, names: Collection[str] | None = None) -> TokenizerConfig:
+    """Flags for the tokenizer of a Hugging Face folder that has, or will have, files of these names.
+
+    They name no tokenizer if the files are those of none.
+    """
+    names = [file.name for file in tokenizer_files(folder)] if names is None else names
+    if "tokenizer.json" in names:
+        return TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    if "tokenizer.model" in names:
+        return TokenizerConfig("Llama2Tokenizer", str(folder / "tokenizer.model"))
+    if {"vocab.json", "merges.txt"} <= set(names):
+        return TokenizerConfig(
+            "GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+        )
+    return TokenizerConfig()
+
+
+def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
+    """The files of a run's tokenizer, by their names in a Hugging Face folder, that are where the run had them."""
+    found: dict[str, Path] = {}
+    if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
+        try:
+            file = tokenizer_file(str(tokenizer.tokenizer_model))
+        except ValueError:
+            return {}
+        found = {each.name: each for each in tokenizer_files(file.parent)}
+        found |= {"tokenizer.json": file, GENERATION_CONFIG: file.parent / GENERATION_CONFIG}
+    elif tokenizer.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        found = {"tokenizer.model": Path(str(tokenizer.tokenizer_model))}
+    elif tokenizer.tokenizer_type == "GPT2BPETokenizer":
+        found = {"vocab.json": Path(str(tokenizer.vocab_file)), "merges.txt": Path(str(tokenizer.merge_file))}
+    return {name: path for name, path in found.items() if path.is_file()}

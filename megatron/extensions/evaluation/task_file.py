@@ -330,7 +330,8 @@ def _task(path: Path, values: dict[str, Any], num_fewshot: int | None, problems:
     if num_fewshot is not None and given != 0:
         given = num_fewshot
     fewshot = _fewshot(path, values, given or 0, problems)
-    metrics, filters = _metrics(values, kind, wrong), _filters(values, wrong)
+    metrics = _metrics(values, kind, wrong) if kind in OUTPUT_TYPES else ()
+    filters = _filters(values, wrong)
     if len(problems) > before:
         return None
     return Task(

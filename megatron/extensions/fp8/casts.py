@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from megatron.core.parts import operation
 from megatron.extensions.fp8.flags import ALIGNMENT, TILE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -142,3 +143,10 @@ def dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | 
     """Computes `scaled_mm` without an fp8 kernel."""
     out = a.dequantized() @ b.dequantized().t()
     return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
+
+
+@operation
+def add_fp8_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
+    """out [o, i] += dy x^T, for dy [o, n] and x [i, n] cast by columns. With `overwrite` out = dy x^T."""
+    product = scaled_mm(dy, x, out.dtype)
+    out.copy_(product) if overwrite else out.add_(product)

@@ -5,21 +5,26 @@ ArXiv 2209.05433, section 3; as in NVIDIA's TransformerEngine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
 from megatron.extensions.fp8.cast_transpose import multiplier_of
 from megatron.extensions.fp8.casts import E4M3, LARGEST, formats
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.recipes import DelayedGemms
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Meter
+from megatron.training.initialize import Runtime
 
 
-class DelayedScaling:
+class DelayedScaling(Meter):
     """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers that follow from them.
 
     All ranks of a pipeline stage hold the same histories. Each rank sees its part of the sequence, the features and the
@@ -73,3 +78,14 @@ class DelayedScaling:
         """Drops the amax values of a step that will not reach `end_step`."""
         if self.layers:
             self.amax.zero_()
+
+
+class Fp8Scales(Callback):
+    """`DelayedScaling` of a run. Scales follow from the checkpoint's histories once it is loaded."""
+
+    def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
+        self.scaling = DelayedScaling(config.options(Fp8Flags), stages.values(), runtime.state.axis("stage"))
+
+    def meters(self, run: Any) -> Sequence[Meter]:
+        self.scaling.refresh()
+        return [self.scaling]

@@ -21,7 +21,11 @@ TILE = 128
 @extension_flags("fp8", may_change=True, rules=f"{HERE}.rules:fp8")
 @dataclass(frozen=True)
 class Fp8Flags:
-    fp8_format: str | None = flag(None, choices=("e4m3", "hybrid"))
+    fp8_format: str | None = flag(
+        None,
+        choices=("e4m3", "hybrid"),
+        excludes="--tp-comm-overlap: overlapped matrix products are computed in bf16",
+    )
     """Compute the matrix products of linear layers in 8-bit floating point: all in e4m3, or output gradients in e5m2
     (hybrid). Attention, embedding, head and the weight gradients of experts stay in bf16."""
 
@@ -96,5 +100,5 @@ LINEAR_FORMATS.register(
 )
 PARAM_GATHERS.register("fp8", f"{HERE}.weight_gather:build_gather", when=gathers)
 CALLBACKS.register(
-    "fp8 scales", f"{HERE}.hooks:Fp8Scales", when=lambda config: _scales_of_steps(config.options(Fp8Flags))
+    "fp8 scales", f"{HERE}.delayed_scaling:Fp8Scales", when=lambda config: _scales_of_steps(config.options(Fp8Flags))
 )

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.linear_gemms import (
     residual_gemm,
     rows_of,
 )
-from megatron.extensions.fp8 import weight_grads
+from megatron.extensions.fp8 import casts
 from megatron.extensions.fp8.cast_transpose import (
     CastOrder,
     CastPair,
@@ -142,7 +142,7 @@ class Fp8Gemms(nn.Module):
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         columns = self.cast_gathered(x, COLUMNS) if self.cuts.sequence else Scaled(*x)
-        weight_grads.add_fp8_product_(out, Scaled(*dy), columns, overwrite)
+        casts.add_fp8_product_(out, Scaled(*dy), columns, overwrite)
 
     def _operands(self, x: Tensor, which: int, needs_dw: bool) -> Operands:
         return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])

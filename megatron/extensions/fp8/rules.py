@@ -40,9 +40,6 @@ def _formats(c: RunConfig) -> Iterator[Problem]:
         rule = "needs bf16 parameters and activations"
         remedy = f"replace {others[0]} with --bf16" if others else "add --bf16"
         yield Problem("--fp8-format", own.fp8_format, rule, f"{remedy}, or remove --fp8-format")
-    if own.fp8_format is not None and p.tp_comm_overlap:
-        why = "overlapped matrix products are computed in bf16"
-        yield Problem.exclusive("--fp8-format", own.fp8_format, "--tp-comm-overlap", why)
     if own.first_last_layers_bf16 and own.fp8_format is None:
         yield Problem.no_effect("--first-last-layers-bf16", None, "--fp8-format")
     ends = tuple(getattr(own, name) for name in BF16_LAYERS)
@@ -63,9 +60,6 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
     if c.ddp.shards_gradients:
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
         yield Problem.exclusive(flag, None, strategy, "units are gathered in the parameters' format")
-    if c.optimizer.optimizer_post_validation:
-        why = "a roll-back gathers parameters in their own format"
-        yield Problem.exclusive("--optimizer-post-validation", None, flag, why)
     if own.fp8_format is None:
         yield Problem.no_effect(flag, None, "--fp8-format")
     elif not c.optimizer.use_distributed_optimizer:

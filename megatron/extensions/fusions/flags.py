@@ -42,7 +42,6 @@ for _operation, _kernel in {
     "scale_rows_": "cross_entropy:SCALE",
     "add_products_grouped_": "gemms.grouped_products:ADD_PRODUCTS",
     "clear_rows_behind_": "gemms.grouped_products:CLEAR_ROWS",
-    "residual_gemm": "gemms.residual_gemm:RESIDUAL_GEMM",
     "cast_transpose": "cast_transpose:CAST",
     "cast_transpose_noting_amax": "cast_transpose:CAST_NOTING",
     "amax_of_rows_and_columns": "cast_transpose:AMAX",
@@ -55,6 +54,7 @@ for _operation, _kernel in {
 }.items():
     KERNELS.register(_operation, f"{_HERE}.kernels.{_kernel}")
 KERNELS.register("add_fp8_product_", f"{_HERE}.weight_grad_choice:WEIGHT_GRADS")
+KERNELS.register("residual_gemm", f"{_HERE}.residual_choice:RESIDUAL_GEMM")
 KERNELS.register("mlp", f"{_HERE}.fused_mlp:MLP_KERNEL")
 
 for _backend in ("flash3", "cudnn", "triton"):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -238,3 +239,15 @@ def multiprocessors(device: torch.device) -> int:
 def runs_triton(x: Tensor) -> bool:
     """Whether kernels on `x` can be Triton's."""
     return x.is_cuda and has_triton()
+
+
+@contextmanager
+def as_runtime_errors(subject: str) -> Iterator[None]:
+    """What Triton cannot compile or launch is a RuntimeError, as of torch's kernels for shapes that they have not. For
+    kernels that another one can replace."""
+    from triton.errors import TritonError
+
+    try:
+        yield
+    except TritonError as error:
+        raise RuntimeError(f"{subject}: {error}") from error

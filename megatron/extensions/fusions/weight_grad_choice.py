@@ -1,7 +1,9 @@
 """Chooses the kernels of fp8 weight gradients by timing them at the model's own shapes.
 
 cuBLASLt's product that adds to its output, Triton's, or torch's, which writes a product that is then added: which one
-is fastest depends on the GPU, the shape and the versions of libraries.
+is fastest depends on the GPU, the shape and the versions of libraries. torch's product is written in fp32, and an
+addition reads it and both reads and writes the gradient. The other two read and write the gradient once. Neither has
+run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,11 +18,40 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import matrix_of
 from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, dequantized_mm
+from megatron.extensions.fp8.casts import add_fp8_product_ as in_torch
 from megatron.extensions.fp8.recipes import Fp8Gemms
-from megatron.extensions.fp8.weight_grads import add_fp8_product_ as in_torch
 from megatron.extensions.fusions.kernel_choice import Choice, Clock, RunShapes, compare, device_clock, runs_triton
 from megatron.extensions.fusions.kernels.gemms.cublaslt import ALIGNMENT
-from megatron.extensions.fusions.kernels.gemms.fp8_weight_grad import KERNELS, add_fp8_product_
+
+KERNELS = ("triton", "cublaslt")
+
+
+@torch.library.custom_op("megatron::add_fp8_product_", mutates_args=("out",), device_types="cuda")
+def add_fp8_product_(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str, overwrite: bool = False
+) -> None:
+    """out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32, by one of `KERNELS`; with `overwrite` = it.
+
+    out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32: [], or for "triton" also [o, 1] and [i, 1], or of tiles
+    of 128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError where a kernel does not support the
+    operands.
+    """
+    if kernel == "triton":
+        from megatron.extensions.fusions.kernels.gemms import fp8_weight_grad_triton
+
+        fp8_weight_grad_triton.add_product_(out, a, b, a_scale, b_scale, overwrite)
+    else:
+        from megatron.extensions.fusions.kernels.gemms import cublaslt
+
+        cublaslt.add_product_(out, a, b, a_scale, b_scale, overwrite)
+
+
+@add_fp8_product_.register_fake
+def _(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str, overwrite: bool = False
+) -> None:
+    pass
+
 
 TORCH = "torch"
 """The kernel that writes a product, which is then added."""

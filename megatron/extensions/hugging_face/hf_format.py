@@ -1,32 +1,44 @@
-"""Hugging Face folders as a source and a target of conversions."""
+"""Hugging Face folders as a source and a target of conversions, and a check of what was converted: the logits of a
+folder, computed by transformers, beside those of our checkpoint, in fp32."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.streaming import made_ahead
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import build_tokenizer
-from megatron.extensions.conversion.formats import Format, Options, Source, Target, Written
-from megatron.extensions.conversion.tokenizer_files import GENERATION_CONFIG, tokenizer_config, tokenizer_files
+from megatron.extensions.conversion.formats import (
+    GENERATION_CONFIG,
+    Format,
+    Options,
+    Source,
+    Target,
+    Written,
+    tokenizer_config,
+    tokenizer_files,
+)
+from megatron.extensions.conversion.streaming import made_ahead
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.extensions.hugging_face.weights import HFWeights, Placement, copies, multi_token_depths, placements
 from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
+from megatron.training.checkpointing import load_whole_model
 from megatron.training.config.run_config import RunConfig
 
 
@@ -160,3 +172,54 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 HF_FORMAT = Format("hf", HFSource, HFTarget)
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """Largest difference between two models' logits on one text."""
+
+    largest: float
+    scale: float
+    """Largest absolute logit."""
+
+    tokens: int
+
+    def __str__(self) -> str:
+        what = f"largest difference of logits over {self.tokens} tokens"
+        return f"{what}: {self.largest:.3g} (largest logit: {self.scale:.3g})"
+
+
+def compare_logits(hf_folder: Path, checkpoint: Path, text: str) -> LogitDifference:
+    """Runs both models on a text, on the CPU in fp32. Both are in memory at once.
+
+    Raises ValueError if transformers is not installed or the text has no tokens.
+    """
+    require_transformers()
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model, config = load_whole_model(checkpoint, number_format="fp32")
+    tokens = _tokens(hf_folder, text, config.model.vocab_size or 0, config.model.max_positions)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32, local_files_only=True)
+    with torch.no_grad():
+        expected = theirs.eval()(tokens).logits
+        found = model.logits(None, Batch.of_tokens(tokens))[..., : expected.shape[-1]]
+    return LogitDifference(float((found - expected).abs().max()), float(expected.abs().max()), tokens.numel())
+
+
+def require_transformers() -> None:
+    """Raises ValueError if transformers is not installed."""
+    if find_spec("transformers") is None:
+        raise ValueError("--check needs the package transformers: pip install transformers")
+
+
+def _tokens(folder: Path, text: str, vocab_size: int, longest: int) -> Tensor:
+    """Ids [1, s] of a text; without a tokenizer its bytes, modulo the vocabulary."""
+    tokenizer = tokenizer_config(folder)
+    if tokenizer.tokenizer_type is None:
+        ids = [byte % vocab_size for byte in text.encode()]
+    else:
+        ids = build_tokenizer(tokenizer).tokenize(text)
+    if not ids:
+        raise ValueError("--check: the text has no tokens; give a longer one")
+    return torch.tensor([ids[:longest]])

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.extensions.conversion.tokenizer_files import tokenizer_config
+from megatron.extensions.conversion.formats import tokenizer_config
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.read_config import config_from_hf, fields_of, read_json, text_model
 from megatron.extensions.hugging_face.write_config import settings_of

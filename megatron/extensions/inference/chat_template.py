@@ -1,4 +1,4 @@
-"""Chat templates: messages to the text of a prompt, by the Jinja template that comes with a tokenizer.
+"""Chat, and its templates: messages to the text of a prompt, by the Jinja template that comes with a tokenizer.
 
 The template is run in a sandbox, as it may come with a checkpoint of somebody else.
 """
@@ -6,7 +6,8 @@ The template is run in a sandbox, as it may come with a checkpoint of somebody e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer
 from megatron.core.tokenizers.huggingface import tokenizer_file
+from megatron.extensions.inference.generation import Engine, Generation, Request
+from megatron.extensions.inference.model import LoadedModel
 
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."} and so on."""
@@ -130,3 +133,44 @@ def _raise(message: str) -> None:
 
 def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def pieces(engine: Engine, generation: Generation) -> Iterator[str]:
+    """The text of a request that was submitted, as it becomes certain."""
+    shown = 0
+    while generation.finish_reason is None:
+        engine.step()
+        yield generation.text[shown:]
+        shown = len(generation.text)
+
+
+def chat(
+    model: LoadedModel,
+    engine: Engine,
+    template: Callable[[Sequence[Message]], str],
+    defaults: Request,
+    system: str | None,
+    ask: Callable[[], str | None],
+    show: Callable[[str], None],
+) -> None:
+    """A conversation: `ask` returns what the user says, None at the end, and `show` gets the answers piece by piece.
+
+    Messages are kept, so the prompt grows; the oldest ones are left out, in pairs, where it would be too long.
+    """
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    messages: list[Message] = []
+    while (said := ask()) is not None:
+        messages.append({"role": "user", "content": said})
+        tokens = chat_tokens(model.tokenizer, template([*first, *messages]))
+        while len(messages) > 2 and len(tokens) >= engine.longest:
+            del messages[:2]
+            tokens = chat_tokens(model.tokenizer, template([*first, *messages]))
+        generation = engine.submit(replace(defaults, prompt=tokens))
+        for piece in pieces(engine, generation):
+            show(piece)
+        if generation.error is not None:
+            show(f"[{generation.error}]")
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": generation.text})
+        show("\n")

@@ -12,8 +12,7 @@ from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.inference.chat_template import Message, chat_tokens, plain_messages
 from megatron.extensions.inference.fields import SAMPLING_FIELDS, Fields, parsed
 from megatron.extensions.inference.generation import Engine, Generation, Request
-from megatron.extensions.inference.generation.engine import prompt_seed
-from megatron.extensions.inference.generation.request import MOST_LOGPROBS, Logprob
+from megatron.extensions.inference.generation.engine import MOST_LOGPROBS, Logprob, prompt_seed
 from megatron.extensions.inference.model import LoadedModel
 
 KNOWN = (

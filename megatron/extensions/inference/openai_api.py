@@ -16,7 +16,7 @@ from megatron.core.init import site_key
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, plain_messages
 from megatron.extensions.inference.fields import SAMPLING_FIELDS, Fields, shown
 from megatron.extensions.inference.generation import Generation, Request, Sampling
-from megatron.extensions.inference.generation.request import Logprob
+from megatron.extensions.inference.generation.engine import Logprob
 from megatron.extensions.inference.jsonl import is_prompt, json_logprob
 from megatron.extensions.inference.model import LoadedModel
 

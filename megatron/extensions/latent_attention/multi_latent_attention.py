@@ -21,8 +21,7 @@ from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather_sequence, copy_to
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
+from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, column_parallel, row_parallel
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.parameters import sinks_metas
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed

@@ -28,8 +28,7 @@ from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
-from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
 from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.linear_attention.flags import LinearAttentionFlags
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps

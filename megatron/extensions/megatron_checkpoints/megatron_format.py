@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.models.gpt.parameters import model_states, parameter_metas
-from megatron.extensions.conversion.formats import Format, Options, Source, TrainingState
-from megatron.extensions.conversion.tokenizer_files import side_files_of
+from megatron.extensions.conversion.formats import Format, Options, Source, TrainingState, side_files_of
 from megatron.extensions.megatron_checkpoints.common_state import args_of, load_pickle, loss_scaler_of, update_count
 from megatron.extensions.megatron_checkpoints.flags import COMMON, iteration_folder
 from megatron.extensions.megatron_checkpoints.legacy_folder import LegacyTensors

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.path_kind import LATEST, checkpoint_folder
-from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.models.gpt.parameters import model_states
 from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.formats import Options, Source, Target, TrainingState, Written
+from megatron.extensions.conversion.streaming import StreamedTensor, StreamingWriter
 from megatron.extensions.megatron_checkpoints.common_state import scaler_state
 from megatron.extensions.megatron_checkpoints.flags import COMMON
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
@@ -109,7 +109,7 @@ class TorchDistTarget(Target):
                 tensors[prefix + key] = StreamedTensor(whole, dtype, parts=entries)
         if world.first:
             tensors |= {key: [None] for key in self._extra_states()}
-        save(folder, self.iteration, tensors, {**BACKEND, "common_backend_version": 1}, world, streamed=True)
+        save(folder, self.iteration, tensors, {**BACKEND, "common_backend_version": 1}, world, writer=StreamingWriter)
 
     @property
     def iteration(self) -> int:

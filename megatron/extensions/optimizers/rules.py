@@ -14,8 +14,6 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.rules.pipeline import unsharded_by
 from megatron.training.config.run_config import RunConfig
 
-POST_VALIDATION = "--optimizer-post-validation"
-
 
 def muon(c: RunConfig, world_size: int) -> Iterator[Problem]:
     o = c.options(MuonFlags)

@@ -1,6 +1,6 @@
 """Phases of a run: data, lengths, batch sizes, positions and learning rates that change within it (--data-phases).
 
 Read `phase_file` for what the file of --data-phases says, then `file_phase` for where its phases begin, and `plan` for
-how the trunk asks for them. `rules` judges a file, and what a resumed run may not change; `schedule` has the learning
-rates; `phase_change` takes a run to its next phase.
+how the trunk asks for them, and for the learning rates. `rules` judges a file, and what a resumed run may not change;
+`phase_change` takes a run to its next phase.
 """

@@ -1,4 +1,4 @@
-"""The plan of a run of phases, by which the trunk asks for all of them. No torch."""
+"""The plan of a run of phases, by which the trunk asks for all of them and their learning rates. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.datasets.gpt_dataset import Dataset
-from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from megatron.extensions.phases.file_phase import FilePhase, planned_phases
 from megatron.extensions.phases.rules import changes, findings
-from megatron.extensions.phases.schedule import phase_lines, schedule_of, whole_schedule
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
@@ -18,6 +18,63 @@ from megatron.training.plan import History, Phase, RunPlan
 
 if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
+
+
+class PhaseScheduler(OptimizerParamScheduler):
+    """A phase's own learning rate, which begins with the phase; weight decay is the whole run's."""
+
+    def __init__(self, whole: OptimizerParamScheduler, own: OptimizerConfig, first_sample: int, samples: int) -> None:
+        super().__init__(own, ScheduleLength.of(own, 1, 0, samples))
+        self.whole, self.first_sample = whole, first_sample
+
+    def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
+        # Skipped steps make the schedule lag behind the samples: the phase then begins late in it, never before it.
+        return super()._lr_at(max(0, samples - self.first_sample), config)
+
+    def weight_decay_at(self, samples: int) -> float:
+        return self.whole.weight_decay_at(samples)
+
+
+def whole_schedule(plan: RunPlan) -> OptimizerParamScheduler:
+    """The schedule that the flags say, over the whole run. Raises ValueError where a length does not fit the run."""
+    config, training = plan.base.optimizer, plan.base.training
+    if training.train_samples is not None or training.train_tokens is not None:
+        return OptimizerParamScheduler(config, ScheduleLength.of(config, 1, 0, plan.samples))
+    # Lengths in iterations, whose numbers of samples may differ.
+    at = plan.sizes.samples
+    decay = plan.iterations if config.lr_decay_iters is None else config.lr_decay_iters
+    warmup = float(at(config.lr_warmup_iters))
+    if config.lr_warmup_fraction is not None:
+        warmup = config.lr_warmup_fraction * at(decay)
+    anneal = at(decay) - at(max(0, decay - (config.lr_wsd_decay_iters or 0)))
+    length = ScheduleLength(warmup=warmup, decay=float(at(decay)), anneal=float(anneal), total=float(plan.samples))
+    return OptimizerParamScheduler(config, length)
+
+
+def schedule_of(plan: RunPlan, phase: FilePhase) -> OptimizerParamScheduler:
+    """The schedule of a phase: its own, or the run's."""
+    whole = whole_schedule(plan)
+    if phase.optimizer is None:
+        return whole
+    return PhaseScheduler(whole, phase.optimizer, phase.first_sample, phase.samples)
+
+
+def phase_lines(plan: RunPlan, phase: FilePhase) -> Iterator[str]:
+    """Where a phase begins, how long it is, and what it changes."""
+    training, length = phase.config.training, phase.config.model.seq_length
+    ending = min(plan.sizes.iterations(phase.first_sample + phase.samples), plan.iterations)
+    yield (
+        f"phase {phase.name}: from sample {phase.first_sample:,}, iteration {phase.first_iteration + 1:,}, token "
+        f"{phase.first_token:,}: {phase.samples:,} samples of {length:,}, {phase.samples * length:,} tokens, "
+        f"{ending - phase.first_iteration:,} iterations; global batch {training.global_batch_size}, micro-batch "
+        f"{training.micro_batch_size}"
+    )
+    schedule = schedule_of(plan, phase)
+    first, last = phase.first_sample, max(phase.first_sample, plan.sizes.samples(max(0, ending - 1)))
+    points = sorted({first, first + (last - first) // 2, last})
+    shown = ", ".join(f"{schedule.lr_at(point):.4g}" for point in points)
+    source = f"its own ({phase.optimizer.lr_decay_style})" if phase.optimizer is not None else "the run's"
+    yield f"    learning rate, {source}: {shown} at its beginning, middle and end"
 
 
 @dataclass(frozen=True)

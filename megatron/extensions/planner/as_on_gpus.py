@@ -25,7 +25,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import dispatcher, experts
 from megatron.core.tensor_parallel import weight_grad
-from megatron.extensions.fp8 import casts, weight_grads
+from megatron.extensions.fp8 import casts
 from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel, fits
 
 
@@ -189,7 +189,7 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: 
         (dispatcher, "on_device", lambda x: True),
         (collectives, "sums_exchanged", lambda x: False),
         (casts, "multiplies_in_fp8", lambda x: True),
-        (weight_grads, "add_fp8_product_", lambda *operands: None),
+        (casts, "add_fp8_product_", lambda *operands: None),
         (experts, "add_each_product_", lambda *operands: None),
         (core_attention, "kernels_of", planned_kernels_of),
         (weight_grad, "adds_in_one_kernel", lambda out: out.dtype == torch.float32),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.planner.device_file import device_names, read_device
 from megatron.extensions.planner.dry_run.plan import DeviceError
-from megatron.extensions.planner.processes import ctrl_c_ends_the_process
 from megatron.extensions.planner.rehearsal.record import DISTINCT, chosen_ranks
 from megatron.training.config.commands import Command, GivenOptions, Prepared
 from megatron.training.config.input_files import missing_inputs
@@ -191,3 +195,25 @@ class Rehearsal(Command):
         except ValueError as error:
             return [Problem.of_message("--ranks", self.ranks, str(error))] if str(error).startswith("--ranks") else []
         return []
+
+
+@contextmanager
+def ctrl_c_ends_the_process() -> Iterator[None]:
+    """Within it SIGINT ends the process at once, with exit code 130 and one line on standard error. For a command that
+    has nothing to save: a KeyboardInterrupt is lost where a callback of torch or of a fork runs. A signal that the
+    process ignores stays ignored. Children end with it, as those of `fake_rank.forked` do."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, b"Interrupted.\n")
+    os._exit(128 + number)

@@ -38,6 +38,8 @@ from megatron.core.transformer.recompute import Segment
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
 from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.training.config.flags import named_value, with_named
+from megatron.training.config.run_config import RunConfig
 
 
 class FakeGroup(dist.ProcessGroup):
@@ -175,15 +177,19 @@ class _NoValues(TorchDispatchMode):
         return ANSWERS.get(func, func)(*args, **(kwargs or {}))
 
 
+METHOD = "tp_comm_overlap_method"
+"""Field of a flag: symmetric memory keeps what the ring keeps, but needs real groups."""
+
+
 class FakeStages:
     """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
 
     def __init__(self, batch: MicroBatch, state: ParallelState, device: str) -> None:
-        parallel = batch.parallel
-        if parallel.tp_comm_overlap_method == "symmetric":  # keeps what the ring keeps, but needs real groups
-            parallel = replace(parallel, tp_comm_overlap_method="ring")
+        run = RunConfig(parallel=batch.parallel, extension_options=batch.parallel.extension_options)
+        if named_value(run, METHOD) == "symmetric":
+            run = with_named(run, {METHOD: "ring"})
         self.batch, self.state, self.device = batch, state, device
-        self.parallel = parallel = replace(parallel, compile=parallel.compiles(batch.device))
+        self.parallel = parallel = replace(run.parallel, compile=batch.parallel.compiles(batch.device))
         self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
         self.offload = build_store(parallel, self.device)
         model = batch.model
@@ -259,7 +265,6 @@ def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
         sequence_parallel=False,
-        tp_comm_overlap=False,
     )
     own = plain.options(Fp8Flags)
     key = batch.model, own.fp8_format, own.fp8_recipe, own.layers(batch.model.num_layers)

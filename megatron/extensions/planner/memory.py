@@ -13,21 +13,91 @@ from math import prod
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.distributed.param_layout import (
-    DTYPE_BYTES,
-    BufferBytes,
-    BufferLayout,
-    buffer_bytes,
-    plan_buffers,
-    unit_of,
-)
+from megatron.core.distributed.param_layout import BufferLayout, host_slots, place_states, plan_buffers, unit_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import param_gather
+from megatron.core.parts import param_gather, update_ahead
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages
 
 EMBEDDING = "embedding.word_embeddings"
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class BufferBytes:
+    """Bytes of one rank's parameters, gradients and optimizer state, padding included: on the device, but for those of
+    `host`."""
+
+    parameters: int
+    gradients: int
+    main_parameters: int
+    """0 if the parameters themselves have the main dtype."""
+
+    moments: int
+
+    host_states: int = 0
+    """Main parameters and moments in host memory."""
+
+    host_slots: int = 0
+    """Gradients and parameters that pass through host memory."""
+
+    rollback: int = 0
+    """Copies of this rank's main parameters, moments and gradients, of updates ahead of the norm."""
+
+    @property
+    def optimizer(self) -> int:
+        """Of the optimizer, on the device."""
+        return self.main_parameters + self.moments + self.rollback
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        """In host memory."""
+        return self.host_states + self.host_slots
+
+
+def buffer_bytes(
+    buffers: Sequence[BufferLayout],
+    params_dtype: str,
+    main_dtype: str,
+    optimizer: OptimizerConfig,
+    shards_parameters: bool = False,
+) -> BufferBytes:
+    """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
+
+    Of buffers `by_unit` what stays counts: whole units come on top.
+    """
+    main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
+    plan = optimizer.state_plan
+    gradient = DTYPE_BYTES[optimizer.gradients_dtype or main_dtype]
+    ranges = place_states(buffers, optimizer)
+    mains, moments = {False: 0, True: 0}, {False: 0, True: 0}
+    for place in ranges:
+        kind = plan.main_kind(optimizer, params_dtype, main_dtype, place.on_host)
+        mains[place.on_host] += plan.main_bytes(place.numel, kind, main)
+        for name in optimizer.states(buffers[place.buffer].whole):
+            moments[place.on_host] += plan.state_bytes(optimizer, place.numel, name, main)
+    slots, size = host_slots(ranges)
+    rollback = 0
+    if update_ahead(optimizer) is not None:
+        aliased = plan.main_kind(optimizer, params_dtype, main_dtype) == "aliased"
+        owned = sum(place.numel for place in ranges) * (gradient + (params if aliased else 0))
+        rollback = owned + mains[False] + moments[False]
+    return BufferBytes(
+        parameters=sum(buffer.kept(shards_parameters) for buffer in buffers) * params,
+        gradients=sum(buffer.kept(True) for buffer in buffers) * gradient,
+        main_parameters=mains[False],
+        moments=moments[False],
+        host_states=mains[True] + moments[True],
+        host_slots=slots * size * (gradient + params),
+        rollback=rollback,
+    )
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,6 @@ class StepGuard:
         self._progress = progress
         self._judge = StepJudge(checks, device, progress.running_means)
         self._pending: tuple[Step, StepResult] | None = None
-        self.last: StepResult | None = None
-        """Of the last step that `verdict` was about."""
 
     @property
     def judge(self) -> Judge | None:
@@ -97,7 +95,6 @@ class StepGuard:
         if self._pending is None:
             return None
         (step, result), self._pending = self._pending, None
-        self.last = result
         progress, checks, nan = self._progress, self.checks, is_nan(result)
         refused = (nan and checks.check_for_nan_in_loss_and_grad) or (result.spike and result.skipped)
         ends = refused and progress.nan_iterations + progress.skipped_spikes >= checks.max_skipped_iterations

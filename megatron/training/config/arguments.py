@@ -37,7 +37,7 @@ from megatron.training.config.reading import FlagReader, compose, overridden, pl
 from megatron.training.config.rules.fields import REQUIRED
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from megatron.training.extensions import ExtensionError, load_extensions
+from megatron.training.extensions import ExtensionError, load_extensions, without_moved
 from megatron.training.reliability.launch import Launch
 
 __all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "with_flags"]
@@ -77,7 +77,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         reader = read_flags(argv)
     except ExtensionError as error:
         json_file = json_file_of({name: "".join(texts[:1]) for name, texts in tokens_of(argv)})
-        problem = Problem("--extension", None, str(error), "correct the extension, or remove --extension")
+        problem = Problem("--extension", None, error.rule, error.remedy)
         refuse([problem], launch, json_file)
     if (about := _help_words(argv)) is not None:
         if launch.rank == 0:
@@ -213,9 +213,9 @@ def _registered(name: str, value: str = "") -> bool:
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]:
     """Imports the extensions that flags and files name, and returns them with whole paths. One that a flag names takes
-    the place of one of the same file name in a file. Raises ExtensionError."""
-    named = [text for name, texts in tokens if name == "--extension" for text in texts]
-    given = {Path(text).name for text in named}
+    the place of one in a file that has moved. Raises ExtensionError."""
+    given = [text for name, texts in tokens if name == "--extension" for text in texts]
+    named = list(given)
     for path in (text for name, texts in tokens if name == "--config" for text in texts):
         try:
             node = compose(path)
@@ -223,7 +223,10 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]
             continue
         for key, value in node.value if node is not None and node.tag.endswith(":map") else ():
             if key.value.lstrip("-") == "extension" and (found := plain(value)):
-                named += [text for text in texts_of(found) if Path(text).name not in given]
+                others = [text for text in given if text not in texts_of(found)]
+                named += without_moved(
+                    [text for text in texts_of(found) if text not in given], others, f"--config {path}"
+                )
     return load_extensions(named)
 
 

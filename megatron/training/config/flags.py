@@ -168,9 +168,9 @@ class ExtensionSection:
     """The section of `RunConfig` that they belong to: with "model" they say what a model is, and are compared with a
     checkpoint's, taken from it, and converted as that section's fields are."""
 
-    def problems(self, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """What the rules say of a configuration that has one of the flags; nothing if none is given."""
-        if self.rules is None or config.options(self.cls) == self.cls():
+    def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
+        """What the rules say of a resolved configuration that has one of the flags, or was given one."""
+        if self.rules is None or given.options(self.cls) == config.options(self.cls) == self.cls():
             return ()
         found: Iterable[Problem] = imported(self.rules)(config, world_size)
         return found

@@ -4,6 +4,7 @@ said where a file or standard output is full or closed. No torch."""
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import sys
@@ -13,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron.core.fsync import NO_ROOM, name_full_file
 from megatron.training.config.flags import all_flags, value_of
 from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
-UNWRITABLE = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
+UNWRITABLE = NO_ROOM | {errno.EBADF, errno.EIO}
 """Errors of writing to an output that is open."""
 
 
@@ -39,6 +41,9 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        name_full_file(error, path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -59,8 +64,21 @@ def why_unwritten(error: OSError) -> str | None:
     """One line about output that could not be written; None for an error of anything else."""
     if isinstance(error, OutputError):
         return str(error)
-    printed = error.errno in UNWRITABLE and error.filename is None
-    return f"standard output: cannot be written: {error.strerror}" if printed else None
+    if error.errno not in UNWRITABLE or error.filename is not None:
+        return None
+    return f"{'standard output' if _output_fails() else 'a file'}: cannot be written: {error.strerror}"
+
+
+def _output_fails() -> bool:
+    """Whether standard output takes no more: what it could not write is still to be written."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"")
+    except io.UnsupportedOperation:  # it is no file, and never full
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def open_closed_streams() -> bool:

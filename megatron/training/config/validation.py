@@ -13,7 +13,15 @@ from functools import partial
 from typing import Any
 
 from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
-from megatron.training.config.flags import EXTENSION_SECTIONS, flat_values
+from megatron.training.config.flags import (
+    EXTENSION_SECTIONS,
+    all_flags,
+    dashed,
+    flat_values,
+    holds,
+    value_of,
+    with_named,
+)
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
 from megatron.training.config.rules.fields import needs_and_exclusions, single_values
@@ -54,7 +62,7 @@ def _own_findings(config: RunConfig, world_size: int, vocab_size: int | None) ->
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
-        problems += [p for p in section.problems(resolved, world_size) if p.flag not in flagged]
+        problems += [p for p in section.problems(config, resolved, world_size) if p.flag not in flagged]
         options: Any = resolved.options(section.cls)
         if hasattr(options, "validate"):
             problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]
@@ -71,29 +79,21 @@ def _own_problems(options: Any, config: RunConfig, world_size: int) -> list[Prob
         return [problem]
 
 
-def switched_off(c: RunConfig) -> Iterator[tuple[str, str, Any, Problem]]:
-    """(section, its field, the value it gets, what is said)."""
-    p = c.parallel
-    if single_expert := _is_dense(c):
+def switched_off(c: RunConfig) -> Iterator[tuple[str, Any, Problem]]:
+    """(field, the value it gets, what is said)."""
+    single_expert = _is_dense(c)
+    if single_expert:
         rule, remedy = "one expert that all tokens take is a dense MLP", "remove it to say so"
-        yield "model", "num_experts", None, Problem("--num-experts", 1, rule, remedy, harmless=True)
-    for field in ("sequence_parallel", "tp_comm_overlap") if p.tensor_model_parallel_size == 1 else ():
-        if getattr(p, field):
-            flag, needed = "--" + field.replace("_", "-"), "--tensor-model-parallel-size above 1"
-            yield "parallel", field, False, Problem.no_effect(flag, None, needed)
-    if c.optimizer.optimizer_post_validation:
-        switch, where = "--optimizer-post-validation", ("optimizer", "optimizer_post_validation")
-        if p.pipeline_model_parallel_size == 1:
-            yield *where, False, Problem.no_effect(switch, None, "--pipeline-model-parallel-size above 1")
-        elif c.logging.log_interval == 1:
-            rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
-            yield *where, False, Problem(switch, None, rule, "raise --log-interval, or remove it", harmless=True)
+        yield "num_experts", None, Problem("--num-experts", 1, rule, remedy, harmless=True)
+    for flag in all_flags():
+        for condition in flag.spec.off_without if value_of(c, flag) != flag.default else ():
+            if not holds(c, condition):
+                yield flag.field, flag.default, Problem.no_effect(flag.name, None, condition.parts[0])
     if c.model.num_experts is None or single_expert:
-        for field, off in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None)):
-            value = getattr(p, field)
-            if value not in (off, 1):
-                flag = "--" + field.replace("_", "-")
-                yield "parallel", field, off, Problem.no_effect(flag, value, "--num-experts")
+        for field, default in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None)):
+            value = getattr(c.parallel, field)
+            if value not in (default, 1):
+                yield field, default, Problem.no_effect(dashed(field), value, "--num-experts")
 
 
 def _is_dense(c: RunConfig) -> bool:
@@ -122,8 +122,7 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     `vocab_size` is the tokenizer's; a larger --vocab-size holds, to leave room for more tokens.
     """
     given = config
-    for section, field, value, _ in switched_off(config):
-        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+    config = with_named(config, {field: value for field, value, _ in switched_off(config)})
     if config.training.skip_train:
         config = _without_training(config)
     for extension in EXTENSION_SECTIONS.values():

@@ -7,9 +7,7 @@ import random
 
 import pytest
 
-from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms
-from megatron.extensions.diagnosis.layer_stats.growth import WINDOW, GrowthRule
-from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Parameter
+from megatron.extensions.diagnosis.layer_stats.alarms import WINDOW, GrowthRule, LayerAlarms, LayerRecord, Parameter
 
 
 def series(dice: random.Random, noise: float, trend: float) -> list[dict[int, float]]:

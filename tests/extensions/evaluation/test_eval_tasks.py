@@ -122,6 +122,12 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         read_tasks([str(paths[0]), str(tmp_path / "group.yaml")])
 
 
+def test_metrics_are_not_judged_where_the_output_type_is_unknown(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="output_type 'choice' is unknown") as error:
+        read_tasks([str(written(tmp_path, output_type="choice", metric_list=[{"metric": "acc"}]))])
+    assert len(str(error.value).splitlines()) == 1
+
+
 def test_flags_are_checked(tmp_path: Path) -> None:
     def problems(flags: str) -> str:
         return "\n".join(map(str, validate(parse_args((MODEL + flags).split()), 1)))

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
+from tests.extensions import needs
 
 BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --train-iters 10 --lr 1e-3 "
 
@@ -47,7 +48,8 @@ OTHER_RECIPE = "has no effect without --fp8-recipe delayed; add --fp8-recipe del
     ("flags", "world_size", "expected"),
     [
         ("--fp8-format hybrid", 1, [NEEDS_BF16 + "add --bf16, or remove --fp8-format"]),
-        (
+        needs(
+            "overlap",
             "--fp8-format hybrid --bf16 --tp 2 --sequence-parallel --tp-comm-overlap",
             2,
             [

@@ -15,10 +15,7 @@ from megatron.core.attention.core_attention import kernels_of
 from megatron.core.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
 from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
-from megatron.extensions.fusions.attention import cudnn_kernels
-from megatron.extensions.fusions.attention.backends import Flash3Attention
-from megatron.extensions.fusions.attention.cudnn_kernels import CudnnKernel
-from megatron.extensions.fusions.attention.flash3 import MODULE, Flash3
+from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3, Flash3Attention
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,
@@ -202,7 +199,7 @@ def test_the_signature_of_cudnn() -> None:
         *("grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed", "philox_offset", "attn_bias"),
         *("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale"),
     ]
-    assert cudnn_kernels.CudnnKernel.most_queries is None
+    assert CudnnKernel.most_queries is None
 
 
 def test_kernels_by_flag() -> None:

@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fusions import fused_norm, residual_choice
+from megatron.extensions.fusions import residual_choice as fused
 from megatron.extensions.fusions.kernels.gemms import cublaslt
-from megatron.extensions.fusions.kernels.gemms import residual_gemm as fused
 from megatron.extensions.fusions.layer import takes_addend
 from tests.gpt_cases import FP64, STYLES, random_batch
 

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.core.dist_checkpointing.integrity import SummedFile
-from megatron.extensions.hugging_face import check
-from megatron.extensions.hugging_face.check import compare_logits
+from megatron.extensions.hugging_face import hf_format
+from megatron.extensions.hugging_face.hf_format import compare_logits
 from megatron.extensions.hugging_face.safetensors_file import FileTensor, SafetensorsWriter
 from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, change_json, save_model, weights_in
 from tests.forked import run_forked
@@ -334,7 +334,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 def test_a_check_without_transformers_is_refused_before_anything_is_written(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    monkeypatch.setattr(hf_format, "find_spec", lambda name: None)
     said = refused(capsys, "--input", llama, "--output", tmp_path / "ours", "--check", "text")
     assert said == "error: --check needs the package transformers: pip install transformers"
     assert list(tmp_path.iterdir()) == []

@@ -7,12 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron.core.distributed.param_layout import buffer_bytes, plan_buffers
+from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import Fused, ParamMeta
 from megatron.extensions.optimizers.matrix_plan import MatrixPlan, balanced
-from tests.dist.toy import optimizer_config
-from tests.pure import test_param_layout as layouts
 
 ROLES = frozenset({"hidden", "router"})
 METAS = [
@@ -110,12 +108,3 @@ def test_work_is_balanced():
     for cost, owner in zip(costs, balanced(costs, 4), strict=True):
         sums[owner] += cost
     assert max(sums) <= 4 / 3 * -(-sum(costs) // 4)
-
-
-def test_bytes():
-    """Matrices have one state, other parameters Adam's two: the last 64 of 192 over 3 ranks."""
-    config = optimizer_config(optimizer="muon")
-    params = [layouts.matrix("w", (10, 10)), layouts.matrix("e", (3, 50), expert=True), layouts.vector("norm", 4)]
-    found = buffer_bytes(plan_buffers(params, 3, 2, whole_roles=config.whole_roles), "float32", "float32", config)
-    sizes = found.parameters, found.gradients, found.main_parameters, found.moments
-    assert sizes == (4 * 640, 4 * 640, 0, 4 * 192 + 8 * 64) and found.total == sum(sizes)

@@ -14,8 +14,7 @@ from megatron.core.datasets.build import parse_blend
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.flags import PhasesConfig
-from megatron.extensions.phases.plan import PhasePlan
-from megatron.extensions.phases.schedule import schedule_of
+from megatron.extensions.phases.plan import PhasePlan, schedule_of
 from megatron.extensions.planner.dry_run.description import batch_lines, data_lines
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections, values_by_section

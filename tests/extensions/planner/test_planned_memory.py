@@ -12,14 +12,17 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from megatron.extensions.planner.memory import pipeline_stages, states_of_rank
-from tests.dist.toy import KINDS
+from megatron.extensions.planner.memory import buffer_bytes, pipeline_stages, states_of_rank
+from tests.dist.toy import KINDS, build, optimizer_config, run_step
+from tests.extensions import installed
 from tests.harness import run_world
+from tests.pure import test_param_layout as layouts
 
 GPT = TransformerConfig(num_layers=3, hidden_size=40, num_attention_heads=4, seq_length=24, vocab_size=200)
 LLAMA = replace(
@@ -132,3 +135,56 @@ def test_pipeline_with_tied_embedding_and_sgd(freeze: tuple[str, ...] | None) ->
     optimizer = OptimizerConfig(optimizer="sgd", freeze=freeze)
     for planned, allocated in run_world(4, compare, GPT, parallel, optimizer):
         assert planned == allocated
+
+
+@pytest.mark.parametrize(
+    ("dtype", "distributed", "optimizer", "expected"),
+    [
+        ("bfloat16", True, "adam", (2 * 448, 4 * 448, 4 * 192, 8 * 192)),
+        ("bfloat16", False, "adam", (2 * 448, 4 * 448, 4 * 448, 8 * 448)),
+        ("float32", True, "adam", (4 * 448, 4 * 448, 0, 8 * 192)),
+        ("float32", True, "sgd", (4 * 448, 4 * 448, 0, 4 * 192)),
+    ],
+)
+def test_bytes(dtype, distributed, optimizer, expected):
+    config = OptimizerConfig(optimizer=optimizer, use_distributed_optimizer=distributed)
+    params = [
+        layouts.matrix("w", (10, 10)),
+        layouts.matrix("e", (3, 50), expert=True),
+    ]  # 192 over 3 ranks and 256 over 2
+    found = buffer_bytes(plan_buffers(params, 3, 2, whole_roles=config.whole_roles), dtype, "float32", config)
+    assert (found.parameters, found.gradients, found.main_parameters, found.moments) == expected
+    assert found.total == sum(expected)
+
+
+@pytest.mark.skipif(not installed("optimizers"), reason="optimizers is deleted")
+def test_bytes_of_whole_matrices():
+    """Matrices have one state, other parameters Adam's two: the last 64 of 192 over 3 ranks."""
+    config = optimizer_config(optimizer="muon")
+    params = [layouts.matrix("w", (10, 10)), layouts.matrix("e", (3, 50), expert=True), layouts.vector("norm", 4)]
+    found = buffer_bytes(plan_buffers(params, 3, 2, whole_roles=config.whole_roles), "float32", "float32", config)
+    sizes = found.parameters, found.gradients, found.main_parameters, found.moments
+    assert sizes == (4 * 640, 4 * 640, 0, 4 * 192 + 8 * 64) and found.total == sum(sizes)
+
+
+def measure(rank, world, distributed, dtype, kind):
+    state = build_parallel_state(ParallelDims(dp=world), rank)
+    ddp, optimizer = build(state, distributed, dtype, optimizer=kind)
+    run_step(ddp, optimizer, state, 0)
+    storages = {}
+    tensors = [b.param_data for b in ddp.buffers] + [b.grad_data for b in ddp.buffers] + ddp.params
+    for shard in optimizer.shards:
+        tensors += [shard.main, *shard.states.values()]
+    for tensor in tensors:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert all(param.grad is None for param in ddp.params)
+    config = ddp.parallel_config
+    plan = buffer_bytes(ddp.layouts, config.params_dtype, config.main_dtype, optimizer.config)
+    assert sum(storages.values()) == plan.total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+def test_memory_is_what_the_plan_says(distributed, dtype, kind):
+    run_world(2, measure, distributed, dtype, kind)

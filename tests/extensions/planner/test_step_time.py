@@ -22,6 +22,7 @@ from megatron.extensions.planner.time.step_time import SUBJECTS, PlannerCache, S
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
+from tests.extensions import needs
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
 from tools.bench.published_memory import MEMORY, plan_peaks
 from tools.bench.published_runs import compare, published_runs
@@ -118,7 +119,9 @@ MODEL = (
 LAYOUTS = [
     "",
     "--tp 2 --sequence-parallel --pp 2",
-    "--tp 2 --sequence-parallel --tp-comm-overlap --cp 2 --overlap-grad-reduce --overlap-param-gather",
+    needs(
+        "overlap", "--tp 2 --sequence-parallel --tp-comm-overlap --cp 2 --overlap-grad-reduce --overlap-param-gather"
+    ),
     "--pp 4 --num-virtual-stages-per-pipeline-rank 2 --recompute-granularity full --recompute-method uniform",
     "--pp 2 --pipeline-schedule zb-h1 --data-parallel-sharding-strategy optim_grads_params",
     "--num-experts 4 --moe-router-topk 2 --ep 4 --moe-grouped-gemm",
@@ -169,7 +172,7 @@ def test_the_peak_is_that_of_the_precision_of_products() -> None:
 def test_a_step_validated_later_has_the_bubble_of_each_rank_alone() -> None:
     layout, costs = PipelineLayout(4), StageCosts(0.5, 0.5, 0.5)
     waits = Schedule("zb-h2", layout).times(costs, 24)
-    ahead = Schedule("zb-h2", layout, post_validation=True).times(costs, 24)
+    ahead = Schedule("zb-h2", layout, validates=True).times(costs, 24)
     assert max(waits.ends) == pytest.approx(37.5)
     assert ahead.ends == pytest.approx((36.0,) * 4)
 

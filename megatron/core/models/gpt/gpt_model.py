@@ -78,11 +78,11 @@ class GPTModel(nn.Module):
             cp_comm_type=parallel.cp_comm_type,
             attention_backend=parallel.attention_backend,
             compiled=parallel.compiles(torch.device(device).type),
-            comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
             format=build_format(parallel, config.num_layers, config.mtp_depths, casts or WeightCasts()),
             seed=seed,
             lazy=lazy,
             experts=ExpertAxes.of(state),
+            extension_options=parallel.extension_options,
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
         self.sequence_parallel = parallel.sequence_parallel and state.tp.size > 1

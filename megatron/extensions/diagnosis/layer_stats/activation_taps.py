@@ -21,7 +21,7 @@ from megatron.core.moe.load_balancing import Balance
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.transformer.block import Stream, TransformerBlock, added
 from megatron.core.transformer.recompute import computing_again
-from megatron.extensions.diagnosis.layer_stats.records import OUTPUT
+from megatron.extensions.diagnosis.layer_stats.alarms import OUTPUT
 
 Key = tuple[str, int]
 """(statistic, number of the layer in the model). The layers of multi-token prediction count on behind the last one."""

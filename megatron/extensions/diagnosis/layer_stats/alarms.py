@@ -2,19 +2,182 @@
 
 Layers are compared by each statistic of `layers` that is a number, and parameters of one kind, as all
 `mlp.linear_fc1.weight`, by their weights. Tensor-parallel ranks are compared by the norms of the weights and gradients
-of their parts of each parameter, beside those of the other ranks. `growth` holds the rule for both. Beyond that, copies
-must be equal, and parts with equal norms have been drawn from one seed, of which a loss says nothing.
+of their parts of each parameter, beside those of the other ranks. Beyond that, copies must be equal, and parts with
+equal norms have been drawn from one seed, of which a loss says nothing.
+
+The rule for both is one for a member of a group of equals that grows while the others do not. The members have a value
+each record. A straight line is fitted to the logarithms of a member's last `WINDOW` values. What counts is how steep it
+is beside the median of the group, so growth that all share, as in warm-up, is none. A member is out of line if, in two
+records one after the other, its line rises by more than the logarithm of the threshold beside that median, and
+
+- `OWN` times as steeply as four in five of its own lines in the `HISTORY` windows that ended before this one began:
+  what it does all the time is noise;
+- `OTHERS` times as steeply as any other member's line now.
+
+The numbers were chosen on small models in training from their initial weights on, for no alarm in them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from megatron.extensions.diagnosis.layer_stats.growth import WINDOW, Growth, GrowthRule
-from megatron.extensions.diagnosis.layer_stats.records import OUTPUT, LayerRecord
+OUTPUT, GAIN = "output_rms", "output_gain"
+"""Root mean square of what a layer puts out, and that over the one of the layer before."""
+
+
+class Parameter(NamedTuple):
+    """What is to be known of a parameter to read its norms."""
+
+    layer: int | None
+    """Number of its layer in the model; None outside of layers."""
+
+    expert: bool
+    sharded: bool
+    """Whether tensor-parallel ranks hold parts of it; otherwise copies."""
+
+    init: str
+    """How its values begin: the `kind` of `Init`."""
+
+    @property
+    def random(self) -> bool:
+        """Whether its initial values are random numbers."""
+        return self.init in ("normal", "uniform", "log_of_uniform")
+
+
+@dataclass
+class LayerRecord:
+    """The statistics of one iteration, as they are logged.
+
+    `layers` holds values by statistic and layer, `parameters` the norms of each parameter by name, `shards` those of
+    each tensor-parallel rank's part or copy of it. Norms are L2 norms.
+    """
+
+    iteration: int
+    layers: dict[str, dict[int, Any]] = field(default_factory=dict)
+    parameters: dict[str, dict[str, float]] = field(default_factory=dict)
+    shards: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    facts: dict[str, Parameter] = field(default_factory=dict)
+    """Of the parameters; not logged."""
+
+    def add_layer(self, statistic: str, number: int, value: Any) -> None:
+        self.layers.setdefault(statistic, {})[number] = value
+
+    def add_parameter(self, name: str, parameter: Parameter, quantity: str, squares: Sequence[float]) -> None:
+        """`squares`: sum of each tensor-parallel rank. Those of experts are of whichever ranks hold them."""
+        copies = not (parameter.expert or parameter.sharded)
+        total = squares[0] if copies else sum(squares)
+        self.facts[name] = parameter
+        self.parameters.setdefault(name, {})[quantity] = total**0.5
+        if len(squares) > 1 and not parameter.expert:
+            self.shards.setdefault(name, {})[quantity] = [square**0.5 for square in squares]
+        if parameter.layer is not None:
+            of_layer = self.layers.setdefault(quantity, {})
+            of_layer[parameter.layer] = (of_layer.get(parameter.layer, 0.0) ** 2 + total) ** 0.5
+
+    def add_gains(self) -> None:
+        """Adds what follows from the outputs of two layers."""
+        outputs = self.layers.get(OUTPUT, {})
+        for number, value in outputs.items():
+            if before := outputs.get(number - 1):
+                self.add_layer(GAIN, number, value / before)
+
+    def as_json(self) -> dict[str, Any]:
+        """The record of metrics.jsonl: rows of layers are lists in the order of `layer`; null where a layer has no
+        such value."""
+        numbers = sorted({number for values in self.layers.values() for number in values})
+        rows = {name: [values.get(number) for number in numbers] for name, values in sorted(self.layers.items())}
+        found: dict[str, Any] = {"iteration": self.iteration, "layers": {"layer": numbers} | rows}
+        found["parameters"] = self.parameters
+        return found | ({"tensor_parallel_shards": self.shards} if self.shards else {})
+
+
+WINDOW = 10
+HISTORY = 60
+OWN, OTHERS, QUANTILE = 3.0, 2.0, 0.8
+
+Member = TypeVar("Member", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """By which factor the fitted line of a member rises over a window, against the median of its group."""
+
+    factor: float
+    others: float
+    """That of the other member that changes most, in either direction."""
+
+
+@dataclass
+class _Track:
+    """The logarithms of a member's last values, and the slopes of the windows that end in them, less the group's."""
+
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    slopes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW + HISTORY))
+    above: int = 0
+    """Records in a row that were out of line."""
+
+    told: bool = False
+    """Whether that was said, and the line still rises by more than the threshold."""
+
+    @property
+    def earlier(self) -> list[float]:
+        """How steep the windows were that share no record with the present one, in order of size."""
+        return sorted(map(abs, list(self.slopes)[:-WINDOW]))
+
+
+def _itself(member: Any) -> Any:
+    return member
+
+
+class GrowthRule(Generic[Member]):
+    """The rule for one group. Nothing is said of a member before it has `warm_up` earlier windows. Members of one
+    `family` are not compared: where one of two grows against the other, the other shrinks."""
+
+    def __init__(self, threshold: float, warm_up: int, family: Callable[[Member], Any] = _itself) -> None:
+        self.least, self.warm_up, self.family = math.log(threshold), warm_up, family
+        self._tracks: dict[Member, _Track] = {}
+
+    def add(self, values: Mapping[Member, float]) -> dict[Member, Growth]:
+        """Takes the values of a record. Returns the members that are out of line since this record. A value that is
+        not above 0, or not finite, makes the member begin again."""
+        fit = {name: math.log(value) for name, value in values.items() if value > 0 and math.isfinite(value)}
+        for name in self._tracks.keys() - fit.keys():
+            del self._tracks[name]
+        for name, value in fit.items():
+            self._tracks.setdefault(name, _Track()).values.append(value)
+        steep = {name: _slope(t.values) for name, t in self._tracks.items() if len(t.values) == WINDOW}
+        middle = statistics.median(steep.values()) if steep else 0.0
+        for name, slope in steep.items():
+            self._tracks[name].slopes.append(slope - middle)
+        return {name: found for name, track in self._tracks.items() if (found := self._judge(name, track)) is not None}
+
+    def _judge(self, name: Member, track: _Track) -> Growth | None:
+        if not track.slopes or track.slopes[-1] * WINDOW <= self.least:
+            track.above, track.told = 0, False
+            return None
+        earlier, slope, family = track.earlier, track.slopes[-1], self.family(name)
+        rivals = (abs(t.slopes[-1]) for n, t in self._tracks.items() if t.slopes and self.family(n) != family)
+        rival = max(rivals, default=0.0)
+        known = len(earlier) >= self.warm_up
+        above = known and slope > OWN * earlier[int(QUANTILE * (len(earlier) - 1))] and slope > OTHERS * rival
+        track.above = track.above + 1 if above else 0
+        if track.told or track.above < 2:
+            return None
+        track.told = True
+        return Growth(math.exp(slope * WINDOW), math.exp(rival * WINDOW))
+
+
+def _slope(values: deque[float]) -> float:
+    """Of the straight line with the least squares through values one record apart."""
+    middle = (len(values) - 1) / 2
+    return sum((x - middle) * y for x, y in enumerate(values)) / sum((x - middle) ** 2 for x in range(len(values)))
+
 
 SMOOTH, NOISY = 10, 40
 """Earlier windows that the rule asks for: for norms of weights, which no step changes much, and for what depends on the

@@ -32,9 +32,8 @@ from megatron.extensions.diagnosis.layer_stats.activation_taps import (
     ActivationTaps,
     Key,
 )
-from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms
+from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms, LayerRecord, Parameter
 from megatron.extensions.diagnosis.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
-from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Parameter
 from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Meter, StepView

@@ -1,17 +1,193 @@
-"""The choices of --attention-backend that are not torch's own. On other devices than GPUs they are."""
+"""The choices of --attention-backend that are not torch's own. On other devices than GPUs they are.
+
+flash3 is FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), where its module `flash_attn_interface` is installed. Its
+public functions have autograd of their own. The two functions below them are called here, as tiles need a backward from
+a merged output and log-sum-exp. The spelling of windows and of causality differs between versions.
+
+cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. It makes a plan for each shape, which takes
+longer than a step. So it computes the tiles of context parallelism, whose shapes are few. Documents and windows, whose
+lengths differ from batch to batch, are left to FlashAttention.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.core_attention import AttentionBackend, FusedAttention
 from megatron.core.attention.flash_kernels import flash_kernel
-from megatron.core.attention.tile_kernels import Dropout, Kernel
-from megatron.core.attention.varlen import Flash2
-from megatron.extensions.fusions.attention.cudnn_kernels import CudnnKernel
-from megatron.extensions.fusions.attention.flash3 import Flash3, flash3_attention
+from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, key_rows, query_rows
+from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import Flash2, Lengths, Sequences, Window
 from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel
+
+MODULE = "flash_attn_interface"
+
+CAUSAL: Window = (-1, 0)
+
+
+class Flash3:
+    """Forward and backward of the package. Raises ImportError where it is not installed, or has other functions.
+
+    Operands are packed, q [rows, heads, d] with `lengths`, or else dense, q [b, n, heads, d]. The log-sum-exp is fp32,
+    [heads, rows] or [b, heads, n].
+    """
+
+    def __init__(self, scale: float) -> None:
+        package = importlib.import_module(MODULE)
+        try:
+            self._forward, self._backward = package._flash_attn_forward, package._flash_attn_backward
+        except AttributeError as error:
+            raise ImportError(f"{MODULE} is of a version that is not known here: {error}") from None
+        self.scale = scale
+        self._forward_names, self._backward_names = _parameters(self._forward), _parameters(self._backward)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, window: Window) -> tuple[Tensor, ...]:
+        settings = _mask(window, self._forward_names) | _lengths(lengths)
+        out, lse, *_ = self._forward(q, k, v, softmax_scale=self.scale, **settings)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths | None, window: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse = kept
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv)
+        settings = _mask(window, self._backward_names) | _lengths(lengths)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        self._backward(
+            grad,
+            *qkv,
+            out,
+            lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=self.scale,
+            deterministic=deterministic,
+            **settings,
+        )
+        return dq, dk, dv
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's parameters; a custom operation of torch keeps its function."""
+    return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
+
+
+def _mask(window: Window, names: frozenset[str]) -> dict[str, Any]:
+    causal = {"causal" if "causal" in names else "is_causal": window == CAUSAL}
+    if "window_size" in names:
+        return causal | {"window_size": window}
+    return causal | {"window_size_left": window[0], "window_size_right": window[1]}
+
+
+def _lengths(lengths: Lengths | None) -> dict[str, Any]:
+    if lengths is None:
+        return {}
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True))
+
+
+def flash3_attention(q: Tensor, k: Tensor, v: Tensor, flash: Flash3) -> Tensor:
+    """Causal attention of whole samples: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] ->
+    [s, b, heads, dv]. Saved for the backward are these, the output and the log-sum-exp."""
+    return _Flash3Attention.apply(*(x.transpose(0, 1) for x in (q, k, v)), flash).transpose(0, 1)
+
+
+class _Flash3Attention(torch.autograd.Function):
+    """q [b, s, heads, d], k [b, s, groups, d], v [b, s, groups, dv] -> [b, s, heads, dv]"""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flash: Flash3) -> Tensor:
+        kept = flash.forward(q, k, v, None, CAUSAL)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.flash = flash
+        return kept[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *kept = ctx.saved_tensors
+        return *ctx.flash.backward(grad, (q, k, v), tuple(kept), None, CAUSAL), None
+
+
+class CudnnKernel:
+    """Tiles without a window, one launch each."""
+
+    needs_places, most_queries = False, None
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.packed = scale, CudnnPackedKernel(scale)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        for tile in tiles:
+            assert tile.window is None, "windows are left to FlashAttention"
+            qkv = _by_head(query_rows(q, tile)), _by_head(key_rows(k, tile)), _by_head(key_rows(v, tile))
+            out, lse = cudnn_forward(qkv, tile.diagonal, self.scale)
+            yield tile, (out.permute(2, 0, 1, 3), lse.squeeze(-1).permute(2, 0, 1))
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        for tile in tiles:
+            grad, queries, out = (_by_head(query_rows(x, tile)) for x in (rows.grad, q, rows.out))
+            qkv = queries, _by_head(key_rows(k, tile)), _by_head(key_rows(v, tile))
+            lse = query_rows(rows.lse, tile).permute(1, 2, 0).contiguous()[..., None]
+            dq, dk, dv = cudnn_backward(grad, qkv, (out, lse), tile.diagonal, self.scale)
+            yield tile, (dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3))
+
+
+class CudnnPackedKernel:
+    """Whole samples of one length, packed one after another."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+        out, lse = cudnn_forward(tuple(_of_samples(x, sequences) for x in (q, k, v)), True, self.scale)
+        return out.transpose(1, 2).flatten(0, 1), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = [_of_samples(x, sequences) for x in (grad, q, k, v, kept[0])]
+        grads = cudnn_backward(rows[0], tuple(rows[1:4]), (rows[4], kept[1]), True, self.scale)
+        dq, dk, dv = (x.transpose(1, 2).flatten(0, 1) for x in grads)
+        return dq, dk, dv
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[n, b, heads, d] -> [b, heads, n, d]"""
+    return x.permute(1, 2, 0, 3)
+
+
+def _of_samples(x: Tensor, sequences: Sequences) -> Tensor:
+    """[b * s, heads, d] -> [b, heads, s, d]"""
+    samples = len(sequences.starts) - 1
+    assert sequences.window is None and samples * sequences.longest == len(x), "documents are left to FlashAttention"
+    return x.unflatten(0, (samples, -1)).transpose(1, 2)
+
+
+def cudnn_forward(qkv: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """q [b, heads, n, d], k [b, groups, m, d] and v [b, groups, m, dv] -> output [b, heads, n, dv] and log-sum-exp
+    [b, heads, n, 1] in fp32"""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(*qkv, None, True, 0.0, causal, False, scale=scale)[:2]
+
+
+def cudnn_backward(
+    grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, Tensor], causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from grad [b, heads, n, dv] and what the forward returned."""
+    n, m = qkv[0].shape[2], qkv[1].shape[2]
+    unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # the random state of dropout, which is off
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, *qkv, *kept, unused, unused, None, None, None, n, m, 0.0, causal, scale=scale
+    )
 
 
 class Flash3Attention(FusedAttention):

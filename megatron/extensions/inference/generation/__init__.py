@@ -4,8 +4,7 @@
 its own sampling, seed, stop strings and log-probabilities, at any layout (`StageRunner`).
 """
 
-from megatron.extensions.inference.generation.engine import Engine, Generation, generate
-from megatron.extensions.inference.generation.request import Request
+from megatron.extensions.inference.generation.engine import Engine, Generation, Request, generate
 from megatron.extensions.inference.generation.runner import StageRunner
 from megatron.extensions.inference.generation.sampling import Sampling
 

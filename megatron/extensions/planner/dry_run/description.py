@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS
-from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
+from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, update_ahead
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
+from megatron.extensions.planner.time.pipeline import post_validated
 from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase, RunPlan
@@ -121,7 +122,7 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     in_turns = parallel.overlap_moe_expert_parallel_comm
     times = StageCosts(forward=costs, input_grad=costs, weight_grad=costs)
-    ahead = config.optimizer.optimizer_post_validation
+    ahead = update_ahead(config.optimizer) is not None
     shape = parallel.schedule, layout.pp, microbatches, layout.chunks
     if ahead:
         tied = bool(tied_stages(config.model, layout))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.param_groups import lines_of_groups
-from megatron.core.distributed.param_layout import DTYPE_BYTES
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import update_ahead
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.dry_run.description import micro_batch_of
-from megatron.extensions.planner.memory import RankStates, states_of_rank
+from megatron.extensions.planner.memory import DTYPE_BYTES, RankStates, states_of_rank
 from megatron.training.config.batch_size import byte_text, formats_of_states, microbatches_of
 from megatron.training.config.run_config import RunConfig
 
@@ -133,7 +133,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
         copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
         owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
     yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
-    if config.optimizer.optimizer_post_validation:
+    if update_ahead(config.optimizer) is not None:
         most_copies = max(plan.memory.rollback for plan in plans)
         yield f"post-validation: at most {most_copies:,} bytes of the optimizer's are copies for a roll-back"
     if offloads:

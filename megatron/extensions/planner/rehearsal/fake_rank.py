@@ -34,7 +34,6 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.planner.as_on_gpus import as_on_gpus
 from megatron.extensions.planner.fake_stage import regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
-from megatron.extensions.planner.processes import end_with_parent
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, places_of
 from megatron.extensions.planner.rehearsal.rank_mode import RankMode
 from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecord, coords_of
@@ -49,6 +48,8 @@ from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
 
 T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,22 @@ def _how(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
+def _end_with_parent(parent: int) -> None:
+    """Has Linux kill this forked process when its parent, the process `parent`, ends, however that ends. Ctrl-C, which
+    reaches all processes of a terminal, is left to the parent; SIGTERM ends this process as it would any other."""
+    import ctypes
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before
+
+
 def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
-    end_with_parent(parent)
+    _end_with_parent(parent)
     gc.freeze()  # looking through what came with the fork would copy its pages
     sender.send(job())
     sender.close()

@@ -8,9 +8,10 @@ from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from math import inf, lcm, prod
 
-from megatron.core.distributed.param_layout import ALIGNMENT, BufferBytes, buffer_bytes, plan_buffers
+from megatron.core.distributed.param_layout import ALIGNMENT, plan_buffers
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import update_ahead
 from megatron.core.pipeline_parallel.actions import Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
@@ -20,7 +21,7 @@ from megatron.extensions.planner.activations import ActivationPlan, ActivationPl
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.dry_run.memory import RankMemory, memory_of_ranks
-from megatron.extensions.planner.memory import states_of_rank
+from megatron.extensions.planner.memory import BufferBytes, buffer_bytes, states_of_rank
 from megatron.extensions.planner.suggest.bounds import (
     PassTimes,
     StageParameters,
@@ -167,7 +168,7 @@ class LayoutCosts:
             total = total.plus(parts[0]) if stage.first else total
             stages.append(total.plus(parts[-1]) if stage.last else total)
         more = self._exchanged(layout, stages)
-        if self.run.given.optimizer.optimizer_post_validation:  # steps overlap
+        if update_ahead(self.run.given.optimizer) is not None:  # steps overlap
             stages = [PassTimes(0.0, 0.0, stage.total) for stage in stages]
         return step_bound(stages, _pipeline_of(layout), self.microbatches(layout), more)
 
@@ -189,7 +190,8 @@ class LayoutCosts:
         """Whether the passes of a rank follow each other. Those in turns with others, or across steps, are longer than
         what it waits for."""
         given = self.run.given
-        return not (given.parallel.overlap_moe_expert_parallel_comm or given.optimizer.optimizer_post_validation)
+        ahead = update_ahead(given.optimizer) is not None
+        return not (given.parallel.overlap_moe_expert_parallel_comm or ahead)
 
     def _exchanged(self, layout: Layout, stages: Sequence[PassTimes]) -> list[float]:
         """Seconds by pipeline rank that gradients and parameters add at least to the passes of its stages."""

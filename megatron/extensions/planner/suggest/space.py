@@ -91,7 +91,6 @@ class SearchedRun:
             given.parallel,
             tensor_model_parallel_size=family.tp,
             sequence_parallel=family.tp > 1,
-            tp_comm_overlap=given.parallel.tp_comm_overlap and family.tp > 1,
             context_parallel_size=family.cp,
             expert_model_parallel_size=family.ep,
             expert_tensor_parallel_size=family.expert_tp if experts else None,
@@ -118,8 +117,12 @@ class SearchedRun:
         training = replace(given.training, micro_batch_size=family.micro_batch, num_microbatches=None)
         model = replace(given.model, **self._recomputation(family.recompute))
         config = replace(given, parallel=parallel, ddp=ddp, optimizer=optimizer, training=training, model=model)
-        states = {"optimizer_cpu_offload": saving.offload == "states", "optimizer_offload_fraction": 1.0}
-        return resolve(with_named(config, states | self._activation_offload(layout)), self.world_size)
+        values = {
+            "tp_comm_overlap": named_value(given, "tp_comm_overlap") and family.tp > 1,
+            "optimizer_cpu_offload": saving.offload == "states",
+            "optimizer_offload_fraction": 1.0,
+        }
+        return resolve(with_named(config, values | self._activation_offload(layout)), self.world_size)
 
     def _names_stages(self, pipeline: Pipeline) -> bool:
         """Whether a layout says the number of stages per rank: also to win over what the run's own flags say of it."""

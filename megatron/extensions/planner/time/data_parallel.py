@@ -9,11 +9,11 @@ from math import ceil, prod
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.distributed.param_layout import DTYPE_BYTES, unit_of
+from megatron.core.distributed.param_layout import unit_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import param_gather
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.memory import RankStates, local_shape
+from megatron.extensions.planner.memory import DTYPE_BYTES, RankStates, local_shape
 from megatron.extensions.planner.time.replay import Network, Placement, placement
 
 

@@ -12,9 +12,16 @@ from functools import lru_cache
 
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import pipeline_lists, post_validated
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import StageCosts, at_stage, execution_order, simulate
+from megatron.core.pipeline_parallel.simulator import (
+    TIMED,
+    Simulation,
+    StageCosts,
+    at_stage,
+    execution_order,
+    simulate,
+)
 
 ROUNDS = 3
 """Steps of more rounds of p micro-batches than this are extrapolated."""
@@ -39,7 +46,7 @@ class Schedule:
     layout: PipelineLayout
     group: int | None = None
     in_turns: bool = False
-    post_validation: bool = False
+    validates: bool = False
     """Whether no rank waits for the others between two steps: ends are then those of a step behind another one."""
 
     def times(self, costs: StageCosts, microbatches: int) -> PipelineTimes:
@@ -64,7 +71,7 @@ class Schedule:
         return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
 
     def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
-        if self.post_validation:
+        if self.validates:
             shape = self.name, self.layout.pp, microbatches, self.layout.chunks
             time, _ = post_validated(pipeline_lists(*shape, False, self.group, self.in_turns, True), costs)
             return (time,) * self.layout.pp
@@ -117,3 +124,41 @@ def message_places(layout: PipelineLayout, ranks: Sequence[int], ranks_per_node:
         nodes[layout.rank_of(stage)] != nodes[layout.rank_of(min(stage + 1, layout.num_stages - 1))]
         for stage in range(layout.num_stages)
     ]
+
+
+STEPS = 4
+"""Steps that are simulated one after the other. Of the last two the differences of their ends count."""
+
+
+def consecutive(lists: Lists, steps: int) -> Lists:
+    """The lists of several steps behind one another, micro-batches numbered on."""
+    m = 1 + max(action.microbatch for actions in lists for action in actions)
+    return [
+        [action._replace(microbatch=action.microbatch + step * m) for step in range(steps) for action in actions]
+        for actions in lists
+    ]
+
+
+def post_validated(lists: Lists, costs: StageCosts | None = None, tied: bool = False) -> tuple[float, float]:
+    """(time of a step, idle share of it) in a steady run whose updates are ahead of the norm (UPDATES_AHEAD).
+
+    `lists` are of one step, with VALIDATE; there each rank waits for the end of the step before on all ranks. Without
+    VALIDATE no rank waits. arXiv 2401.10241, section 4, and section 5.2 for the bubble.
+
+    With `tied` weights on the first and on the last rank, the sum of their gradients makes these two end a step
+    together, and all others wait for the first one's forward passes: steps do not overlap.
+    """
+    if tied:
+        alone = simulate(lists, costs)
+        return alone.makespan, alone.bubble
+    found = simulate(consecutive(lists, STEPS), costs)
+    m = 1 + max(action.microbatch for actions in lists for action in actions)
+    ends = [_end(found, step * m) for step in (STEPS - 1, STEPS)]
+    time = ends[1] - ends[0]
+    return time, 1 - sum(found.busy) / STEPS / len(lists) / time
+
+
+def _end(found: Simulation, microbatches: int) -> float:
+    """When all ranks have done what is below a number of micro-batches."""
+    timed = (entry for timeline in found.timeline for entry in timeline if entry.action.kind in TIMED)
+    return max(entry.stop for entry in timed if entry.action.microbatch < microbatches)

@@ -15,7 +15,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import MICROBATCH_RUNNERS, linear_format
+from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, update_ahead
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages, whole_model
@@ -205,7 +205,7 @@ class _Step:
             parallel = config.parallel
             group = parallel.microbatch_group_size_per_virtual_pipeline_stage
             in_turns = parallel.overlap_moe_expert_parallel_comm
-            ahead = config.optimizer.optimizer_post_validation and not tied_stages(config.model, self.layout)
+            ahead = update_ahead(config.optimizer) is not None and not tied_stages(config.model, self.layout)
             schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead)
             pipeline = schedule.times(costs, self.microbatches)
             ends, messages = list(pipeline.ends), list(pipeline.messages)

@@ -21,7 +21,7 @@ from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
-from megatron.extensions.fp8 import casts, weight_grads
+from megatron.extensions.fp8 import casts
 from megatron.extensions.fp8.casts import Scaled
 from megatron.extensions.planner.as_on_gpus import plans_fused_dropout, replaced
 from megatron.extensions.planner.fake_stage import (
@@ -127,7 +127,7 @@ def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[Fak
     ]
     if on_gpu:
         stand_ins += [
-            (weight_grads, "add_fp8_product_", _recorded_weight_grad(recorder)),
+            (casts, "add_fp8_product_", _recorded_weight_grad(recorder)),
             (experts, "add_each_product_", _recorded_expert_grads(recorder)),
             (casts, "dequantized_mm", _recorded_scaled_mm(recorder)),
             (casts, "multiplies_in_fp8", lambda x: False),

@@ -22,7 +22,7 @@ from megatron.training.config.rules.model import (
 )
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.parallel import heads_over_context, precision, sequence, world
-from megatron.training.config.rules.pipeline import overlap, pipeline, post_validation, recomputation, sharding
+from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.training import batch, checkpoints, length, schedule, skipping
 from megatron.training.config.run_config import RunConfig
 
@@ -51,7 +51,6 @@ RULES: tuple[Rule, ...] = (
     batch,
     length,
     schedule,
-    post_validation,
     data,
     validation_sets,
     tokenizer,

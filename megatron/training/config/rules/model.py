@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig, round_up
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, MixerFacts
 from megatron.core.registry import imported
 from megatron.training.config.flags import flags_of, value_of
@@ -35,7 +34,6 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, tp))
     yield from _widths_by_layer(c, tp)
     yield from _vocabulary(c, tp)
-    yield from _tensor_overlap(c.parallel)
 
 
 def _widths_by_layer(c: RunConfig, tp: int) -> Iterator[Problem]:
@@ -61,13 +59,6 @@ def window_heads(c: RunConfig) -> dict[str, int | None]:
         "--window-num-attention-heads": m.window_num_attention_heads,
         "--window-num-query-groups": m.window_num_query_groups,
     }
-
-
-def _tensor_overlap(p: ModelParallelConfig) -> Iterator[Problem]:
-    method = p.tp_comm_overlap_method
-    if method == "symmetric" and (p.cpu or p.distributed_backend == "gloo"):
-        rule = "needs GPUs and nccl, but --cpu or gloo is given"
-        yield Problem("--tp-comm-overlap-method", method, rule, "use ring, which runs on any device")
 
 
 def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from megatron.extensions.fusions.attention.flash_dropout.kernel_triton import (
     strides_of,
     widths_of,
 )
-from megatron.extensions.fusions.kernels.errors_triton import as_runtime_errors
+from megatron.extensions.fusions.kernel_choice import as_runtime_errors
 
 OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
 """Block of queries, block of keys, warps and stages by the width of heads: gradients of queries."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.extensions.fusions.kernels.errors_triton import as_runtime_errors
+from megatron.extensions.fusions.kernel_choice import as_runtime_errors
 
 SUBJECT = "attention with dropout"
 LOG2_E = 1.4426950408889634

@@ -1,4 +1,4 @@
-"""Triton kernel of `fp8_weight_grad.py`: a GEMM in fp8 that adds to its fp32 output."""
+"""Triton kernel of `weight_grad_choice.py`: a GEMM in fp8 that adds to its fp32 output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.extensions.fusions.kernels.errors_triton import as_runtime_errors
+from megatron.extensions.fusions.kernel_choice import as_runtime_errors
 
 TILE = {"TILE_O": 128, "TILE_I": 128, "TILE_N": 128, "GROUP": 8}
 """TILE_N is also what a scale of a tile is for. Larger tiles leave no registers for a second sum of each output."""

@@ -1,30 +1,30 @@
-"""Streaming writes for torch.distributed.checkpoint (DCP): memory is that of the tensor being written and the next.
+"""Streamed checkpoints: memory is that of the tensor being written and the next.
 
 DCP's own writer keeps every tensor of a file until the file is closed, which costs nothing for tensors that are in
-memory anyway. `SummedFiles` is the file system for either writer: it knows the checksum of each file.
+memory anyway.
 """
 
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from math import prod
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from megatron.core.dist_checkpointing.integrity import SummedFile, Sums
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, without_surroundings
+from megatron.core.dist_checkpointing.storage import item_bytes
 
 FILE_BYTES = 5_000_000_000
 """Size from which a new file is begun, so that ranks that load can share the reading."""
@@ -78,34 +78,43 @@ class StreamingWriter(dcp.FileSystemWriter):
         return done
 
 
-def item_bytes(item: WriteItem) -> int:
-    """Bytes of the data of an item to write."""
-    data = item.tensor_data
-    return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+class StreamedTensor(ShardedBoxes):
+    """A tensor to save whose parts are made when they are written. Nothing holds them before or after that.
 
+    `make` returns the whole tensor, of this shape and dtype; `parts` are instead the entries along the first dim that
+    this process writes, each made by itself. The writer must be one that drops what it has written:
+    `storage.save(..., writer=StreamingWriter)`.
+    """
 
-class SummedFiles(FileSystem):
-    """File system for DCP's writer that records the checksum of each file."""
+    parts: Mapping[tuple[int, ...], Callable[[], Tensor]]
+    """Offset -> what makes the part there."""
 
-    def __init__(self) -> None:
-        self.sums: Sums = {}
+    part_shape: tuple[int, ...]
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        assert mode == "wb", mode
-        stream = SummedFile(Path(path))
-        try:
-            yield cast("io.IOBase", stream)
-        except Exception as error:
-            # torch's zip writer reports that a write failed, but not why.
-            if stream.failure is not None and stream.failure is not error:
-                raise stream.failure from error
-            raise
-        finally:
-            stream.close()
-        self.sums[Path(path).name] = stream.sums
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        make: Callable[[], Tensor] | None = None,
+        parts: Mapping[int, Callable[[], Tensor]] | None = None,
+    ) -> StreamedTensor:
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, requires_grad=False)
+        self.boxes, self.writes = [], True
+        if make is not None:
+            self.parts, self.part_shape = {(0,) * len(shape): make}, tuple(shape)
+        else:
+            zeros = (0,) * (len(shape) - 1)
+            self.parts = {(entry, *zeros): part for entry, part in (parts or {}).items()}
+            self.part_shape = (1, *shape[1:])
+        return self
 
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        if Path(path).name in self.sums:
-            self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        part = torch.empty(self.part_shape, dtype=self.dtype, device="meta")
+        return ShardedBoxes(self.shape, [(offset, part) for offset in self.parts]).__create_write_items__(fqn, _)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        tensor = self.parts[tuple(index.offset)]().reshape(self.part_shape).contiguous()
+        assert tensor.dtype == self.dtype, (index.fqn, tensor.dtype)
+        return without_surroundings(tensor)

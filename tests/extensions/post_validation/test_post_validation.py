@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.training import train_step as train_step_module
+from megatron.extensions.post_validation.flags import PostValidationFlags
+from megatron.extensions.post_validation.post_validation import PostValidation
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
@@ -81,28 +81,28 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 def waiting(config: RunConfig) -> RunConfig:
     """The same run, in which every step waits for the norm."""
-    return replace(config, optimizer=replace(config.optimizer, optimizer_post_validation=False))
+    return config.with_options(PostValidationFlags())
 
 
 @contextmanager
 def verdicts() -> Iterator[list[bool]]:
     """Whether each step that was made ahead was rolled back."""
     found: list[bool] = []
-    true = DistributedOptimizer.validate
+    true = PostValidation.validate
 
-    def validate_(self: DistributedOptimizer) -> bool:
+    def validate_(self: PostValidation) -> bool:
         waits = self._unvalidated is None
         rolled_back = true(self)
         found.extend([] if waits else [rolled_back])
         return rolled_back
 
-    with mock.patch.object(DistributedOptimizer, "validate", validate_):
+    with mock.patch.object(PostValidation, "validate", validate_):
         yield found
 
 
 def always_ahead() -> AbstractContextManager[Any]:
     """Steps do not wait for the norm where the one before was rolled back."""
-    return mock.patch.object(train_step_module, "likely_to_stand", return_value=True)
+    return mock.patch.object(PostValidation, "likely_to_stand", return_value=True)
 
 
 def state_of(run: TrainingRun) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: s
     given = parse_args([*MODEL.split(), "--pp", "2", "--global-batch-size", "4", *flags.split()])
     config, said = resolve(given, 2), [p for p in notices(given, 2) if p.flag == SWITCH]
     assert len(said) == bool(notice) and all(notice in str(problem) for problem in said)
-    assert config.optimizer.optimizer_post_validation == ("--log-interval" not in notice)
+    assert config.options(PostValidationFlags).optimizer_post_validation == ("--log-interval" not in notice)
     even = {"stage_costs": lambda *_: (1.0,) * pipeline_layout(config.model, config.parallel).num_stages}
     with mock.patch.multiple(description, **even):
         assert f"bubble {bubble}" in description._pipeline_line(config, 4)

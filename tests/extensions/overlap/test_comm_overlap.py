@@ -15,21 +15,27 @@ from torch.distributed import _symmetric_memory
 
 from megatron.core.collectives import all_gather
 from megatron.core.init import initialize_parameters_
-from megatron.core.parallel_state import initialize_model_parallel
+from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
-from megatron.core.tensor_parallel.comm_overlap import (
-    OVERLAPS,
-    OverlappedColumnParallelLinear,
-    SymmetricOverlap,
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TPContext,
     column_parallel,
     row_parallel,
 )
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.extensions.overlap.comm_overlap import OVERLAPS, OverlappedColumnParallelLinear, SymmetricOverlap
+from megatron.extensions.overlap.flags import OverlapFlags
+from megatron.extensions.overlap.hooks import SymmetricMemory
 from megatron.testing.snapshot import first_difference
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.hooks import Parts
+from megatron.training.initialize import Runtime
+from megatron.training.reliability.launch import Launch
 from tests.dist.test_collective_counts import recorded, ring_bytes
 from tests.harness import Snapshot, run_world, tp_context, train_in_world
 
@@ -75,7 +81,8 @@ Layers = tuple[ColumnParallelLinear, RowParallelLinear]
 
 def build(size: int, overlap: str | None, dtype: torch.dtype, queue: WeightGradQueue) -> tuple[TPContext, Layers]:
     state = initialize_model_parallel(size)
-    ctx = tp_context(state, True, dtype, queue=queue, comm_overlap=overlap)
+    options = OverlapFlags(tp_comm_overlap=overlap is not None, tp_comm_overlap_method=overlap)
+    ctx = tp_context(state, True, dtype, queue=queue, extension_options=(options,))
     column = column_parallel(ColumnLinear("fc1", H, (2, 4 * H), True, Init("normal", 1.0), shard_dim=1), ctx)
     row = row_parallel(RowLinear("fc2", 8 * H, H, True, Init("normal", 1.0)), ctx)
     parameters = [*column.parameters(), *row.parameters()]
@@ -188,3 +195,15 @@ def test_rules() -> None:
     (problem,) = problems(f"{symmetric} --cpu")
     assert "use ring" in problem
     assert set(OVERLAPS) == {"ring", "symmetric"}
+
+
+def test_flags_of_checkpoints_that_have_them_among_those_of_parallelism() -> None:
+    saved = {"parallel": {"tp_comm_overlap": True, "tp_comm_overlap_method": "ring"}}
+    assert config_of_sections(saved).options(OverlapFlags) == OverlapFlags(True, "ring")
+
+
+def test_symmetric_memory_is_looked_for_at_the_start() -> None:
+    config = parse_args([*COMMON.split(), "--tp-comm-overlap-method", "symmetric"])
+    (check,) = [each for each in Parts().with_registered(config).callbacks if isinstance(each, SymmetricMemory)]
+    with pytest.raises(ValueError, match=r"reach each other's memory, and those of the tensor-parallel ranks 0 do not"):
+        check.on_setup(Runtime(Launch(), torch.device("cpu"), ParallelState()))

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,8 +26,8 @@ from megatron.core.collectives import RingExchange, start_all_gather, start_redu
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
+from megatron.extensions.overlap.flags import OverlapFlags
 
 
 class Overlap(Protocol):
@@ -188,9 +187,9 @@ class Overlapped:
     """A linear layer with overlap. Its GEMMs run in the precision of the parameters."""
 
     def __init__(self, linear: Any, ctx: TPContext) -> None:
-        assert ctx.format is None and ctx.comm_overlap is not None, "overlapped GEMMs run in the parameters' format"
+        assert ctx.format is None, "overlapped GEMMs run in the parameters' format"
         super().__init__(linear, ctx)  # type: ignore[call-arg]
-        self.overlap = OVERLAPS[ctx.comm_overlap]()
+        self.overlap = OVERLAPS[ctx.options(OverlapFlags).tp_comm_overlap_method or "ring"]()
 
 
 class OverlappedColumnParallelLinear(Overlapped, ColumnParallelLinear):
@@ -211,27 +210,3 @@ class OverlappedRowParallelLinear(Overlapped, RowParallelLinear):
     ) -> Tensor:
         """x [s, b, in/t] -> [s/t, b, out]; W [out, in/t]"""
         return _RowFunction.apply(x, self.weight, self.used_bias(add_bias, bias_gradient), self)
-
-
-def column_parallel(linear: ColumnLinear, ctx: TPContext) -> ColumnParallelLinear:
-    """A column-parallel layer of a transformer layer, with or without overlap."""
-    return (OverlappedColumnParallelLinear if _overlaps(ctx) else ColumnParallelLinear)(linear, ctx)
-
-
-def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
-    """A row-parallel layer of a transformer layer, with or without overlap."""
-    return (OverlappedRowParallelLinear if _overlaps(ctx) else RowParallelLinear)(linear, ctx)
-
-
-def _overlaps(ctx: TPContext) -> bool:
-    return ctx.comm_overlap is not None and ctx.sequence_parallel and ctx.tp.size > 1
-
-
-def has_symmetric_memory(axis: Axis, device: torch.device) -> bool:
-    """Whether the ranks of an axis are GPUs of one node that access each other's memory, under NCCL."""
-    if device.type != "cuda" or axis.group is None or "nccl" not in dist.get_backend(axis.group):
-        return False
-    if axis.ranks[-1] - axis.ranks[0] >= torch.cuda.device_count():  # on several nodes
-        return False
-    others = (number for number in range(torch.cuda.device_count()) if number != device.index)
-    return all(torch.cuda.can_device_access_peer(device, number) for number in others)

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from megatron.extensions.planner.processes import ctrl_c_ends_the_process
+from megatron.extensions.planner.commands import ctrl_c_ends_the_process
 from megatron.extensions.planner.rehearsal.fake_rank import forked
 
 FORK = multiprocessing.get_context("fork")

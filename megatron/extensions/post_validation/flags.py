@@ -1,0 +1,34 @@
+"""The flag of optimizer post-validation, and where its part is. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.parts import UPDATES_AHEAD
+from megatron.training.extensions import extension_flags
+
+HERE = "megatron.extensions.post_validation"
+
+
+@extension_flags(
+    "optimizer post-validation",
+    may_change=True,
+    rules=f"{HERE}.rules:post_validation",
+    resolve=f"{HERE}.rules:without_use",
+)
+@dataclass(frozen=True)
+class PostValidationFlags:
+    optimizer_post_validation: bool = flag(
+        False, excludes="--fp8-param-gather: a roll-back gathers parameters in their own format"
+    )
+    """Update the parameters of a pipeline stage before the gradients of the other stages are there, and check the
+    gradient norm of all when the first forward passes of the next step have run: no rank waits between two steps. A
+    step that must be clipped or skipped is rolled back to the bit and made again (arXiv 2401.10241, section 4)."""
+
+
+UPDATES_AHEAD.register(
+    "post_validation",
+    f"{HERE}.post_validation:PostValidation",
+    when=lambda optimizer: optimizer.options(PostValidationFlags).optimizer_post_validation,
+)

@@ -1,0 +1,39 @@
+"""Steps whose updates are ahead of the norm, behind one another: their time, and where ranks wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.extensions.planner.time.pipeline import consecutive, post_validated
+
+
+@pytest.mark.parametrize(("schedule", "v"), [("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
+def test_steps_validated_later_take_the_longest_span(schedule, v, p, m):
+    alone = simulate(build_schedule(schedule, p, m, v), StageCosts())
+    time, bubble = post_validated(pipeline_lists(schedule, p, m, v, validates=True))
+    assert time == max(alone.spans)
+    assert bubble == pytest.approx(alone.bubble_of_ranks)
+    assert alone.makespan > time if schedule == "zb-v" else alone.makespan == time
+
+
+def test_steps_of_zb_h2_have_no_bubble_if_they_are_validated_later():
+    assert post_validated(pipeline_lists("zb-h2", 8, 16, validates=True)) == (48.0, 0.0)
+    assert simulate(pipeline_lists("zb-h2", 8, 16)).makespan == 55
+
+
+def test_a_rank_waits_at_validation_for_the_end_of_the_step_before():
+    lists = pipeline_lists("zb-h2", 4, 8, validates=True)
+    late = StageCosts(weight_grad=(1.0, 1.0, 1.0, 9.0))
+    found = simulate(consecutive(lists, 2), late)
+    end = max(entry.stop for timed in found.timeline for entry in timed if entry.action.microbatch < 8)
+    for timed in found.timeline:
+        verdict = next(
+            i for i, entry in enumerate(timed) if entry.action == Action(Kind.VALIDATE, timed[0].action.stage, 8)
+        )
+        assert all(entry.start >= end for entry in timed[verdict:])
+    assert any(entry.start < end for entry in found.timeline[0] if entry.action.microbatch >= 8)
