@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.attention.partition import Documents, document_starts, rank_spans
-from megatron.core.config.layers import Rotation
+from megatron.core.config.layers import Rotation, Span
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
-
-if TYPE_CHECKING:
-    from megatron.core.attention.kv_cache import Cached
 
 
 @dataclass(frozen=True)
@@ -147,6 +144,41 @@ def _later(x: Tensor, places: int) -> Tensor:
     return F.pad(x[:, places:], (0, places))
 
 
+class EarlierTokens(Protocol):
+    """What layers keep of earlier tokens of b texts, in generation: a batch of s new tokens of each follows them. Texts
+    are padded on the right. Without context parallelism."""
+
+    positions: Tensor
+    """[b, s] of the new tokens."""
+
+    lengths: Tensor | None
+    """[b] numbers of new tokens; None if no text is padded."""
+
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
+        """Keeps keys and values [s, b, groups, width] of the new tokens. Returns those of all tokens
+        [b, groups, columns, width]; None if there are no earlier ones."""
+
+    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+        """States [b, ...] of a layer behind the earlier tokens; None if there are none."""
+
+    def set_states(self, layer: int, *new: Tensor) -> None:
+        """Replaces them."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        span: Span,
+        scale: float,
+        cap: float | None,
+        slopes: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all, slopes
+        of ALiBi and sinks [heads] if there are any -> [s, b, heads, dv]"""
+
+
 @dataclass(frozen=True)
 class BatchContext:
     """What layers need of a micro-batch besides its hidden states. A stage derives it once per forward pass."""
@@ -169,8 +201,8 @@ class BatchContext:
     query_scales: Tensor | None = None
     """[s, 1 or b, 1, 1] fp32: factors of the queries of layers that are `tempered`, if the stage has any."""
 
-    cache: Cached | None = None
-    """Keys and values of earlier tokens, in generation."""
+    cache: EarlierTokens | None = None
+    """Earlier tokens of the texts, in generation."""
 
     aux_scale: Tensor | None = None
     """As in `Batch`."""
@@ -179,7 +211,7 @@ class BatchContext:
     """As in `Batch`."""
 
     @classmethod
-    def of(cls, batch: Batch, cache: Cached | None = None) -> BatchContext:
+    def of(cls, batch: Batch, cache: EarlierTokens | None = None) -> BatchContext:
         """The context of a batch, behind the texts of a cache; the stage adds `rotary` and `query_scales`."""
         documents = batch.documents
         if documents is None and batch.document_ids is not None:

@@ -19,10 +19,9 @@ from megatron.core.attention.context_parallel import (
     ulysses_attention,
 )
 from megatron.core.attention.flash_kernels import flash_kernel
-from megatron.core.attention.kv_cache import Cached, cached_attention
 from megatron.core.attention.partition import cut_documents
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
-from megatron.core.batch import BatchContext
+from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import site_key
 from megatron.core.param_meta import ParamMeta
@@ -194,11 +193,10 @@ class CoreAttention(nn.Module):
             out = self.fused(q, k, v)
         return out.flatten(2)
 
-    def behind_cache(self, q: Tensor, k: Tensor, v: Tensor, cached: Cached) -> Tensor:
+    def behind_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: EarlierTokens) -> Tensor:
         """q [s, b, heads, d] of new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all tokens ->
         [s, b, heads * dv]"""
-        out = cached_attention(q, k, v, cached, self.span, self.scale, self.cap, self.slopes, self.softmax_offset)
-        return out.flatten(2)
+        return cache.attend(q, k, v, self.span, self.scale, self.cap, self.slopes, self.softmax_offset).flatten(2)
 
     @property
     def _sinks(self) -> Tensor | None:

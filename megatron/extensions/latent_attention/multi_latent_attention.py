@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention
-from megatron.core.attention.kv_cache import Cached
-from megatron.core.batch import BatchContext
+from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import all_gather_sequence, copy_to
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
@@ -123,7 +122,7 @@ class MultiLatentAttention(nn.Module):
     def _queries(self, latents: Latents) -> Tensor:
         return self.linear_q(latents.q).unflatten(-1, (-1, self.key_width + self.rotary_width))
 
-    def _behind_cache(self, latents: Latents, cache: Cached, context: BatchContext) -> Tensor:
+    def _behind_cache(self, latents: Latents, cache: EarlierTokens, context: BatchContext) -> Tensor:
         """Attention that caches latents: [s, b, heads/tp * v_head_dim]
 
         The latents are the keys and values of one group of all heads. The projection up to keys is applied to the

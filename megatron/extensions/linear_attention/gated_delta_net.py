@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.attention.context_parallel import heads_to_sequence, sequence_to_heads
-from megatron.core.attention.kv_cache import Cached
 from megatron.core.attention.partition import Documents
-from megatron.core.batch import BatchContext
+from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
@@ -86,7 +85,7 @@ class GatedDeltaNet(nn.Module):
             out, _ = gated_delta_chunks(*operands, number)
         return self.gated(out, gate, self.out_norm, self.eps)
 
-    def _behind_cache(self, mixed: Tensor, cache: Cached) -> Tensor:
+    def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
         """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
         the state as it is."""
         before, state = cache.states(self.layer) or (None, None)

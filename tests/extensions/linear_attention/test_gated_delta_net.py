@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -130,10 +129,9 @@ def test_generation() -> None:
     """States and last inputs of the convolution are cached, and nothing for each token: the logits of the whole text,
     read in parts."""
     model, tokens = GPTModel(DELTA_NET, FP64).eval(), random_batch(DELTA_NET).tokens
-    cache = KeyValueCache()
-    parts = logits_in_parts(model, tokens, (1, 6, 1, 3, 5), cache)
+    found, cache = logits_in_parts(model, tokens, (1, 6, 1, 3, 5))
     expected = model.logits(None, Batch.of_tokens(tokens))
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     before, state = cache._states[0]
     assert cache._states.keys() == {0} and cache._layers.keys() == {1}
     assert before.shape == (3, 2, 4, 2 * 6 + 2 * 5) and state.shape == (3, 8, 6, 5)

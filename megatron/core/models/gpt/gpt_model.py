@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.kv_cache import Cached
-from megatron.core.batch import Batch, BatchContext
+from megatron.core.batch import Batch, BatchContext, EarlierTokens
 from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
@@ -127,7 +126,7 @@ class GPTModel(nn.Module):
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states for the next stage; on the last one the scalar sum of loss_mask * loss over tokens, in fp32
         (fp64 for fp64 parameters). In training, that scalar brings the gradients of multi-token prediction with it."""
-        x = self._hidden_states(hidden, batch, None)
+        x = self.hidden_states(hidden, batch)
         if self.output_layer is None or self.loss is None:
             return x
         losses = self.loss(self.output_layer(x), batch.labels.t())
@@ -143,54 +142,40 @@ class GPTModel(nn.Module):
     def token_losses(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Loss of each token [b, s], for the last stage; the same on all tensor-parallel ranks."""
         assert self.loss is not None, "only the last stage has a loss"
-        return self.loss(self._local_logits(hidden, batch, None), batch.labels.t()).t()
+        return self.loss(self._local_logits(hidden, batch), batch.labels.t()).t()
 
     @torch.no_grad()
     def token_scores(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """[2, b, s] fp64, for the last stage: the log-likelihood of each label, and the most likely token in its place.
         The same on all tensor-parallel ranks; no rank holds the logits of the others."""
         assert self.config.vocab_size is not None
-        logits = self._local_logits(hidden, batch, None)
+        logits = self._local_logits(hidden, batch)
         greedy = vocab_parallel_argmax(logits, self.tp, self.config.vocab_size)
         loss = vocab_parallel_cross_entropy(logits, batch.labels.t(), self.tp, self.config.vocab_size, self.compiled)
         return torch.stack((-loss.double(), greedy.double())).transpose(1, 2)
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor | None, batch: Batch, cache: Cached | None = None) -> Tensor:
+    def logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
         """Logits [b, s, vocab_size] over the true vocabulary, gathered, for the last stage.
 
         With a cache, the batch's tokens follow those it holds, and are added to it.
         """
-        return self._gathered(self._local_logits(hidden, batch, cache)).transpose(0, 1)
+        return self.whole_logits(self._local_logits(hidden, batch, cache)).transpose(0, 1)
 
-    @torch.no_grad()
-    def advance(self, hidden: Tensor | None, batch: Batch, cache: Cached) -> Tensor:
-        """Hidden states of the batch's tokens, which follow those of the cache and are added to it: for the next stage,
-        or on the last one whole, for `next_logits`."""
-        hidden = self._hidden_states(hidden, batch, cache)
-        return all_gather(hidden, self.tp) if self.last and self.sequence_parallel else hidden
-
-    @torch.no_grad()
-    def next_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of the token after each of hidden [n, h], which `advance` returned; on the last
-        stage."""
-        assert self.output_layer is not None, "only the last stage has logits"
-        hidden = hidden[None]  # under sequence parallelism, as many copies as there are ranks
-        return self._gathered(self.output_layer(hidden)[:1])[0]
-
-    def _gathered(self, logits: Tensor) -> Tensor:
+    def whole_logits(self, logits: Tensor) -> Tensor:
         """[s, b, V/tp], padding included -> [s, b, vocab_size]"""
         return all_gather(logits, self.tp, dim=2)[..., : self.config.vocab_size]
 
-    def _local_logits(self, hidden: Tensor | None, batch: Batch, cache: Cached | None) -> Tensor:
-        """[s, b, V/tp], padding included"""
-        assert self.output_layer is not None, "only the last stage has logits"
-        return self.output_layer(self._hidden_states(hidden, batch, cache))
-
-    def _hidden_states(self, hidden: Tensor | None, batch: Batch, cache: Cached | None) -> Tensor:
+    def hidden_states(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
+        """Hidden states for the next stage, or on the last one for the head; `cache` as for `logits`."""
         context = BatchContext.of(batch, cache)
         if self.first:
             assert hidden is None and self.embedding is not None, "the first stage reads the batch's tokens"
             hidden = self.embedding(batch.tokens, context)
         assert hidden is not None, "only the first stage takes no hidden states"
         return self.decoder(hidden, context)
+
+    def _local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
+        """[s, b, V/tp], padding included"""
+        assert self.output_layer is not None, "only the last stage has logits"
+        return self.output_layer(self.hidden_states(hidden, batch, cache))

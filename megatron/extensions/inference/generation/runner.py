@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
+from megatron.core.collectives import all_gather
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.extensions.inference.generation.kv_cache import KeyValueCache
 
 SHORT = 2048
 """Bytes of a message that has no second part."""
@@ -137,7 +138,7 @@ class StageRunner:
             if rank == self.pp.rank:
                 if stage and self.stage_ranks[stage - 1] != rank:
                     hidden = self._receive((cached.width // self.multiple, len(rows), self.config.hidden_size), stage)
-                hidden = self.stages[stage].advance(hidden, batch, cached)
+                hidden = self.stages[stage].hidden_states(hidden, batch, cached)
             elif stage and self.stage_ranks[stage - 1] == self.pp.rank:
                 assert hidden is not None
                 self._send(hidden, rank, stage)
@@ -145,17 +146,19 @@ class StageRunner:
         found = None
         if self.stage_ranks[-1] == self.pp.rank:
             assert hidden is not None
-            found = self._outputs(self.stages[len(self.stage_ranks) - 1], hidden, tokens, counts, step)
+            model = self.stages[len(self.stage_ranks) - 1]
+            hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
+            found = self._outputs(model, hidden, tokens, counts, step)
         return self._to_leader(found, len(rows), counts, step)
 
     def _outputs(self, model: GPTModel, hidden: Tensor, tokens: Tensor, counts: list[int], step: Pass) -> Outputs:
         """hidden [s, b, h] of the last stage"""
         last = torch.tensor(counts, device=self.device) - 1
-        logits = model.next_logits(hidden[last, torch.arange(len(counts), device=self.device)])
+        logits = next_logits(model, hidden[last, torch.arange(len(counts), device=self.device)])
         prompt = None
         if step.prompt_logprobs is not None:
             parts = [
-                token_logprobs(model.next_logits(part), target, step.prompt_logprobs)
+                token_logprobs(next_logits(model, part), target, step.prompt_logprobs)
                 for part, target in zip(
                     hidden[: counts[0] - 1, 0].split(CHUNK), tokens[0, 1 : counts[0]].split(CHUNK), strict=True
                 )
@@ -200,6 +203,13 @@ class StageRunner:
 
 CHUNK = 256
 """Tokens of a prompt whose logits are held at a time."""
+
+
+def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
+    """Logits [n, vocab_size] of the token after each of hidden [n, h], which are whole; of the last stage."""
+    assert model.output_layer is not None, "only the last stage has logits"
+    logits = model.output_layer(hidden[None])  # under sequence parallelism, as many copies as there are ranks
+    return model.whole_logits(logits[:1])[0]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:

@@ -85,7 +85,8 @@ class KeyValueCache:
 
 
 class Cached:
-    """The part of a cache that one forward pass over b texts of s new tokens each reads and extends."""
+    """The part of a cache that one forward pass over b texts of s new tokens each reads and extends
+    (`megatron.core.batch.EarlierTokens`)."""
 
     def __init__(
         self,
@@ -145,38 +146,37 @@ class Cached:
             self._seen[span] = seen[:, None, None]
         return self._seen[span]
 
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        span: Span,
+        scale: float,
+        cap: float | None,
+        slopes: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads, dv]
 
-def cached_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cached: Cached,
-    span: Span,
-    scale: float,
-    cap: float | None = None,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads, dv]
-
-    Scores are fp32, or fp64 for fp64 operands. `cap`, `slopes` [heads] of ALiBi and `sinks` [heads] are those of
-    `TorchKernel` and `add_sinks_`.
-    """
-    s, b, heads, _ = q.shape
-    groups = k.shape[1]
-    rows = (q * scale).permute(1, 2, 0, 3).reshape(b, groups, heads // groups * s, -1)
-    scores = (rows @ k.mT).unflatten(2, (-1, s))  # [b, groups, heads / groups, s, columns]
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-    if cap is not None:
-        scores = scores.div_(cap).tanh_().mul_(cap)
-    if slopes is not None:
-        distances = cached.distances()[:, None, None].to(scores.dtype)
-        scores = scores + slopes.to(scores.dtype).view(groups, -1, 1, 1) * distances
-    scores = scores.masked_fill(~cached.seen(span), -torch.inf)
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    out = weights.to(v.dtype).flatten(2, 3) @ v
-    return out.unflatten(2, (-1, s)).flatten(1, 2).permute(2, 0, 1, 3)
+        Scores are fp32, or fp64 for fp64 operands. `cap`, `slopes` [heads] of ALiBi and `sinks` [heads] are those of
+        `TorchKernel` and `add_sinks_`.
+        """
+        s, b, heads, _ = q.shape
+        groups = k.shape[1]
+        rows = (q * scale).permute(1, 2, 0, 3).reshape(b, groups, heads // groups * s, -1)
+        scores = (rows @ k.mT).unflatten(2, (-1, s))  # [b, groups, heads / groups, s, columns]
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        if cap is not None:
+            scores = scores.div_(cap).tanh_().mul_(cap)
+        if slopes is not None:
+            distances = self.distances()[:, None, None].to(scores.dtype)
+            scores = scores + slopes.to(scores.dtype).view(groups, -1, 1, 1) * distances
+        scores = scores.masked_fill(~self.seen(span), -torch.inf)
+        if sinks is not None:
+            column = sinks.to(scores.dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        out = weights.to(v.dtype).flatten(2, 3) @ v
+        return out.unflatten(2, (-1, s)).flatten(1, 2).permute(2, 0, 1, 3)

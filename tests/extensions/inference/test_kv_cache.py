@@ -1,0 +1,65 @@
+"""The cache of generation: the logits of texts that are read in parts are those of the whole texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.extensions.inference.generation.kv_cache import KeyValueCache
+from tests.extensions import needs
+from tests.gpt_cases import FP64, STYLES, random_batch, with_dropout
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_cached_decoding_has_the_logits_of_the_whole_text(style: str) -> None:
+    config = with_dropout(STYLES[style])
+    assert_cached_as_whole(config, random_batch(config))
+
+
+@pytest.mark.parametrize(
+    "mixer", ["llama", needs("latent_attention", "latent"), needs("linear_attention", "delta-net")]
+)
+@pytest.mark.parametrize("softmax", ["learnable", "off-by-one"])
+@pytest.mark.parametrize(
+    "layers", [{"window_size": 5, "window_attn_skip_freq": "2"}, {"attention_chunk_size": 6, "no_rope_freq": "2"}]
+)
+def test_cached_decoding_of_all_kinds_of_softmax(mixer: str, softmax: str, layers: dict[str, Any]) -> None:
+    config = replace(STYLES[mixer], softmax_type=softmax, **layers)
+    assert_cached_as_whole(config, random_batch(config))
+
+
+def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
+    """Logits of texts that are read in parts of different lengths, each behind a cache of the parts before, are those
+    of the whole texts. Then one text is dropped, and the others go on."""
+    model = GPTModel(config, FP64).eval()
+    expected = model.logits(None, batch)
+    assert expected.shape == (3, config.seq_length, config.vocab_size)
+    cache, rows = KeyValueCache(), [0, 1, 2]
+    for counts in ((6, 2, 7), (1, 1, 1), (1, 5, 2), (2, 1, 1)):
+        assert_next_logits(model, cache, rows, counts, batch.tokens, expected)
+    cache.drop(0)
+    assert_next_logits(model, cache, [2, 1], (1, 3), batch.tokens, expected)
+    cache.drop(1)
+    assert_next_logits(model, cache, [2], (3,), batch.tokens, expected)
+
+
+def assert_next_logits(
+    model: GPTModel, cache: KeyValueCache, rows: list[int], counts: tuple[int, ...], tokens: Tensor, expected: Tensor
+) -> None:
+    """`rows`: which of the texts `tokens` [b, s] each row of the cache has."""
+    starts = cache.lengths[: len(rows)] or [0] * len(rows)
+    cached = cache.extend(counts, tokens.device)
+    new = torch.full((len(rows), max(counts)), 5)
+    for row, (text, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+        new[row, :count] = tokens[text, start : start + count]
+    found = model.logits(None, Batch.of_tokens(new), cached)
+    for row, (text, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+        wanted = expected[text, start : start + count]
+        torch.testing.assert_close(found[row, :count], wanted, rtol=1e-12, atol=1e-12)
