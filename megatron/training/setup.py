@@ -22,7 +22,6 @@ from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
 from megatron.training.checkpointing import Checkpointer, load_start
-from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
@@ -34,6 +33,7 @@ from megatron.training.plan import plan_of, read_history
 from megatron.training.progress import StepTimers
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
+from megatron.training.step_guard import StepGuard
 
 
 def build_stages(

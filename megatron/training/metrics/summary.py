@@ -7,11 +7,11 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.parts import LINEAR_FORMATS, linear_format
-from megatron.training.checks.step_guard import is_nan
 from megatron.training.config.run_config import LoggingConfig, RunConfig
 from megatron.training.hooks import MODEL_FLOPS
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
+from megatron.training.step_guard import is_nan
 
 # Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
 PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0, "B200": 2250.0}
