@@ -4,6 +4,6 @@ Flags: --tensorboard-dir, --wandb-project and its kin, --sample-log, --log-sourc
 --log-num-zeros-in-grad, --log-format megatron, --log-throughput.
 
 Read `flags` first. `dashboards` has the sinks of records, `megatron_tags` the names of their values, `megatron_lines`
-the format of the console's lines. `sample_log` writes the samples of each step; `source_losses` and `model_sums` are
-meters.
+the format of the console's lines. `sample_log` writes the samples of each step; `meters` has losses of data sets, the
+norm of the parameters, and zeros in the gradient.
 """

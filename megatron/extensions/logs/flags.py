@@ -63,7 +63,7 @@ LOG_FORMATS.register("megatron", f"{HERE}.megatron_lines:MegatronLines")
 CALLBACKS.register("samples", f"{HERE}.sample_log:SampleLog", when=lambda config: config.options(LogsConfig).sample_log)
 CALLBACKS.register(
     "losses of sources",
-    f"{HERE}.source_losses:SourceLosses",
+    f"{HERE}.meters:SourceLosses",
     when=lambda config: config.options(LogsConfig).log_source_loss,
 )
-CALLBACKS.register("sums over the model", f"{HERE}.model_sums:ModelSums", when=_sums)
+CALLBACKS.register("sums over the model", f"{HERE}.meters:ModelSums", when=_sums)

@@ -1,18 +1,17 @@
-"""Losses of each data set of a blend (--log-source-loss).
-
-The last pipeline stage adds the losses of a sample to the row of its source. Totals stay on the device and travel with
-the reduction of the log, or of the evaluation.
-"""
+"""Losses of each data set of a blend, norm of all parameters, and zeros in the gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
+from megatron.core.optimizer.clip_grads import sum_of_squares
+from megatron.extensions.logs.flags import LogsConfig
 from megatron.training.hooks import Callback, Meter
 from megatron.training.metrics.meters import Tallies, means
 from megatron.training.progress import Interval
@@ -20,7 +19,7 @@ from megatron.training.run import TrainingRun
 
 
 class SourceLosses(Callback):
-    """--log-source-loss."""
+    """Losses of each data set of a blend (--log-source-loss)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         run.data.add_source_ids()
@@ -28,7 +27,7 @@ class SourceLosses(Callback):
 
 
 class SourceTallies(Tallies):
-    """The losses by source on one rank."""
+    """The losses by source on one rank: the last pipeline stage adds those of a sample to the row of its source."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.names, state, device = run.data.sources, run.runtime.state, run.runtime.device
@@ -66,3 +65,43 @@ class SourceTallies(Tallies):
             if self.counts:
                 found += tally
             tally.copy_(before)
+
+
+class ModelSums(Callback, Meter):
+    """Sums over the elements of the model, each counted once over the world (--log-params-norm,
+    --log-num-zeros-in-grad)."""
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        options = self.config.options(LogsConfig)
+        self.run, self.norm, self.zeros = run, options.log_params_norm, options.log_num_zeros_in_grad
+        return (self,)
+
+    @torch.no_grad()
+    def take(self) -> Tensor:
+        """[squares of parameters, zeros in gradients] float64 of this rank's share, after an update. Main parameters
+        count, and gradients as they were clipped."""
+        squares = zeros = torch.zeros((), dtype=torch.float64, device=self.run.runtime.device)
+        for parameter, grad in self._shards():
+            if self.norm:
+                squares = squares + sum_of_squares(parameter).to(squares.device)
+            if self.zeros and grad is not None:
+                zeros = zeros + (grad == 0).sum()
+        return torch.stack([squares, zeros])
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+        squares, zeros = summed.tolist()
+        return ({"params_norm": squares**0.5} if self.norm else {}) | ({"num_zeros": zeros} if self.zeros else {})
+
+    def _shards(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(values, gradient) of what this rank counts, flat; frozen parameters have no gradient."""
+        state = self.run.runtime.state
+        for shard in self.run.optimizer.shards:
+            for piece, span in shard.owned_pieces(*shard.bucket.shard_range):
+                if piece.meta.is_first_replica(state.coords) and shard.bucket.copies.first:
+                    yield shard.read_main(span.start, span.stop), shard.device_grads[span]
+        for stage in self.run.stages.values():
+            for parameter in stage.parameters():
+                meta = parameter.meta  # type: ignore[attr-defined]
+                first = state.axis(meta.data_axis).rank == 0 and meta.is_first_replica(state.coords)
+                if not parameter.requires_grad and first:
+                    yield parameter.flatten(), None
