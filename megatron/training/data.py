@@ -64,9 +64,6 @@ class TrainingData:
     watchers: list[Callable[[Step, Sequence[MicroBatch]], None]] = field(default_factory=list)
     """Called with this rank's micro-batches of each training step, before context parallelism cuts them."""
 
-    with_sources: bool = False
-    """Whether micro-batches have `source_ids`."""
-
     def __post_init__(self) -> None:
         self.enter(self.plan.phases[0])
 
@@ -79,7 +76,6 @@ class TrainingData:
 
     def add_source_ids(self) -> None:
         """Makes all micro-batches from now on say which data set each sample is of."""
-        self.with_sources = True
         for each in self._iterators():
             each.with_sources = True
 
@@ -98,19 +94,19 @@ class TrainingData:
             each.close()
         self.valid, self.test = {}, None
         if phase.config.training.eval_iters:
-            made = partial(iterator, config=phase.config, runtime=self.runtime, with_sources=self.with_sources)
+            made = partial(iterator, config=phase.config, runtime=self.runtime)
             sets, test = self.splits[number].valid, self.splits[number].test
             self.valid = {name: made(each, name=f"validation {name}".strip()) for name, each in sets.items()}
             self.test = None if test is None else made(test, name="test")
+        if self.train.with_sources:
+            self.add_source_ids()
 
     def close(self) -> None:
         for each in self._iterators():
             each.close()
 
 
-def iterator(
-    dataset: Dataset, config: RunConfig, runtime: Runtime, name: str, with_sources: bool = False
-) -> DataIterator:
+def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -> DataIterator:
     return DataIterator(
         dataset,
         micro_batch_size=config.training.micro_batch_size,
@@ -119,7 +115,6 @@ def iterator(
         num_workers=config.data.num_workers,
         name=name,
         pin_memory=runtime.device.type == "cuda",
-        with_sources=with_sources,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
@@ -46,24 +47,15 @@ class LogsConfig:
     """Log the number of zeros in the gradient."""
 
 
-def _sums(config: RunConfig) -> bool:
-    own = config.options(LogsConfig)
-    return own.log_params_norm or own.log_num_zeros_in_grad
+def _when(wants: Callable[[LogsConfig], object]) -> Callable[[RunConfig], bool]:
+    return lambda config: bool(wants(config.options(LogsConfig)))
 
 
-SINKS.register(
-    "TensorBoard",
-    f"{HERE}.dashboards:TensorBoardSink",
-    when=lambda config: config.options(LogsConfig).tensorboard_dir,
-)
-SINKS.register(
-    "Weights & Biases", f"{HERE}.dashboards:WandbSink", when=lambda config: config.options(LogsConfig).wandb_project
-)
+SINKS.register("TensorBoard", f"{HERE}.dashboards:TensorBoardSink", when=_when(lambda o: o.tensorboard_dir))
+SINKS.register("Weights & Biases", f"{HERE}.dashboards:WandbSink", when=_when(lambda o: o.wandb_project))
 LOG_FORMATS.register("megatron", f"{HERE}.megatron_lines:MegatronLines")
-CALLBACKS.register("samples", f"{HERE}.sample_log:SampleLog", when=lambda config: config.options(LogsConfig).sample_log)
+CALLBACKS.register("samples", f"{HERE}.sample_log:SampleLog", when=_when(lambda o: o.sample_log))
+CALLBACKS.register("losses of data sets", f"{HERE}.meters:SourceLosses", when=_when(lambda o: o.log_source_loss))
 CALLBACKS.register(
-    "losses of sources",
-    f"{HERE}.meters:SourceLosses",
-    when=lambda config: config.options(LogsConfig).log_source_loss,
+    "sums", f"{HERE}.meters:ModelSums", when=_when(lambda o: o.log_params_norm or o.log_num_zeros_in_grad)
 )
-CALLBACKS.register("sums over the model", f"{HERE}.meters:ModelSums", when=_sums)
