@@ -3,9 +3,11 @@
 import gc
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from tests.huge_pages import collapse_private_memory
 # A shell ignores this signal for what it starts in the background, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+EXTENSIONS = Path(extensions.__file__).parents[1] / "extensions"
 
 share_gloo_devices()
 flags.load_built_in()  # before a test could forget what it registers
@@ -58,6 +62,22 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.location[0]) if item.location[0] in LONGEST else len(LONGEST))
+
+
+class _OfADeletedExtension(pytest.Module):
+    """A test file that imports a built-in extension which is deleted."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip("imports a built-in extension that is deleted", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    text = module_path.read_text(encoding="utf-8")
+    needed = re.findall(r"^from (?:megatron|tests)\.extensions\.(\w+)[. ]", text, re.MULTILINE)
+    if all((EXTENSIONS / name).is_dir() for name in needed):
+        return None
+    deleted: pytest.Module = _OfADeletedExtension.from_parent(parent, path=module_path)
+    return deleted
 
 
 def pytest_collection_finish() -> None:

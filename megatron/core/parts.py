@@ -380,8 +380,8 @@ class ScheduleFacts:
     """Whether it has I and W, the gradients of inputs and of weights, in place of B."""
 
     in_turns: bool = False
-    """Whether it takes `in_turns=True`, for --overlap-moe-expert-parallel-comm: FB before each F and B, or I, that run
-    in turns (`schedules.runs_in_turns`)."""
+    """Whether it takes `in_turns=True`, for `PASS_PAIRS`: FB before each F and B, or I, that run in turns
+    (`schedules.runs_in_turns`)."""
 
     def form(self) -> str:
         """The arguments of a schedule."""
@@ -417,6 +417,11 @@ MICROBATCH_RUNNERS: Registry[Any, RunnerFacts] = Registry("runner", RunnerFacts,
 built. `build(config, run, device, casts)` builds an object whose `train(batches, seed)` returns the losses; `run(batch,
 seed)` is the forward and backward of one micro-batch, and `config` the ModelParallelConfig."""
 
+PASS_PAIRS: Registry[Any, WhenFacts] = Registry("pair of passes", WhenFacts, "config", ("run", "hand_over"))
+"""`build(config)`: a `megatron.core.collectives.PassPair`, by which a forward and a backward pass share a rank; none of
+the trunk's. The lists of schedules then mark such pairs (`ScheduleFacts.in_turns`). `when` and `config` are of the
+ModelParallelConfig."""
+
 DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
 wanted of each (None: one epoch); see `megatron.core.datasets.streaming.GeneratorDataset`."""
@@ -439,16 +444,9 @@ makes a dataset of the files, unless it is there, and returns its prefix; `Reade
 them. Both raise ValueError. `prepare()` is due first in each process that it starts."""
 
 
-@dataclass(frozen=True)
-class DatasetWrapperFacts:
-    when: Callable[[Any], bool]
-    """DatasetConfig -> whether the data sets of a run are wrapped."""
-
-
-DATASET_WRAPPERS: Registry[Any, DatasetWrapperFacts] = Registry(
-    "data set wrapper", DatasetWrapperFacts, "dataset, config, tokenizer, seed"
-)
-"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one."""
+DATASET_WRAPPERS: Registry[Any, WhenFacts] = Registry("data set wrapper", WhenFacts, "dataset, config, tokenizer, seed")
+"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one; `when` is of the
+DatasetConfig."""
 
 
 @dataclass(frozen=True)
@@ -489,15 +487,9 @@ MODEL_LOADERS: Registry[Any, NoFacts] = Registry("--load", NoFacts, attributes=(
 """The same kinds of path -> a `megatron.training.checkpointing.ModelLoader`."""
 
 
-@dataclass(frozen=True)
-class ExporterFacts:
-    when: Callable[[Any], bool]
-    """Whether a run of this configuration has a use for it."""
-
-
-EXPORTERS: Registry[Any, ExporterFacts] = Registry("exporter", ExporterFacts, "config, held")
+EXPORTERS: Registry[Any, WhenFacts] = Registry("exporter", WhenFacts, "config, held")
 """`Exporter(config, held)`: what is done with complete checkpoints while training continues; see
-`megatron.training.saving.Exporter`."""
+`megatron.training.saving.Exporter`. `when` is of the RunConfig."""
 
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""

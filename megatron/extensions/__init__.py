@@ -54,7 +54,10 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("inference", "text_data"),
     ),
     BuiltIn("inference", "Generation of text from checkpoints, and its server."),
-    BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
+    BuiltIn(
+        "resilience",
+        "Runs on several hosts, some of which may be lost: heartbeats, elastic restarts, a lease on --save.",
+    ),
     BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)),
     BuiltIn("fp8", "Products of linear layers in 8-bit floating point."),
     BuiltIn("overlap", "Overlap of the collectives within layers with computation."),

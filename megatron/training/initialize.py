@@ -135,7 +135,7 @@ def set_determinism(config: RunConfig) -> None:
 def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     """Connects this rank to the store of all ranks, before anything that can fail or hang, and starts the watchdog.
 
-    Raises ValueError if the environment is wrong or a folder cannot be written, LeaseError if another run saves to it.
+    Raises ValueError if the environment is wrong or a folder cannot be written, and what a `Watch` raises as it starts.
     """
     launch, training = watchdog.launch, config.training
     launch.export(os.environ)
@@ -145,11 +145,8 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
     watchdog.connect(board)
     watchdog.watch(config)
-    if launch.rank == 0:
-        if problems := list(unwritable(config)):
-            raise ValueError("\n".join(map(str, problems)))
-        if config.checkpoint.save:
-            watchdog.hold(Path(config.checkpoint.save))
+    if launch.rank == 0 and (problems := list(unwritable(config))):
+        raise ValueError("\n".join(map(str, problems)))
     deadlines = {}
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.batch_overlap import BatchOverlap
+from megatron.core.collectives import PassPair
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.shared_folder import check_shared
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -16,7 +16,7 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
-from megatron.core.parts import LOG_FORMATS, OPTIMIZERS
+from megatron.core.parts import LOG_FORMATS, OPTIMIZERS, PASS_PAIRS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -41,7 +41,7 @@ def build_stages(
     runtime: Runtime,
     queue: WeightGradQueue,
     casts: WeightCasts,
-    overlap: BatchOverlap,
+    pair: PassPair,
     parallel: ModelParallelConfig,
 ) -> dict[int, GPTModel]:
     """Builds this rank's pipeline stages, by `parallel` in place of `config.parallel`. Initial weights do not depend on
@@ -61,7 +61,7 @@ def build_stages(
             embedding=stages[0].embedding if 0 in stages else None,
             queue=queue,
             casts=casts,
-            overlap=overlap,
+            pair=pair,
             offload=offload,
             device=runtime.device,
             seed=config.training.seed,
@@ -91,7 +91,8 @@ def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
-    queue, casts, overlap = WeightGradQueue(), WeightCasts(), BatchOverlap()
+    queue, casts, named = WeightGradQueue(), WeightCasts(), config.parallel.pass_pair
+    pair = PassPair() if named is None else PASS_PAIRS[named](config.parallel)
     with phases("data"):
         plan = plan_of(config).continued(read_history(config.checkpoint))
         data, plan = build_data(plan, runtime)
@@ -106,7 +107,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         parallel = config.parallel
         for callback in parts.callbacks:
             parallel = callback.choose(plan.longest.config, parallel, runtime)
-        stages = build_stages(config, runtime, queue, casts, overlap, parallel)
+        stages = build_stages(config, runtime, queue, casts, pair, parallel)
         for line in freeze_parameters(stages.values(), config.optimizer, state.world):
             runtime.say(f" {line}")
         for callback in parts.callbacks:
@@ -139,7 +140,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
         lines = LOG_FORMATS[config.logging.log_format](config, plan.iterations)
         saver = RunSaver(checkpointer, runtime, progress, lines)
-    pipeline = Pipeline(config, runtime, stages, queue, casts, overlap)
+    pipeline = Pipeline(config, runtime, stages, queue, casts, pair)
     timers = pipeline.executor.timed = StepTimers()
     pipeline.executor.validate = optimizer.validate
     meters: list[Meter] = [

@@ -12,7 +12,6 @@ from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.distributed.param_layout import unit_of
 from megatron.core.distributed.unit_sharding import Order
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve_legal, validate
@@ -223,8 +222,9 @@ def test_order_is_learned_and_given_up_when_it_changes() -> None:
 
 
 def test_a_model_to_be_sharded_is_built_without_memory() -> None:
+    live_memory = pytest.importorskip("megatron.extensions.planner.live_memory")
     model = config("--global-batch-size 1", 1).model
-    with LiveMemory() as live:
+    with live_memory.LiveMemory() as live:
         built = GPTModel(model, ModelParallelConfig(fp32=True), lazy=True)
     whole = sum(parameter.nbytes for parameter in built.parameters())
     assert live.now < whole / 100

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.training.config.arguments import parse_args, read_flags, with_flags
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
@@ -62,7 +61,9 @@ def some(items: Iterable[T], most: int) -> list[T]:
 
 def check_suggestions(own: list[str], ranks: int) -> None:
     """Pastes the flags of layouts that --suggest may print behind the run's own."""
-    run = SearchedRun(resolve(parse_args(own), ranks), ranks)
+    run = pytest.importorskip("megatron.extensions.planner.suggest.space").SearchedRun(
+        resolve(parse_args(own), ranks), ranks
+    )
     layouts = [layout for family in some(run.space.families(), 6) for layout in some(run.space.layouts(family), 5)]
     configs = [config for config in map(run.with_layout, layouts) if not validate(config, ranks)]
     assert configs

@@ -128,9 +128,13 @@ def test_one_expert_is_a_dense_mlp() -> None:
         (
             "--ffn-hidden-size-pattern [8]",
             1,
-            "--ffn-hidden-size-pattern [8]: the list must have a number for each of 4 layers, and has 1 entries; use f",
+            "--ffn-hidden-size-pattern [8]: the list must have a number above 0 for each of 4 layers, and has 1 ",
         ),
-        ("--ffn-hidden-size-pattern [8]*3+[0]", 1, "the list must have numbers above 0, and has 0 for layer 3"),
+        (
+            "--ffn-hidden-size-pattern [8]*3+[0]",
+            1,
+            "the list must have a number above 0 for each layer, and has 0 for layer 3",
+        ),
         ("--ffn-hidden-size-pattern 64", 1, "64 must be a list with a number for each of 4 layers"),
         ("--ffn-hidden-size-pattern a", 1, "--ffn-hidden-size-pattern a: 'a' is not a list of numbers; use for"),
         (

@@ -238,7 +238,7 @@ def regions(config: RunConfig) -> Iterator[Part]:
         "regions",
         "rotary",
         rotary,
-        gigabytes=4 * 2e-9 * rows * (model.query_projection_size + 2 * model.kv_projection_size),
+        gigabytes=4 * 2e-9 * rows * (model.query_projection_size + 2 * model.query_groups * model.head_dim),
     )
     yield Part("regions", "loss", loss, gigabytes=3 * 2e-9 * rows * model.padded_vocab_size)
     yield Part("regions", "layer", of_module("layer"), tflop=layer_tflop(config))

@@ -71,7 +71,7 @@ def traces() -> list[dict[str, Any]]:
 def last_entered(
     recorded: list[dict[str, Any]], groups: Mapping[str, Group], last_pending: bool = False
 ) -> list[Entered]:
-    """The last collective of each of `groups`. `last_pending`: the very last one has failed, so it is not over."""
+    """The last collective of each of `groups`. `last_pending`: the last one of all has failed, so it is not over."""
     found: dict[str, Entered] = {}
     for trace in recorded:
         entries = [e for e in trace.get("entries", []) if not e["is_p2p"] and e["process_group"][0] in groups]

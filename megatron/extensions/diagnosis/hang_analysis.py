@@ -61,7 +61,7 @@ class CollectivesAnalysis(HangAnalysis):
     def evidence(self) -> Any:
         """[last collective of each group, the rank whose message it waits for]."""
         status, error = self.status, self.status.error
-        # The very last collective has failed, unless the error arose in a message between pipeline stages.
+        # The last collective of all has failed, unless the error arose in a message between pipeline stages.
         last_pending = error is not None and not place_in(error).startswith("p2p.py:")
         groups = groups_of(status.state) if status.state is not None else {}
         entered = last_entered(traces(), groups, last_pending) if groups else []

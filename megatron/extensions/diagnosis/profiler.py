@@ -64,7 +64,7 @@ class Profiler(Callback):
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         # A pass that runs in turns with another one has a thread of its own.
-        threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.overlap_moe_expert_parallel_comm)
+        threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.pass_pair is not None)
         self._profile = profile(
             activities=activities,
             record_shapes=options.pytorch_profiler_collect_shapes,

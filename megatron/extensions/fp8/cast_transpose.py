@@ -54,9 +54,14 @@ def cast_transpose_noting_amax(
     and the amax of x, which the multiplier ignores. The scales are NaN if the amax is not finite: the cast may have
     hidden that."""
     pair, amax = region(cast_transpose_with_amax_twin, compiled, static=True)(x, multiplier, wanted, dtype)
+    note(noted, amax)
+    return pair
+
+
+def note(noted: Tensor | None, amax: Tensor) -> None:
+    """Raises `noted` to an amax, if there is something to note."""
     if noted is not None:
         torch.maximum(noted, amax, out=noted)
-    return pair
 
 
 @operation

@@ -63,8 +63,6 @@ def _residual_gemm(
     scales = None if x_scale is None or weight_scale is None else (x_scale, weight_scale)
     if not x.is_cuda:
         return residual_gemm.__wrapped__(x, weight, addend, bias, scales)  # type: ignore[attr-defined]
-    from megatron.extensions.fusions.kernels.gemms import cublaslt
-
     try:
         return cublaslt.residual_product(x, weight, addend, bias, scales)
     except RuntimeError:
@@ -72,9 +70,7 @@ def _residual_gemm(
 
 
 @_residual_gemm.register_fake
-def _(
-    x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, addend: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(addend)
 
 

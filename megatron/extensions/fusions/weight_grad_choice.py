@@ -21,7 +21,7 @@ from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, dequantized_mm
 from megatron.extensions.fp8.casts import add_fp8_product_ as in_torch
 from megatron.extensions.fp8.recipes import Fp8Gemms
 from megatron.extensions.fusions.kernel_choice import Choice, Clock, RunShapes, compare, device_clock, runs_triton
-from megatron.extensions.fusions.kernels.gemms.cublaslt import ALIGNMENT
+from megatron.extensions.fusions.kernels.gemms import cublaslt
 
 KERNELS = ("triton", "cublaslt")
 
@@ -41,16 +41,10 @@ def add_fp8_product_(
 
         fp8_weight_grad_triton.add_product_(out, a, b, a_scale, b_scale, overwrite)
     else:
-        from megatron.extensions.fusions.kernels.gemms import cublaslt
-
         cublaslt.add_product_(out, a, b, a_scale, b_scale, overwrite)
 
 
-@add_fp8_product_.register_fake
-def _(
-    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str, overwrite: bool = False
-) -> None:
-    pass
+add_fp8_product_.register_fake(lambda *operands, **options: None)
 
 
 TORCH = "torch"
@@ -80,7 +74,7 @@ class WeightGradKernel:
     def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
         fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
         if self._kernel(out, dy) == "cublaslt":  # was timed on aligned sums; a buffer may hold others
-            fits = fits and out.data_ptr() % ALIGNMENT == 0
+            fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
         return fits and self._kernel(out, dy) != TORCH
 
     def __call__(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_state import Axis
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.conversion.formats import (
     GENERATION_CONFIG,
     Format,
@@ -34,7 +34,7 @@ from megatron.extensions.conversion.formats import (
 from megatron.extensions.conversion.streaming import made_ahead
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
-from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.read_config import config_from_hf, read_json
 from megatron.extensions.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.extensions.hugging_face.weights import HFWeights, Placement, copies, multi_token_depths, placements
 from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
@@ -99,7 +99,7 @@ class HFTarget(Target):
         self.nbytes = sum(spec.nbytes for spec in specs.values())
         dtypes = [spec.dtype for spec in specs.values()]
         self.config["torch_dtype"] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
-        tokens, problem = token_ids(source.config)
+        tokens, problem = token_ids(source.config, source.side_files)
         self.config |= tokens
         self.notes = (problem,) if problem else ()
         if self.model.mtp_depths and not any(each.meta.name.startswith(MULTI_TOKEN) for each in self.placements):
@@ -155,16 +155,30 @@ class HFTarget(Target):
             shutil.copyfile(path, folder / name)
 
 
-def token_ids(config: RunConfig) -> tuple[dict[str, Any], str | None]:
-    """Ids of the tokens that begin and end a text, and a remark if the tokenizer cannot be read."""
+def token_ids(config: RunConfig, side_files: Mapping[str, Path]) -> tuple[dict[str, Any], str | None]:
+    """Ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read. What pads is None
+    where nothing names it: without the key transformers takes one that the vocabulary may not have."""
     if config.tokenizer.tokenizer_type is None:
-        return {}, "the checkpoint names no tokenizer: no tokenizer files are written"
+        return {"pad_token_id": None}, "the checkpoint names no tokenizer: no tokenizer files are written"
     try:
         tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
+        pad = _pad_token_id(tokenizer, side_files)
     except (ValueError, OSError) as error:
         first = str(error).split("\n")[0]
-        return {}, f"the tokenizer cannot be read, and config.json gets no bos_token_id and eos_token_id: {first}"
-    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}, None
+        remark = f"the tokenizer cannot be read, and config.json gets no bos_token_id and eos_token_id: {first}"
+        return {"pad_token_id": None}, remark
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": pad}, None
+
+
+def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int | None:
+    """The token that the tokenizer's settings name, or the id in the settings of generation."""
+    settings, generation = (
+        read_json(side_files[name]) if name in side_files else {}
+        for name in ("tokenizer_config.json", GENERATION_CONFIG)
+    )
+    token = settings.get("pad_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return generation.get("pad_token_id") if token is None else tokenizer.find(str(token))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

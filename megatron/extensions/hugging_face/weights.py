@@ -5,7 +5,7 @@ Nothing here opens a file: tensors may be in memory, or on disk and read slice b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,44 +141,6 @@ class _Converted:
 
     def __getitem__(self, box: Any) -> Tensor:
         return self.tensor[box].to(self.dtype)
-
-
-def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Converts their tensors to our whole parameters, by name. Raises ValueError listing all mismatches."""
-    weights = HFWeights(state_dict, config, model_type)
-    weights.check_copies()
-    return {name: weights.read(name) for name in weights.placements}
-
-
-def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Converts our whole parameters, by name, to their tensors. Leaves out a tied head, as their files do."""
-    found = [*placements(config, model_type), *copies(config, model_type)]
-    missing = [each.meta.name for each in found if each.meta.name not in parameters]
-    if missing:
-        raise ValueError(f"parameters missing: {', '.join(missing)}")
-    return {
-        name: tensor
-        for each in found
-        for name, tensor in zip(each.theirs, each.to_theirs(parameters[each.meta.name]), strict=True)
-    }
-
-
-@torch.no_grad()
-def copy_shards_(
-    parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
-) -> None:
-    """Copies into each parameter its shard of the whole parameter of the same name. Frozen ones may be missing."""
-    for parameter in parameters:
-        meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
-        if meta.name not in whole and not parameter.requires_grad:
-            continue
-        parameter.copy_(whole[meta.name][shard_of(meta, coords)])
-
-
-def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
-    """The box of a parameter that a rank holds."""
-    offset, shape = meta.box(coords)
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:

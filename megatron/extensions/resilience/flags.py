@@ -36,3 +36,8 @@ WATCHES.register(
         launch.several_hosts and config.options(ResilienceConfig).host_heartbeat_timeout_seconds > 0
     ),
 )
+WATCHES.register(
+    "save lease",
+    f"{__package__}.save_lease:LeaseWatch",
+    when=lambda config, launch: launch.rank == 0 and config.checkpoint.save is not None,
+)

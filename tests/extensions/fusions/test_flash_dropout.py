@@ -34,10 +34,6 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.fusions.attention.flash_dropout import kernel as flash_dropout
 from megatron.extensions.fusions.attention.flash_dropout.bands import band_of
 from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch
-from megatron.extensions.planner.time.replay import Attention
-from megatron.extensions.planner.time.traces import recorded_stages
 from tests.triton_cases import compiled, run_apart
 
 SCALE = 0.3
@@ -227,14 +223,17 @@ MODEL = TransformerConfig(
     ids=["dropout", "window", "none"],
 )
 def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], pairs: float) -> None:
+    traces = pytest.importorskip("megatron.extensions.planner.time.traces")
+    replay = pytest.importorskip("megatron.extensions.planner.time.replay")
     model = replace(MODEL, **more)
-    with recorded_stages(MicroBatch(model, ModelParallelConfig(bf16=True), 2)) as (fakes, recorder):
+    with traces.recorded_stages(traces.MicroBatch(model, ModelParallelConfig(bf16=True), 2)) as (fakes, recorder):
         stage = fakes.build([0], first=False, last=False)
         recorder.take()
         _, output = fakes.forward(stage)
         forward = recorder.take()
         torch.autograd.backward([output], [fakes.hidden()])
-        found = [[event for event in events if isinstance(event, Attention)] for events in (forward, recorder.take())]
+        passes_of = (forward, recorder.take())
+        found = [[event for event in events if isinstance(event, replay.Attention)] for events in passes_of]
     assert [len(events) for events in found] == [1, 1]
     drops, all_pairs, width = model.attention_dropout > 0, 2 * 4 * pairs, 16
     for (event,), products, passes in zip(found, (2, 7 if drops else 5), (1, 2), strict=True):
@@ -244,13 +243,15 @@ def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], 
 
 
 def test_plans_for_gpus_have_no_tiles_of_scores() -> None:
+    activations = pytest.importorskip("megatron.extensions.planner.activations")
     tile = 4 * 256 * 256 * 4
     for parallel, device, fused in (
         (ModelParallelConfig(bf16=True), "cuda", True),
         (ModelParallelConfig(bf16=True, attention_backend="unfused"), "cuda", False),
         (ModelParallelConfig(bf16=True), "cpu", False),
     ):
-        memory = ActivationPlan(MicroBatch(MODEL, parallel, 1, device)).stage(Stage((0,), first=False, last=False))
+        plan = activations.ActivationPlan(activations.MicroBatch(MODEL, parallel, 1, device))
+        memory = plan.stage(Stage((0,), first=False, last=False))
         assert (memory.backward - memory.kept < tile) == fused
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.hugging_face.read_config import config_from_hf
-from megatron.extensions.hugging_face.weights import copy_shards_, from_hf
 from tests.extensions.hugging_face.hf_models import CASES, weights_in
+from tests.extensions.hugging_face.whole_models import copy_shards_, from_hf
 from tests.gpt_cases import FP64
 
 transformers = pytest.importorskip("transformers")

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron.core.dist_checkpointing.integrity import SummedFile
 from megatron.extensions.hugging_face import hf_format
@@ -25,7 +27,7 @@ from tests.forked import run_forked
 from tools import convert_checkpoint, inspect_checkpoint
 from tools.common import run_tool
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,44 @@ def test_dtype_and_bin_files(llama: Path, tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], value.bfloat16()) for name, value in tensors.items())
     assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"pad_token": "<pad>"}}, 3),
+        (
+            {
+                "tokenizer_config.json": {"pad_token": {"content": "<pad>"}},
+                "generation_config.json": {"pad_token_id": 2},
+            },
+            3,
+        ),
+        ({"generation_config.json": {"pad_token_id": 2}}, 2),
+        ({"generation_config.json": {"pad_token_id": 2}, "tokenizer_config.json": {"pad_token": "<pad>"}}, 3),
+        ({"tokenizer_config.json": {"pad_token": "<none>"}}, None),
+        ({}, None),
+    ],
+    ids=["text", "object", "generation", "both", "unknown", "none"],
+)
+def test_the_token_that_pads_stays(llama: Path, tmp_path: Path, files: dict[str, Any], expected: int | None) -> None:
+    folder = shutil.copytree(llama, tmp_path / "theirs")
+    words = {word: number for number, word in enumerate(("a", "<s>", "</s>", "<pad>"))}
+    Tokenizer(WordLevel(words, unk_token="a")).save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    convert("--input", folder, "--output", tmp_path / "ours")
+    convert("--input", tmp_path / "ours", "--output", tmp_path / "hf")
+    written = json.loads((tmp_path / "hf/config.json").read_text())
+    assert "pad_token_id" in written and written["pad_token_id"] == expected
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "hf").pad_token_id == expected
+
+
+def test_without_a_tokenizer_transformers_takes_no_token_of_its_own_for_padding(tmp_path: Path) -> None:
+    """SmolLM3's own, 128004, is beyond a small vocabulary."""
+    folder = save_model("smollm3", tmp_path / "theirs")
+    convert("--input", folder, "--output", tmp_path / "ours")
+    convert("--input", tmp_path / "ours", "--output", tmp_path / "hf", "--check", "some text")
 
 
 RUN = """--cpu --bf16 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data

@@ -24,11 +24,12 @@ from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.safetensors_file import FileTensor
-from megatron.extensions.hugging_face.weights import HFWeights, shard_of
+from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.training.checkpointing import Checkpointer, load_start, saved_config
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
 from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, save_model, weights_in
+from tests.extensions.hugging_face.whole_models import shard_of
 from tests.harness import run_world
 from tools.inspect_checkpoint import differences
 

@@ -14,10 +14,11 @@ from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.hugging_face.read_config import config_from_hf
-from megatron.extensions.hugging_face.weights import HFWeights, copy_shards_, from_hf, to_hf
+from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from tests.extensions.hugging_face.hf_exact import exact, ours, random_model, weights
 from tests.extensions.hugging_face.hf_models import CASES, MIXTURE
+from tests.extensions.hugging_face.whole_models import copy_shards_, from_hf, to_hf
 from tests.gpt_cases import FP64, logits_in_parts
 
 transformers = pytest.importorskip("transformers")

@@ -13,10 +13,11 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
-from megatron.extensions.hugging_face.weights import HFWeights, from_hf, to_hf
+from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from tests.extensions.hugging_face.hf_exact import random_model, weights
 from tests.extensions.hugging_face.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN
+from tests.extensions.hugging_face.whole_models import from_hf, to_hf
 from tests.gpt_cases import GPT, LLAMA, STYLES
 from tests.moe_cases import MIXTRAL
 

@@ -15,7 +15,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.write_config import config_to_hf
-from megatron.extensions.hugging_face.weights import from_hf, to_hf
+from tests.extensions.hugging_face.whole_models import from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.training.extensions import load_extensions
 from tests.gpt_cases import LLAMA

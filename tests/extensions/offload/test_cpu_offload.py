@@ -29,7 +29,7 @@ from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.toy import build, optimizer_config, run_step
-from tests.extensions import needs
+from tests.extensions import installed, needs
 from tests.harness import run_world
 from tests.limits import HANG
 from tools.bench.fake_cuda import unavailable
@@ -369,6 +369,7 @@ assert places == "vv" + "^v" * (len(host) - 2) + "^^", "the next gradients are c
 """
 
 
+@pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 @pytest.mark.skipif(unavailable() is not None, reason=f"a step on fake CUDA tensors {unavailable()}")
 def test_on_a_gpu_states_lie_on_the_host_and_copies_have_streams_of_their_own() -> None:
     done = subprocess.run([sys.executable, "-c", ON_A_GPU], cwd=ROOT, capture_output=True, text=True, timeout=HANG)

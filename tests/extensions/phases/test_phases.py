@@ -15,7 +15,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.plan import PhasePlan, schedule_of
-from megatron.extensions.planner.dry_run.description import batch_lines, data_lines
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections, values_by_section
 from megatron.training.config.saved_flags import changed_lengths
@@ -271,6 +270,7 @@ def test_epochs_of_each_source_are_counted_over_phases(tmp_path: Path) -> None:
 
 
 def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
+    description = pytest.importorskip("megatron.extensions.planner.dry_run.description")
     for name in ("web", "code"):
         with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
             builder.add_document(np.arange(1000))
@@ -283,7 +283,8 @@ def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
     more = "--train-iters 20 --tokenizer-type ByteTokenizer --vocab-size 2000 --split 1,0,0"
     plan = made(tmp_path / "s.yaml", text, more)
     dims = ParallelDims.from_config(plan.base.parallel, 1)
-    lines = [line for phase in plan.phases for line in data_lines(plan, phase)] + list(batch_lines(plan, dims))
+    lines = [line for phase in plan.phases for line in description.data_lines(plan, phase)]
+    lines += description.batch_lines(plan, dims)
     for part in (
         "phase 0: from sample 0, iteration 1, token 0: 80 samples of 16, 1,280 tokens, 10 iterations; global batch 8",
         f"{web}: 1 documents, 1,000 tokens; 0.96 epochs",
@@ -310,6 +311,7 @@ def test_the_phases_of_a_published_recipe_are_legal() -> None:
 
 
 def test_a_plan_says_which_data_are_missing(tmp_path: Path) -> None:
+    description = pytest.importorskip("megatron.extensions.planner.dry_run.description")
     plan = made(tmp_path / "s.yaml", f"- {{data-path: {tmp_path / 'nowhere'}}}\n", "--train-iters 20 --vocab-size 2000")
-    lines = list(data_lines(plan, plan.phases[0]))
+    lines = list(description.data_lines(plan, plan.phases[0]))
     assert any(f"there is no file {tmp_path / 'nowhere'}.idx" in line for line in lines), lines

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import Batch, BatchContext, EarlierTokens
-from megatron.core.batch_overlap import BatchOverlap
-from megatron.core.collectives import all_gather
+from megatron.core.collectives import PassPair, all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
@@ -54,7 +53,7 @@ class GPTModel(nn.Module):
         embedding: Embedding | None = None,
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
-        overlap: BatchOverlap | None = None,
+        pair: PassPair | None = None,
         offload: ActivationStore | None = None,
         device: torch.device | str = "cpu",
         seed: int = 1234,
@@ -72,7 +71,7 @@ class GPTModel(nn.Module):
             dtype=getattr(torch, parallel.params_dtype),
             device=torch.device(device),
             queue=queue or WeightGradQueue(),
-            overlap=overlap or BatchOverlap(),
+            pair=pair or PassPair(),
             cp=state.cp,
             cp_comm_type=parallel.cp_comm_type,
             attention_backend=parallel.attention_backend,

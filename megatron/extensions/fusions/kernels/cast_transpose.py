@@ -99,6 +99,18 @@ def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]
     )
 
 
+def made_casts(x: Tensor, size: tuple[int, int], rows: bool, columns: bool, dtype: torch.dtype) -> list[Tensor]:
+    """What an operator returns that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
+    wanted, and the scale."""
+    sizes = [shape for shape, wants in ((size, rows), (size[::-1], columns)) if wants]
+    return [*(x.new_empty(shape, dtype=dtype) for shape in sizes), x.new_empty((), dtype=torch.float32)]
+
+
+def wide(x: Tensor) -> Tensor:
+    """16 bits in fp32."""
+    return x.float() if x.itemsize == 2 else x
+
+
 # The operators return what is wanted, by rows first; each tensor once, as an operator must.
 
 
@@ -128,11 +140,8 @@ def _noting_amax(
 
 
 @_noting_amax.register_fake
-def _(
-    x: Tensor, multiplier: Tensor, noted: Tensor | None, rows: bool, columns: bool, dtype: torch.dtype
-) -> list[Tensor]:
-    shapes = [shape for shape, wants in ((x.shape, rows), (x.shape[::-1], columns)) if wants]
-    return [*(x.new_empty(shape, dtype=dtype) for shape in shapes), x.new_empty((), dtype=torch.float32)]
+def _(x: Tensor, multiplier: Tensor, noted: Tensor | None, *cast: Any) -> list[Tensor]:
+    return made_casts(x, (x.shape[0], x.shape[1]), *cast)
 
 
 @torch.library.custom_op("megatron::amax_of_rows_and_columns", mutates_args=(), device_types="cuda")

@@ -184,10 +184,12 @@ def _tiles(x: Tensor) -> int:
     return triton.cdiv(x.shape[0], TILE) * triton.cdiv(x.shape[1], TILE)
 
 
-def _outputs(x: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    n, k = x.shape
-    sizes = ((n, k) if wanted[0] else (0,), (k, n) if wanted[1] else (0,))
-    rows, columns = (torch.empty(size, dtype=dtype, device=x.device) for size in sizes)
+def outputs_of(
+    n: int, k: int, wanted: tuple[bool, bool], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Where casts of a matrix [n, k] go, by rows [n, k] and by columns [k, n]; empty where one is not wanted."""
+    sizes = (n, k) if wanted[0] else (0,), (k, n) if wanted[1] else (0,)
+    rows, columns = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
     return rows, columns
 
 
@@ -217,7 +219,7 @@ def cast_by_amax(
     assert given is not None
     vector = given.ndim > 0
     n, k = x.shape
-    rows, columns = _outputs(x, wanted, dtype)
+    rows, columns = outputs_of(n, k, wanted, dtype, x.device)
     row_scale = torch.empty((n, 1) if vector else (), device=x.device)
     column_scale = torch.empty((k, 1), device=x.device) if vector else row_scale
     cast_tiles[(_tiles(x),)](
@@ -254,7 +256,7 @@ def cast_noting_amax(
     """Returns the values by rows and by columns, as wanted, and the scale; updates `noted`."""
     wanted = wants_rows, wants_columns
     n, k = x.shape
-    rows, columns = _outputs(x, wanted, dtype)
+    rows, columns = outputs_of(n, k, wanted, dtype, x.device)
     if not _tiles(x):
         return casts_of((rows, columns), wanted, multiplier.reciprocal())
     scale = torch.empty((), device=x.device)

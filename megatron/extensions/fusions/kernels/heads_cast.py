@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
-from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
+from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, note
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
-from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, order_of, paired
+from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, made_casts, order_of, paired, wide
 
 WIDTHS = 64, 128, 256
 """Head sizes that are rotated as a whole by Triton's kernel."""
@@ -47,8 +47,7 @@ def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast:
 def _in_torch(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
     twin = region(heads_gradient_cast_twin, True, static=True)
     pair, amax = twin(tuple(grads), tuple(tables), cast.multiplier, cast.wanted, cast.dtype)
-    if cast.noted is not None:
-        torch.maximum(cast.noted, amax, out=cast.noted)
+    note(cast.noted, amax)
     return pair
 
 
@@ -69,7 +68,7 @@ def heads_gradient_cast_twin(
 
 
 def _turned_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = (x.float() if x.itemsize == 2 else x).chunk(2, dim=-1)
+    first, second = wide(x).chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
 
 
@@ -92,21 +91,9 @@ def _heads_cast(
 
 
 @_heads_cast.register_fake
-def _(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    multiplier: Tensor,
-    noted: Tensor | None,
-    rows: bool,
-    columns: bool,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    n, width = dq.shape[0] * dq.shape[1], sum(grad.shape[2] for grad in (dq, dk, dv)) * dq.shape[3]
-    sizes = [size for size, wants in (((n, width), rows), ((width, n), columns)) if wants]
-    return [*(dq.new_empty(size, dtype=dtype) for size in sizes), dq.new_empty((), dtype=torch.float32)]
+def _(dq: Tensor, dk: Tensor, dv: Tensor, *tables_and_cast: Any) -> list[Tensor]:
+    width = sum(grad.shape[2] for grad in (dq, dk, dv)) * dq.shape[3]
+    return made_casts(dq, (dq.shape[0] * dq.shape[1], width), *tables_and_cast[-3:])
 
 
 def _samples(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from megatron.extensions.fusions.kernels.cast_transpose_triton import (
     cast_and_store,
     casts_of,
     note_amax,
+    outputs_of,
     state_of,
 )
 
@@ -93,8 +94,7 @@ def heads_gradient_cast(
     assert all(x.is_contiguous() for x in (*grads, cos, sin) if x is not None)
     s, b, groups, width = grads[2].shape
     n, slots = s * b, sum(grad.shape[2] for grad in grads)
-    sizes = (n, slots * width) if wanted[0] else (0,), (slots * width, n) if wanted[1] else (0,)
-    rows, columns = (torch.empty(size, dtype=dtype, device=grads[0].device) for size in sizes)
+    rows, columns = outputs_of(n, slots * width, wanted, dtype, grads[0].device)
     programs = triton.cdiv(n, TILE_N) * slots
     scale = torch.empty((), device=grads[0].device)
     head_tiles[(programs,)](

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.parts import operation
-from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
+from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, note
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
-from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, order_of, paired
+from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, made_casts, order_of, paired, wide
 
 WIDEST = 2**14
 """Elements of the longest rows whose kernels are Triton's: a program of the forward holds whole rows in registers."""
@@ -57,7 +57,7 @@ def norm_cast(
     settings = weight, bias, eps, centered, one_plus
     twin = region(norm_cast_twin, True, static=True)
     total, statistics, pair, amax = twin(x, update, *settings, cast.multiplier, cast.wanted, cast.dtype)
-    _note(cast, amax)
+    note(cast.noted, amax)
     return NormedCast(x if total is None else total, statistics, pair)
 
 
@@ -89,7 +89,7 @@ def norm_gradients(
         *operands, None if cast is None else cast.multiplier, wanted, None if cast is None else cast[3]
     )
     if cast is not None and amax is not None:
-        _note(cast, amax)
+        note(cast.noted, amax)
     return gradients
 
 
@@ -115,21 +115,16 @@ def _fits(x: Tensor, *_: Any) -> bool:
     return runs_triton(x) and x.numel() > 0 and x.shape[1] <= WIDEST and x.dtype != torch.float64
 
 
-def _note(cast: CastOrder, amax: Tensor) -> None:
-    if cast.noted is not None:
-        torch.maximum(cast.noted, amax, out=cast.noted)
-
-
 def normalized(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, one_plus: bool
 ) -> tuple[Tensor, ...]:
     """(norm of each row of x [..., h], 1 / its standard deviation or root mean square, and of LayerNorm its mean)"""
-    wide = _wide(x)
-    mean = wide.mean(-1, keepdim=True) if centered else None
-    wide = wide if mean is None else wide - mean
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = wide * inverse * _scale(weight, one_plus)
-    normed = normed if bias is None else normed + _wide(bias)
+    rows = wide(x)
+    mean = rows.mean(-1, keepdim=True) if centered else None
+    rows = rows if mean is None else rows - mean
+    inverse = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    normed = rows * inverse * _scale(weight, one_plus)
+    normed = normed if bias is None else normed + wide(bias)
     return (normed.to(x.dtype), inverse) if mean is None else (normed.to(x.dtype), inverse, mean)
 
 
@@ -146,8 +141,8 @@ def gradients_of_norm(
     With z the normalized row and g its gradient: dx = (g - z mean(g z) - mean(g)) / deviation; RMSNorm has no mean(g).
     """
     inverse, *means = statistics
-    dy, wide = _wide(of_normed), _wide(x)
-    z = (wide - means[0] if means else wide) * inverse
+    dy, whole = wide(of_normed), wide(x)
+    z = (whole - means[0] if means else whole) * inverse
     g = dy * _scale(weight, one_plus)
     dx = g - z * (g * z).mean(-1, keepdim=True)
     dx = (dx - g.mean(-1, keepdim=True) if means else dx) * inverse
@@ -157,12 +152,8 @@ def gradients_of_norm(
     return (dx.to(x.dtype), of_weight, dy.sum(rows).to(weight.dtype)) if means else (dx.to(x.dtype), of_weight)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.itemsize == 2 else x
-
-
 def _scale(weight: Tensor, one_plus: bool) -> Tensor:
-    return _wide(weight) + 1 if one_plus else _wide(weight)
+    return wide(weight) + 1 if one_plus else wide(weight)
 
 
 def norm_cast_twin(
@@ -198,7 +189,7 @@ def norm_gradients_twin(
 ) -> tuple[NormGradients, Tensor | None]:
     """`norm_gradients` in torch, but for the note: also returns the amax."""
     dx, *of_parameters = gradients_of_norm(total, of_total, of_normed, weight, statistics, one_plus)
-    row_sum = _wide(dx).sum(0).to(dx.dtype) if sums else None
+    row_sum = wide(dx).sum(0).to(dx.dtype) if sums else None
     pair = amax = None
     if multiplier is not None and dtype is not None:
         pair, amax = cast_transpose_with_amax_twin(dx, multiplier, wanted, dtype)
@@ -229,21 +220,11 @@ def _norm_cast(
 
 @_norm_cast.register_fake
 def _(
-    x: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centered: bool,
-    one_plus: bool,
-    multiplier: Tensor,
-    noted: Tensor | None,
-    rows: bool,
-    columns: bool,
-    dtype: torch.dtype,
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, *rest: Any
 ) -> list[Tensor]:
     statistics = [x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(1 + centered)]
-    return [*([] if update is None else [torch.empty_like(x)]), *statistics, *_casts(x, rows, columns, dtype)]
+    casts = made_casts(x, (x.shape[0], x.shape[1]), *rest[-3:])
+    return [*([] if update is None else [torch.empty_like(x)]), *statistics, *casts]
 
 
 @torch.library.custom_op("megatron::norm_gradients", mutates_args=("noted",), device_types="cuda")
@@ -271,27 +252,12 @@ def _norm_gradients(
 
 @_norm_gradients.register_fake
 def _(
-    total: Tensor,
-    of_total: Tensor | None,
-    of_normed: Tensor,
-    weight: Tensor,
-    statistics: list[Tensor],
-    one_plus: bool,
-    sums: bool,
-    multiplier: Tensor | None,
-    noted: Tensor | None,
-    rows: bool,
-    columns: bool,
-    dtype: torch.dtype,
+    total: Tensor, of_total: Tensor | None, of_normed: Tensor, weight: Tensor, statistics: list[Tensor], *rest: Any
 ) -> list[Tensor]:
+    _, sums, multiplier, _, *cast = rest
     summed = weight.new_empty(len(statistics) + sums, total.shape[1])
-    casts = [] if multiplier is None else _casts(total, rows, columns, dtype)
+    casts = [] if multiplier is None else made_casts(total, (total.shape[0], total.shape[1]), *cast)
     return [torch.empty_like(total), summed, *casts]
-
-
-def _casts(x: Tensor, rows: bool, columns: bool, dtype: torch.dtype) -> list[Tensor]:
-    shapes = [shape for shape, wants in ((x.shape, rows), (x.shape[::-1], columns)) if wants]
-    return [*(x.new_empty(shape, dtype=dtype) for shape in shapes), x.new_empty((), dtype=torch.float32)]
 
 
 def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Tensor]:

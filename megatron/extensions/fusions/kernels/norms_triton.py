@@ -24,6 +24,7 @@ from megatron.extensions.fusions.kernels.cast_transpose_triton import (
     cast_and_store,
     casts_of,
     note_amax,
+    outputs_of,
     state_of,
 )
 
@@ -305,12 +306,6 @@ def gradient_tile(h: int, casts: bool) -> tuple[bool, dict[str, int]]:
     return True, {"TILE_N": count, "TILE_H": GRADIENT_ELEMENTS // count}
 
 
-def _outputs(x: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    sizes = x.shape if wanted[0] else (0,), x.shape[::-1] if wanted[1] else (0,)
-    rows, columns = (torch.empty(size, dtype=dtype, device=x.device) for size in sizes)
-    return rows, columns
-
-
 def norm_cast(
     x: Tensor,
     update: Tensor | None,
@@ -327,7 +322,7 @@ def norm_cast(
     """See `norms`."""
     assert x.is_contiguous() and (update is None or update.is_contiguous())
     (n, h), tile = x.shape, tile_of(x.shape[1], ELEMENTS * 2 // x.itemsize)
-    rows, columns = _outputs(x, wanted, dtype)
+    rows, columns = outputs_of(n, h, wanted, dtype, x.device)
     total = x if update is None else torch.empty_like(x)
     inverse, mean = (torch.empty(n, 1, device=x.device) for _ in range(2))
     scale = torch.empty((), device=x.device)
@@ -381,7 +376,7 @@ def norm_gradients(
     assert all(operand.is_contiguous() for operand in operands)
     (n, h), centered, casts = x.shape, len(statistics) == 2, multiplier is not None
     chunked, tile = gradient_tile(h, casts)
-    rows, columns = _outputs(x, wanted, dtype)
+    rows, columns = outputs_of(n, h, wanted, dtype, x.device)
     dx, blocks = torch.empty_like(x), triton.cdiv(n, tile["TILE_N"])
     programs = min(blocks, multiprocessors(x.device))  # whose registers a program fills
     steps = triton.cdiv(blocks, programs)

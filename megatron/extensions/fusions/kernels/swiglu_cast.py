@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.parts import operation
-from megatron.extensions.fp8.cast_transpose import CastPair, cast_transpose_with_amax_twin
+from megatron.extensions.fp8.cast_transpose import CastPair, cast_transpose_with_amax_twin, note
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes
-from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, on_triton, order_of, paired
+from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, made_casts, on_triton, order_of, paired, wide
 
 
 @operation
@@ -27,7 +27,8 @@ def swiglu_cast(
     """Casts SiLU(gate) * up [n, f] of x [n, 2f], gate before up (arXiv:2002.05202), as `cast_transpose_noting_amax`
     casts a matrix."""
     pair, amax = region(swiglu_cast_twin, compiled, static=True)(x, multiplier, wanted, dtype)
-    return _noted(pair, amax, noted)
+    note(noted, amax)
+    return pair
 
 
 @operation
@@ -42,7 +43,8 @@ def swiglu_gradient_cast(
 ) -> CastPair:
     """Casts the gradient [n, 2f] of x, from the `grad` [n, f] of SwiGLU's output, in the same way."""
     pair, amax = region(swiglu_gradient_cast_twin, compiled, static=True)(x, grad, multiplier, wanted, dtype)
-    return _noted(pair, amax, noted)
+    note(noted, amax)
+    return pair
 
 
 def _cast(x: Tensor, multiplier: Tensor, noted: Tensor | None, wanted: tuple[bool, bool], *rest: Any) -> CastPair:
@@ -61,7 +63,7 @@ def swiglu_cast_twin(
     x: Tensor, multiplier: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype
 ) -> tuple[CastPair, Tensor]:
     """`swiglu_cast` in torch, but for the note: also returns the amax."""
-    gate, up = _wide(x).chunk(2, dim=-1)
+    gate, up = wide(x).chunk(2, dim=-1)
     return cast_transpose_with_amax_twin((F.silu(gate) * up).to(x.dtype), multiplier, wanted, dtype)
 
 
@@ -69,20 +71,10 @@ def swiglu_gradient_cast_twin(
     x: Tensor, grad: Tensor, multiplier: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype
 ) -> tuple[CastPair, Tensor]:
     """`swiglu_gradient_cast` in torch, but for the note: also returns the amax."""
-    gate, up = _wide(x).chunk(2, dim=-1)
-    dy = _wide(grad)
+    gate, up = wide(x).chunk(2, dim=-1)
+    dy = wide(grad)
     dx = torch.cat((torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)), dim=-1)
     return cast_transpose_with_amax_twin(dx.to(x.dtype), multiplier, wanted, dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.itemsize == 2 else x
-
-
-def _noted(pair: CastPair, amax: Tensor, noted: Tensor | None) -> CastPair:
-    if noted is not None:
-        torch.maximum(noted, amax, out=noted)
-    return pair
 
 
 @torch.library.custom_op("megatron::swiglu_cast", mutates_args=("noted",), device_types="cuda")
@@ -91,14 +83,12 @@ def _forward(
 ) -> list[Tensor]:
     from megatron.extensions.fusions.kernels import swiglu_cast_triton
 
-    return swiglu_cast_triton.swiglu_cast(x, None, multiplier, noted, rows, columns, dtype)
+    return swiglu_cast_triton.swiglu_cast(x, None, multiplier, noted, (rows, columns), dtype)
 
 
 @_forward.register_fake
-def _(
-    x: Tensor, multiplier: Tensor, noted: Tensor | None, rows: bool, columns: bool, dtype: torch.dtype
-) -> list[Tensor]:
-    return _made(x, x.shape[1] // 2, rows, columns, dtype)
+def _(x: Tensor, multiplier: Tensor, noted: Tensor | None, *cast: Any) -> list[Tensor]:
+    return made_casts(x, (x.shape[0], x.shape[1] // 2), *cast)
 
 
 @torch.library.custom_op("megatron::swiglu_gradient_cast", mutates_args=("noted",), device_types="cuda")
@@ -107,19 +97,12 @@ def _backward(
 ) -> list[Tensor]:
     from megatron.extensions.fusions.kernels import swiglu_cast_triton
 
-    return swiglu_cast_triton.swiglu_cast(x, grad, multiplier, noted, rows, columns, dtype)
+    return swiglu_cast_triton.swiglu_cast(x, grad, multiplier, noted, (rows, columns), dtype)
 
 
 @_backward.register_fake
-def _(
-    x: Tensor, grad: Tensor, multiplier: Tensor, noted: Tensor | None, rows: bool, columns: bool, dtype: torch.dtype
-) -> list[Tensor]:
-    return _made(x, x.shape[1], rows, columns, dtype)
-
-
-def _made(x: Tensor, width: int, rows: bool, columns: bool, dtype: torch.dtype) -> list[Tensor]:
-    sizes = [size for size, wants in (((x.shape[0], width), rows), ((width, x.shape[0]), columns)) if wants]
-    return [*(x.new_empty(size, dtype=dtype) for size in sizes), x.new_empty((), dtype=torch.float32)]
+def _(x: Tensor, grad: Tensor, multiplier: Tensor, noted: Tensor | None, *cast: Any) -> list[Tensor]:
+    return made_casts(x, (x.shape[0], x.shape[1]), *cast)
 
 
 def _inputs(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:

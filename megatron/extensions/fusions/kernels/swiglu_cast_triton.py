@@ -14,6 +14,7 @@ from megatron.extensions.fusions.kernels.cast_transpose_triton import (
     cast_and_store,
     casts_of,
     note_amax,
+    outputs_of,
     state_of,
 )
 
@@ -73,20 +74,17 @@ def swiglu_cast(
     grad: Tensor | None,
     multiplier: Tensor,
     noted: Tensor | None,
-    wants_rows: bool,
-    wants_columns: bool,
+    wanted: tuple[bool, bool],
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """Returns the values by rows and by columns, as wanted, of SwiGLU or, given a `grad`, of the gradient of x, and
     the scale; updates `noted`."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
-    width = f if grad is None else 2 * f
-    sizes = (n, width) if wants_rows else (0,), (width, n) if wants_columns else (0,)
-    rows, columns = (torch.empty(size, dtype=dtype, device=x.device) for size in sizes)
+    rows, columns = outputs_of(n, f if grad is None else 2 * f, wanted, dtype, x.device)
     tiles = triton.cdiv(n, TILE_N) * triton.cdiv(f, TILE_F)
     if not tiles:
-        return casts_of((rows, columns), (wants_rows, wants_columns), multiplier.reciprocal())
+        return casts_of((rows, columns), wanted, multiplier.reciprocal())
     scale = torch.empty((), device=x.device)
     swiglu_tiles[(tiles,)](
         x,
@@ -101,12 +99,11 @@ def swiglu_cast(
         f,
         noted is not None,
         grad is not None,
-        wants_rows,
-        wants_columns,
+        *wanted,
         FORMATS[dtype],
         torch.finfo(dtype).max,
         TILE_N,
         TILE_F,
         num_warps=WARPS,
     )
-    return casts_of((rows, columns), (wants_rows, wants_columns), scale)
+    return casts_of((rows, columns), wanted, scale)

@@ -206,7 +206,7 @@ def enough_microbatches(config: RunConfig, microbatches: int) -> int:
     step = layout.pp if layout.chunks > 1 else 1
 
     def held(number: int) -> list[dict[int, int]]:
-        group, in_turns = parallel.microbatch_group_size_per_virtual_pipeline_stage, _in_turns(config)
+        group, in_turns = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pass_pair is not None
         lists = pipeline_lists(parallel.schedule, layout.pp, number, layout.chunks, False, group, in_turns)
         return [held_at_peak(actions, StageCosts())[1] for actions in lists]
 
@@ -220,10 +220,6 @@ def _legal(held: Any, number: int) -> Any:
         return held(number)
     except ValueError:  # the schedule does not take so few
         return None
-
-
-def _in_turns(config: RunConfig) -> bool:
-    return config.parallel.overlap_moe_expert_parallel_comm
 
 
 class _Phases:
@@ -362,7 +358,7 @@ def may_repeat(rehearsal: Rehearsal) -> bool:
     config, parallel = rehearsal.config, rehearsal.config.parallel
     model = config.model
     summed = bool(model.num_experts and model.moe_running_loss_coeff)  # loads of all samples so far
-    mixed = config.ddp.shards_gradients or parallel.offloaded_layers or _in_turns(config) or summed
+    mixed = config.ddp.shards_gradients or parallel.offloaded_layers or parallel.pass_pair or summed
     return rehearsal.rehearsed > 2 + len(COMPARED) and not (mixed or config.extensions.extension)
 
 

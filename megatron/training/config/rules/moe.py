@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.moe import MoEConfig
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.schedules import runs_in_turns
-from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 
@@ -33,7 +30,6 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "needs --sequence-parallel with TP, so that each rank routes its own tokens"
         yield Problem("--num-experts", m.num_experts, rule, "add --sequence-parallel")
     yield from _expert_parallel(c, world_size)
-    yield from _overlap(c)
     yield from _grouped(c)
     yield from _router(c)
 
@@ -63,43 +59,6 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
         legal = [n for n in range(1, stage // etp + 1) if stage % (n * etp) == 0]
         remedy = f"nearest: {min(legal, key=lambda n: abs(n - ep))}" if legal else "use --expert-tensor-parallel-size 1"
         yield Problem("--expert-model-parallel-size", ep, rule, remedy)
-
-
-OVERLAP = "--overlap-moe-expert-parallel-comm"
-
-
-def _overlap(c: RunConfig) -> Iterator[Problem]:
-    """Passes of two micro-batches run in turns where all-to-alls are under way."""
-    m, p = c.model, c.parallel
-    if not p.overlap_moe_expert_parallel_comm:
-        return
-    if p.expert_model_parallel_size == 1:
-        yield Problem(OVERLAP, None, "needs --expert-model-parallel-size above 1, which has all-to-alls", "remove it")
-    if m.moe_token_dispatcher_type != "alltoall":
-        rule = f"cannot be combined with --moe-token-dispatcher-type {m.moe_token_dispatcher_type}"
-        yield Problem(OVERLAP, None, rule, "use --moe-token-dispatcher-type alltoall")
-    try:
-        layout = pipeline_layout(m, p)
-    except ValueError:  # a problem of its own
-        return
-    if runs_in_turns(p.schedule, layout.pp, layout.chunks):
-        if c.training.num_microbatches == 1 and c.training.step_batch_size_schedule is None:
-            rule = "has no effect with one micro-batch on each rank: passes of two micro-batches run in turns"
-            yield Problem(OVERLAP, None, rule, f"raise --global-batch-size, or remove {OVERLAP}", harmless=True)
-        return
-    if p.schedule == "interleaved":
-        rule = "needs several pipeline stages on a rank with --pipeline-schedule interleaved"
-        yield Problem(OVERLAP, None, rule, "use --num-virtual-stages-per-pipeline-rank 2")
-        return
-    usual = {name: PIPELINE_SCHEDULES.facts(name).chunks for name in PIPELINE_SCHEDULES}
-    others = [name for name, chunks in usual.items() if runs_in_turns(name, layout.pp, chunks)]
-    rule = f"needs forward and backward passes that do not wait for each other: not --pipeline-schedule {p.schedule}"
-    yield Problem(
-        OVERLAP,
-        None,
-        rule + (" on several pipeline ranks" if p.schedule == "1f1b" else ""),
-        f"use one of: {', '.join(others)}",
-    )
 
 
 ROW_BYTES = 16

@@ -212,10 +212,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(*operands: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in operands[3:6])
 
 
 def _check(q: Tensor, v: Tensor) -> None:

@@ -19,15 +19,18 @@ from threading import Semaphore, Thread
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from megatron.core.collectives import PassPair
+from megatron.core.config.parallel import ModelParallelConfig
+
 
 class _Abandoned(BaseException):
     """Ends a pass because the other one failed."""
 
 
-class BatchOverlap:
+class BatchOverlap(PassPair):
     """Runs two passes in turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ModelParallelConfig | None = None) -> None:
         self._jobs: SimpleQueue[Callable[[], None]] | None = None
         self._active = False
 

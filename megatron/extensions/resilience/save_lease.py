@@ -1,7 +1,7 @@
 """Lease on the --save folder: of two runs, or two halves of a cluster that cannot see each other, only one goes on.
 
 Rank 0 holds the file SAVE/.lease, written anew every two seconds. A start that finds another's lease takes it over if
-its process is gone from this very machine, or, where the process is elsewhere or stopped, if it has not been renewed
+its process is gone from this machine, or, where the process is elsewhere or stopped, if it has not been renewed
 for a while, which is judged by this host's clock alone. Else the start is refused. A run that finds that its lease was
 taken over, as it had stood still, ends.
 """
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.index_cache import folder_lock
-from megatron.training.reliability.failure_report import ADVICE
+from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.rank_store import Peer
+from megatron.training.reliability.watchdog import Watchdog
 
 RENEWAL = 2.0
 """Seconds between two renewals."""
 
 STALE = 12.0
 """Seconds without renewal after which a lease is free."""
-
 
 DISK = 1.0
 """Seconds in which a disk that answers has written a lease."""
@@ -36,7 +36,33 @@ DISK = 1.0
 class LeaseError(RuntimeError):
     """Another run saves to the folder."""
 
-    advice = ADVICE["lease"]
+    advice = (
+        "end one of the two runs, or give them different folders; if hosts of one run have lost sight of each other, "
+        "the other half goes on: join it when they see each other again, as scripts/train_gpt_elastic.sh does by itself"
+    )
+
+
+class LeaseWatch:
+    """Holds the lease while a watchdog runs, on rank 0."""
+
+    def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
+        assert config.checkpoint.save is not None
+        self._lease = SaveLease(Path(config.checkpoint.save), watchdog.failures.fail)
+        self._outcome = watchdog.outcome
+        watchdog.failures.at_exit.append(self._lease.release)
+
+    def start(self) -> None:
+        try:
+            self._lease.acquire()
+        except LeaseError:
+            self._outcome.recorded = False
+            raise
+
+    def look(self) -> None:
+        """The lease has a thread of its own."""
+
+    def close(self) -> None:
+        self._lease.release()
 
 
 class SaveLease:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.reliability import save_lease
-from megatron.training.reliability.save_lease import LeaseError, SaveLease
+from megatron.extensions.resilience import save_lease
+from megatron.extensions.resilience.save_lease import LeaseError, SaveLease
 from tests.limits import HANG
 
 

@@ -1,0 +1,51 @@
+"""Whole models between Hugging Face's tensors and ours, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import ParamMeta
+from megatron.extensions.hugging_face.layouts import Box
+from megatron.extensions.hugging_face.weights import HFWeights, copies, placements
+
+
+def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Converts their tensors to our whole parameters, by name. Raises ValueError listing all mismatches."""
+    weights = HFWeights(state_dict, config, model_type)
+    weights.check_copies()
+    return {name: weights.read(name) for name in weights.placements}
+
+
+def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Converts our whole parameters, by name, to their tensors. Leaves out a tied head, as their files do."""
+    found = [*placements(config, model_type), *copies(config, model_type)]
+    missing = [each.meta.name for each in found if each.meta.name not in parameters]
+    if missing:
+        raise ValueError(f"parameters missing: {', '.join(missing)}")
+    return {
+        name: tensor
+        for each in found
+        for name, tensor in zip(each.theirs, each.to_theirs(parameters[each.meta.name]), strict=True)
+    }
+
+
+@torch.no_grad()
+def copy_shards_(
+    parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
+) -> None:
+    """Copies into each parameter its shard of the whole parameter of the same name. Frozen ones may be missing."""
+    for parameter in parameters:
+        meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
+        if meta.name not in whole and not parameter.requires_grad:
+            continue
+        parameter.copy_(whole[meta.name][shard_of(meta, coords)])
+
+
+def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
+    """The box of a parameter that a rank holds."""
+    offset, shape = meta.box(coords)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
