@@ -16,8 +16,7 @@ from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.dist_checkpointing.path_kind import reader_of
-from megatron.core.dist_checkpointing.shared_folder import ranks_without
-from megatron.core.dist_checkpointing.storage import on_first_rank
+from megatron.core.dist_checkpointing.storage import on_first_rank, ranks_without
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS, LOSSES
 from megatron.core.tokenizers import build_tokenizer

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.cpu_half import has_products_of, multiply_in_fp32
-from megatron.core.dist_checkpointing.shared_folder import ranks_without
+from megatron.core.dist_checkpointing.storage import ranks_without
 from megatron.core.parallel_state import Axis, ParallelState, build_groups
 from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P

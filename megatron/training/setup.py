@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from megatron.core.collectives import PassPair
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.shared_folder import check_shared
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -134,8 +132,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         optimizer = DistributedOptimizer(config.optimizer, ddp, state, host_threads(runtime.device))
         scheduler = plan.schedule()
     with phases("checkpoint"):
-        if config.checkpoint.save and not config.training.skip_train:
-            check_shared(Path(config.checkpoint.save), "--save", state.world)
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
         lines = LOG_FORMATS[config.logging.log_format](config, plan.iterations)

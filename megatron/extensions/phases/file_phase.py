@@ -143,7 +143,7 @@ def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
     """The run's configuration with what a phase changes, but for its learning rate."""
     new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
     if "data_path" in new:
-        new |= dict.fromkeys(config.data.listed)
+        config = config.without("data_args_path")
     length, limit = new.get("seq_length", 0), config.model.max_position_embeddings
     if limit is not None and length > limit and config.model.position_embedding_type != "learned_absolute":
         new["max_position_embeddings"] = length

@@ -4,5 +4,6 @@ lease on the --save folder.
 Flag: --host-heartbeat-timeout-seconds. scripts/train_gpt_elastic.sh starts ranks by `torchrun`, the module here.
 
 Read `host_watch` first: the part of a rank's watchdog that starts the host's `heartbeat`, a process of its own, and
-ends the rank when other hosts are lost. `save_lease` lets only one of two runs, or halves of one, save to a folder.
+ends the rank when other hosts are lost. `save_lease` lets only one of two runs, or halves of one, save to a folder,
+and `shared_folder` checks that all hosts see that folder.
 """

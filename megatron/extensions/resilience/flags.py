@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import WATCHES
+from megatron.core.parts import CALLBACKS, WATCHES
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
@@ -40,4 +40,9 @@ WATCHES.register(
     "save lease",
     f"{__package__}.save_lease:LeaseWatch",
     when=lambda config, launch: launch.rank == 0 and config.checkpoint.save is not None,
+)
+CALLBACKS.register(
+    "shared folder",
+    f"{__package__}.shared_folder:SharedFolder",
+    when=lambda config: config.checkpoint.save is not None and not config.training.skip_train,
 )

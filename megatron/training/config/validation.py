@@ -24,6 +24,7 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
+from megatron.training.config.rules.data import listed
 from megatron.training.config.rules.fields import needs_and_exclusions, single_values
 from megatron.training.config.rules.training import callbacks_evaluate
 from megatron.training.config.run_config import RunConfig, TrainingConfig
@@ -130,7 +131,7 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     training = _resolve_training(config, world_size)
     config = replace(
         config,
-        parallel=_resolve_parallel(config, world_size),
+        parallel=_filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size)),
         model=_resolve_model(config, vocab_size),
         tokenizer=_resolve_tokenizer(config),
         training=training,
@@ -150,7 +151,7 @@ def _without_training(config: RunConfig) -> RunConfig:
     """The configuration of an evaluation with values for what only training needs and flags leave out: a learning rate,
     a length and, where only callbacks evaluate, data."""
     training, data = config.training, config.data
-    named = data.data_path or data.per_split or data.listed or data.valid or plan_class(config) is not RunPlan
+    named = data.data_path or data.per_split or listed(config) or data.valid or plan_class(config) is not RunPlan
     if not named and data.dataset == "gpt" and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)
     if data.dataset == "mock" and training.train_samples is None and training.train_tokens is None:
@@ -161,10 +162,6 @@ def _without_training(config: RunConfig) -> RunConfig:
 def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
     model = config.parallel.model_parallel_size
     return world_size // model if model > 0 and world_size % model == 0 else None
-
-
-def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
-    return _filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size))
 
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:

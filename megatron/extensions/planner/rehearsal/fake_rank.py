@@ -180,12 +180,12 @@ def rehearsal_of(
         full_validation=False,
     )
     paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid")
-    none = dict.fromkeys((*paths, *config.data.listed))
+    none = dict.fromkeys(paths)
     data = replace(config.data, **none, mock_data=True, num_workers=0, multiple_validation_sets=False)  # type: ignore[arg-type]
     if data.dataset_type == "gpt":
         data = replace(data, dataset_type=None)
     config = replace(
-        config.without("cuda_graph_impl"),
+        config.without("cuda_graph_impl").without("data_args_path"),
         training=small,
         data=data,
         parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config))),

@@ -1,27 +1,32 @@
-"""Whether all ranks see one folder: checkpoints hold files of every rank, so that hosts cannot save one on disks of
-their own.
+"""Checks at start that all ranks see one --save folder: checkpoints hold files of every rank, so that hosts cannot save
+one on disks of their own.
 
-Without this check at start, a run on such hosts would train until its first save and then keep nothing.
+Without this check, a run on such hosts would train until its first save and then keep nothing.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.core.collectives import gather_objects
-from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank
+from megatron.core.dist_checkpointing.latest_checkpoint import REMEDY
+from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, ranks_without
 from megatron.core.parallel_state import Axis
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
 
 PATIENCE = 10.0
 """Seconds in which a file of one host has to be seen on the others: network file systems cache folders for a while."""
 
-REMEDY = "name a folder on a file system that all hosts share"
+
+class SharedFolder(Callback):
+    """Checks the --save folder before the model is built."""
+
+    def on_setup(self, runtime: Runtime) -> None:
+        check_shared(Path(str(self.config.checkpoint.save)), "--save", runtime.state.world)
 
 
 def check_shared(folder: Path, flag: str, world: Axis) -> None:
@@ -45,15 +50,6 @@ def check_shared(folder: Path, flag: str, world: Axis) -> None:
         )
 
 
-def ranks_without(seen: bool, world: Axis) -> str:
-    """The ranks that do not see something, with their hosts: `ranks 2, 3 (on host1)`; empty if all see it. Collective
-    over `world`."""
-    found = gather_objects((seen, socket.gethostname()), world)
-    ranks = [rank for rank, (sees, _) in enumerate(found) if not sees]
-    names = list(dict.fromkeys(found[rank][1] for rank in ranks))
-    return f"rank{'s' if len(ranks) > 1 else ''} {_few(ranks)} (on {_few(names)})" if ranks else ""
-
-
 def _mark(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     name = f".seen-{uuid.uuid4().hex}"
@@ -75,8 +71,3 @@ def _sees(mark: Path) -> bool:
             os.listdir(mark.parent)  # has a network file system look again
         time.sleep(0.1)
     return True
-
-
-def _few(values: Sequence[object], limit: int = 8) -> str:
-    more = f" and {len(values) - limit} more" if len(values) > limit else ""
-    return ", ".join(map(str, values[:limit])) + more
