@@ -16,6 +16,7 @@ from megatron.training.config.validation import resolve, validate
 from megatron.training.progress import Step
 from megatron.training.tasks import start_run
 from megatron.training.training import train
+from tests.gpt_cases import token_losses
 from tests.harness import local_run, run_world
 
 MODEL = (
@@ -46,7 +47,7 @@ def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[
             run.stages[0].eval()
             for batch in run.data.read_batches(Step(1, 0, 8)):
                 with torch.no_grad():
-                    losses = run.stages[0].token_losses(None, batch)
+                    losses = token_losses(run.stages[0], batch)
                 for number, loss, mask in zip(
                     (batch.tokens[:, 0] >= 25).long().tolist(), losses, batch.loss_mask, strict=True
                 ):

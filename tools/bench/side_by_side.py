@@ -325,7 +325,7 @@ def write_figures(path: Path | None, figures: Mapping[str, Any], ended: bool = T
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a file as a whole: where that fails with OSError, the file is as it was."""
-    from megatron.training.config.output_files import whole_file  # contestants may have another megatron
+    from megatron.core.fsync import whole_file  # contestants may have another megatron
 
     with whole_file(path) as new:
         new.write_text(text)

@@ -71,7 +71,7 @@ class DatasetConfig(Section):
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:
-            prefixes = [word for word in self.valid_data_path or () if not is_number(word)]
+            prefixes = [word for word in self.valid_data_path or () if weight_of(word) is None]
             given += [
                 ("--valid-data-path", word, word.rstrip("/").rpartition("/")[2].partition(".")[0], word)
                 for word in prefixes
@@ -87,13 +87,12 @@ class DatasetConfig(Section):
         return found
 
 
-def is_number(word: str) -> bool:
-    """Whether a word of a list of data is a weight and not a path."""
+def weight_of(word: str) -> float | None:
+    """The number that a word of a list of data is; None for a path."""
     try:
-        float(word)
+        return float(word)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.config.data import is_number
+from megatron.core.config.data import weight_of
 from megatron.extensions.phases.file_phase import NO_LENGTHS, FilePhase, values_of
 from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.phase_file import read_phases
@@ -102,7 +102,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         yield Problem("--decoupled-lr", config.optimizer.decoupled_lr, rule, "use --param-group 'REGEX lr_mult=...'")
     for entry in entries:
         words = entry.value("data_path") or ()
-        if len(words) > 1 and not any(is_number(word) for word in words):
+        if len(words) > 1 and all(weight_of(word) is None for word in words):
             rule = "names several data sets without weights, which would be read once"
             yield Problem(f"{entry.where}: data-path", words, rule, "put a weight before each")
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.host_to_device import HostBuffer, HostPool
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.offload.saved_activations import ActivationOffload, Copies
+from megatron.extensions.offload.saved_activations import ActivationOffload, Copies, HostBuffer, HostPool
 from megatron.testing.snapshot import differences
 from tests.extensions import needs
 from tests.gpt_cases import LLAMA, with_dropout

@@ -138,11 +138,6 @@ class GPTModel(nn.Module):
         further = self.mtp(x, batch, self.embedding, self.output_layer, self.loss)
         return loss + (further - further.detach())
 
-    def token_losses(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Loss of each token [b, s], for the last stage; the same on all tensor-parallel ranks."""
-        assert self.loss is not None, "only the last stage has a loss"
-        return self.loss(self._local_logits(hidden, batch), batch.labels.t()).t()
-
     @torch.no_grad()
     def token_scores(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """[2, b, s] fp64, for the last stage: the log-likelihood of each label, and the most likely token in its place.

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.core.host_to_device import HostPool
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.extensions.planner.fake_stage import ANSWERS
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, done
 from megatron.extensions.planner.rehearsal.record import Holder
+from megatron.training import setup
 
 NAMED_BYTES = 2**20
 """Smaller tensors are not counted among the holders of memory."""
@@ -96,16 +97,19 @@ class RankMode(LiveMemory):
     @contextmanager
     def host_pools(self) -> Iterator[None]:
         """Counts the buffers of offloaded activations as the host's."""
-        real = HostPool.__init__
+        real = setup.build_store
         counted: list[list[int]] = []
 
-        def made(pool: HostPool, pinned: bool) -> None:
-            real(pool, False)
-            counted.append(self.count_apart(pool))
+        def made(config: ModelParallelConfig, device: torch.device | str) -> Any:
+            store = real(config, device)
+            if store is not None:
+                store.pool = type(store.pool)(False)
+                counted.append(self.count_apart(store.pool))
+            return store
 
-        HostPool.__init__ = made  # type: ignore[method-assign, assignment]
+        setup.build_store = made
         try:
             yield
         finally:
-            HostPool.__init__ = real  # type: ignore[method-assign]
+            setup.build_store = real
             self.host += sum(map(sum, counted))
