@@ -61,12 +61,6 @@ class TrainingConfig:
     exit_signal_handler: bool = True
     """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second signal exits at once."""
 
-    kill_switch_path: str | None = flag(None, "--kill-switch-file", path="local")
-    """Save and exit as soon as this file exists."""
-
-    trigger_path: str | None = flag(None, path="local")
-    """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
-
     exit_margin_in_mins: float = flag(3.0, at_least=0)
     """Save and exit this many minutes before the end of the SLURM job."""
 
