@@ -15,7 +15,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.init import initialize_parameters_
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import Balance
-from megatron.core.moe.sinkhorn import ITERATIONS
+from megatron.core.moe.router import SINKHORN_ITERATIONS
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.activations import FusedActivation, squared_relu
 from tests.gpt_cases import LLAMA
@@ -206,7 +206,7 @@ def in_groups(config: TransformerConfig, scores: list[float]) -> list[int]:
 def sinkhorn_matrix(logits: Tensor) -> Tensor:
     """exp(logits) [s, E] of one sequence, its rows and columns divided by their sums in turn."""
     matrix = logits.exp()
-    for _ in range(ITERATIONS):
+    for _ in range(SINKHORN_ITERATIONS):
         matrix = matrix / matrix.sum(1, keepdim=True)
         matrix = matrix / matrix.sum(0, keepdim=True)
     return matrix

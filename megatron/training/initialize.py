@@ -30,7 +30,6 @@ from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet
-from megatron.training.reliability.stop_requests import StopConditions
 from megatron.training.reliability.watchdog import Watchdog
 
 _C_LIBRARY = ctypes.CDLL(None)
@@ -158,11 +157,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
         if not end.isdigit():
             raise ValueError(f"SLURM_JOB_END_TIME={end}: must be in seconds since 1970, as SLURM sets it; or unset it")
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
-    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    kill_switch = Path(training.kill_switch_path) if training.kill_switch_path else None
-    trigger = Path(training.trigger_path) if training.trigger_path else None
-    conditions = StopConditions(deadlines, [each for each in (folder, trigger) if each is not None], kill_switch)
-    watchdog.start(training.exit_signal_handler, conditions)
+    watchdog.start(training.exit_signal_handler, deadlines)
 
 
 def keep_memory(device: torch.device) -> None:

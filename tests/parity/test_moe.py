@@ -9,8 +9,8 @@ import pytest
 
 from megatron.core.collectives import Pending
 from megatron.core.dropout import random_bits
-from megatron.core.moe import dispatcher, layer, load_balancing, random_logits, router
-from megatron.core.moe.sinkhorn import sinkhorn_bias
+from megatron.core.moe import dispatcher, layer, load_balancing, router
+from megatron.core.moe.router import sinkhorn_bias
 from megatron.core.parallel_state import Axis
 from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
 from tests.extensions import installed
@@ -170,7 +170,7 @@ def test_comparison_notices_a_choice_by_local_places(
     model: str, layout: str, broken: tuple[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = one_process(model)
-    monkeypatch.setattr(router if model == "sinkhorn" else random_logits, *broken)
+    monkeypatch.setattr(router, *broken)
     world_size, flags = LAYOUTS[layout]
     found = train_in_world(world_size, f"{BASE} {MODELS[model]} {flags}".split())
     assert first_difference(expected, found, 1e-9) is not None

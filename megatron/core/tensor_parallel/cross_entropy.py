@@ -16,7 +16,7 @@ from megatron.core.collectives import all_gather
 from megatron.core.compiled_regions import region
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import kernel_for, operation
-from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
+from megatron.core.tensor_parallel.embedding import check_ids, local_rows
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
 """Logits converted to fp32 at a time. Bounds temporary memory to a few times 64 MiB; on CPU to the size of caches."""

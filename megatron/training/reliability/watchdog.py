@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
@@ -20,7 +21,7 @@ from megatron.training.reliability.rank_status import Meeting, RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
 from megatron.training.reliability.run_status import ExitCode, Outcome
 from megatron.training.reliability.stack_dump import StackDump
-from megatron.training.reliability.stop_requests import SignalListener, StopConditions, StopRequests
+from megatron.training.reliability.stop_requests import SignalListener, StopRequests
 
 
 class Watch(Protocol):
@@ -53,7 +54,7 @@ class Watchdog:
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
         self._watches: list[Watch] = []
-        self._conditions = StopConditions({}, [])
+        self._deadlines: Mapping[str, tuple[float, str]] = {}
         self._meetings = 0
         self._looked = time.time()
         self._closed = threading.Event()
@@ -69,12 +70,13 @@ class Watchdog:
         wanted = [name for name in WATCHES if WATCHES.facts(name).when(config, self.launch)]
         self._watches = [WATCHES[name](config, self) for name in wanted]
 
-    def start(self, signals: bool, conditions: StopConditions) -> None:
+    def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
         """Starts the thread, once connected. Call it on the main thread.
 
-        `signals`: whether signals end the run; `conditions`: what else does."""
+        `signals`: whether signals end the run. `deadlines`: what else does -> (`time.time()` of its end, kind of the
+        request)."""
         assert self.board is not None, "connect first"
-        self._conditions = conditions
+        self._deadlines = deadlines
         for watch in self._watches:
             watch.start()
         self.signals.start(signals)
@@ -164,7 +166,8 @@ class Watchdog:
             if not peer.state() and rank not in board.get_all("over"):
                 self.failures.report_gone(rank, seen)
         if self.launch.rank == 0 and not self.requests.pending:
-            for request in self._conditions.due():
-                self.requests.ask(request)
+            for why, (when, kind) in self._deadlines.items():
+                if time.time() >= when:
+                    self.requests.ask(Request(kind, why))
         if message := self.requests.look(board, self.signals.first_at):
             self.failures.leave(message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.loss import Head, masked_sum, tally_sources_
+from megatron.core.models.gpt.loss import Head, masked_sum
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.parallel_state import ParallelState
@@ -92,8 +92,8 @@ class GPTModel(nn.Module):
         self.output_layer = Head(config, ctx, tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
-        self.source_tally: Tensor | None = None
-        """[sources, 2] float64: loss sum and tokens by source since it was zeroed; None where nothing asks."""
+        self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
+        """Called on the last stage with the loss of each token [s, b], detached, and its micro-batch."""
 
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
@@ -129,8 +129,8 @@ class GPTModel(nn.Module):
             return x
         losses = self.loss(self.output_layer(x), batch.labels.t())
         loss = masked_sum(losses, batch.loss_mask)
-        if self.source_tally is not None and batch.source_ids is not None:
-            tally_sources_(self.source_tally, losses.detach(), batch.loss_mask, batch.source_ids)
+        for watch in self.loss_watchers:
+            watch(losses.detach(), batch)
         if self.mtp is None or not self.training:
             return loss
         assert self.embedding is not None
