@@ -531,6 +531,15 @@ CALLBACKS: Registry[Any, CallbackFacts] = Registry("callback", CallbackFacts, "c
 METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts, "config")
 """`Metric(config)`: see `megatron.training.hooks.Metric`."""
 
+SINKS: Registry[Any, WhenFacts] = Registry("sink", WhenFacts, "config, iteration", attributes=("write", "close"))
+"""`Sink(config, iteration)`: where records are written beside `metrics.jsonl`, opened on the first rank of a run that
+starts after `iteration`; see `megatron.training.metrics.sinks.Sink`. `config` is the whole RunConfig."""
+
+LOG_FORMATS: Registry[Any, NoFacts] = Registry("--log-format", NoFacts, "config, train_iters")
+"""`Lines(config, train_iters)`: a `megatron.training.metrics.console.LogLines`, the console's lines of a run."""
+
+LOG_FORMATS.register("default", "megatron.training.metrics.console:LogLines")
+
 STEP_SEARCHES: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
 """`search(run, verdict)`: a `megatron.training.hooks.Finding` about a step whose loss or gradient was not finite, or
 None. Called on every rank, before the next update of the weights; it may run the step again."""

@@ -40,6 +40,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("conversion", "conversion of checkpoints between formats"),
     BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
     BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
+    BuiltIn("logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
     BuiltIn(
         "megatron_flags", "lists of data as Megatron names them, and what becomes of its flags without a field here"
     ),

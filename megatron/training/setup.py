@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -15,28 +14,24 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
-from megatron.core.parts import OPTIMIZERS, PASS_PAIRS
+from megatron.core.parts import LOG_FORMATS, OPTIMIZERS, PASS_PAIRS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
 from megatron.training.checkpointing import Checkpointer, load_start
-from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime, choose_products
 from megatron.training.metrics.expert_load import ExpertLoad
-from megatron.training.metrics.loss_tallies import MultiTokenLosses, SourceLosses
-from megatron.training.metrics.meters import UserMetrics
-from megatron.training.metrics.model_sums import ModelSums
-from megatron.training.metrics.sample_log import SampleLog
-from megatron.training.metrics.summary import PeakMemory
+from megatron.training.metrics.meters import MultiTokenLosses, PeakMemory, UserMetrics
 from megatron.training.plan import plan_of, read_history
 from megatron.training.progress import StepTimers
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
+from megatron.training.step_guard import StepGuard
 
 
 def build_stages(
@@ -139,18 +134,14 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("checkpoint"):
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
-        saver = RunSaver(checkpointer, runtime, progress)
-    if config.logging.sample_log:
-        path = Path(config.logging.sample_log)
-        data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)
+        lines = LOG_FORMATS[config.logging.log_format](config, plan.iterations)
+        saver = RunSaver(checkpointer, runtime, progress, lines)
     pipeline = Pipeline(config, runtime, stages, queue, casts, pair)
     timers = pipeline.executor.timed = StepTimers()
     pipeline.executor.validate = optimizer.validate
     meters: list[Meter] = [
         ExpertLoad(config.model, state, stages, runtime.device),
         MultiTokenLosses(config.model, state, stages, runtime.device),
-        SourceLosses(data.logged_sources, state, stages, runtime.device),
-        ModelSums(config.logging, optimizer, stages, state, runtime.device),
         UserMetrics(parts.metrics, runtime.device),
         PeakMemory(state.world, runtime.device),
     ]
@@ -169,6 +160,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         train_iters=plan.iterations,
         progress=progress,
         saver=saver,
+        lines=lines,
         guard=StepGuard(config.checks, runtime.device, progress),
         timers=timers,
         first_iteration=progress.iteration,

@@ -366,7 +366,7 @@ def test_every_flag_of_a_path_says_whether_it_takes_urls() -> None:
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"),
         *(f"{split}_weighted_split_paths" for split in ("train", "valid", "test")),
     }
-    assert len(local) == len(flags) - 8 and {"save", "sample_log"} < {flag.field for flag in local}
+    assert len(local) == len(flags) - 8 and {"save", "metrics_file"} < {flag.field for flag in local}
     for flag in local:
         if flag.field != "extension":  # imported before anything is validated
             said = (

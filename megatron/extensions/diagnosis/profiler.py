@@ -11,6 +11,7 @@ from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
+from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
@@ -95,5 +96,5 @@ class Profiler(Callback):
 
 def trace_path(config: RunConfig, rank: int) -> Path:
     """Where a rank's trace is written: in --tensorboard-dir, else in --save, else in the present folder."""
-    folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
+    folder = named_value(config, "tensorboard_dir") or config.checkpoint.save or "."
     return Path(folder) / "profile" / f"rank-{rank}.json"

@@ -190,7 +190,6 @@ def rehearsal_of(
         data=data,
         parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config))),
         checkpoint=replace(config.checkpoint, save=None, load=None),
-        logging=replace(config.logging, sample_log=None),
     )
     return Rehearsal(config, world_size, microbatches, device_memory)
 

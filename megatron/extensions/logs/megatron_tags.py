@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Record = dict[str, Any]
+from megatron.training.metrics.sinks import Record
 
 TAGS = {
     "lm_loss": "lm loss",

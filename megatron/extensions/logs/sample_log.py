@@ -15,40 +15,46 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.collectives import gather_objects
-from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import MicroBatch
-from megatron.core.parallel_state import ParallelState
+from megatron.extensions.logs.flags import LogsConfig
+from megatron.training.hooks import Callback, RunView
 from megatron.training.metrics.sinks import JsonLinesSink
+from megatron.training.progress import Step
+from megatron.training.run import TrainingRun
 
 
-class SampleLog:
-    """To be made, and told of every step, on all ranks of the run."""
+class SampleLog(Callback):
+    """--sample-log."""
 
-    def __init__(self, path: Path, dataset: Dataset, state: ParallelState, resume_iteration: int) -> None:
-        self._dataset, self._dp = dataset, state.dp
-        self._takes_part = state.tp.first and state.cp.first and state.pp.first
-        self._sink = JsonLinesSink(path, resume_iteration) if self._takes_part and state.dp.first else None
+    def on_start(self, run: RunView) -> None:
+        assert isinstance(run, TrainingRun)
+        state = run.runtime.state
+        self._sink: JsonLinesSink | None = None
+        if state.tp.first and state.cp.first and state.pp.first:
+            self._dataset, self._dp = run.data.train.dataset, state.dp
+            if state.dp.first:
+                path = Path(str(self.config.options(LogsConfig).sample_log))
+                self._sink = JsonLinesSink(path, run.progress.iteration)
+            run.data.watchers.append(self._write)
 
-    def write(self, iteration: int, batches: Sequence[MicroBatch]) -> None:
-        """`batches`: this rank's micro-batches of a step, before context parallelism cuts them. A collective."""
-        if not self._takes_part:
-            return
+    def _write(self, step: Step, batches: Sequence[MicroBatch]) -> None:
+        """A collective of the data-parallel ranks."""
         mine = [sample for batch in batches for sample in _samples(batch)]
         found = sorted(sample for part in gather_objects(mine, self._dp) for sample in part)
         if self._sink is None:
             return
         numbers = [number for number, _ in found]
-        assert numbers == list(range(numbers[0], numbers[-1] + 1)), f"step {iteration} took samples {numbers}"
+        assert numbers == list(range(numbers[0], numbers[-1] + 1)), f"step {step.iteration} took samples {numbers}"
         self._sink.write(
             {
-                "iteration": iteration,
+                "iteration": step.iteration,
                 "samples": [numbers[0], numbers[-1]],
                 "origins": [self._dataset.origin(number) for number in numbers],
                 "crc32": [f"{checksum:08x}" for _, checksum in found],
             }
         )
 
-    def close(self) -> None:
+    def on_end(self, run: RunView) -> None:
         if self._sink is not None:
             self._sink.close()
 

@@ -1,18 +1,53 @@
-"""Epochs over each training source: how many the run has taken, and lines where one ends."""
+"""Data sets of a run: their names, and the epochs over each that it has trained."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.blended import sources_of
+from megatron.core.datasets.build import parse_blend
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.training.plan import RunPlan
 
 PART = 1 << 20
 """Samples that are counted at a time."""
+
+
+class SourceNames:
+    """Numbers and names of the data sets of a run: a path is one source, in whichever phase and split."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.names: list[str] = []
+        self.tokens: dict[int, int] = {}
+        """Tokens of an epoch of those that are trained on."""
+
+    def numbers(self, config: DatasetConfig, split: str) -> list[int]:
+        """Number of each source of a split's blend, in its order."""
+        values = getattr(config, f"{split}_data_path") if config.per_split else config.data_path
+        paths = parse_blend("--data-path", values).prefixes if values and config.dataset == "gpt" else [config.dataset]
+        return [self._number(path) for path in paths]
+
+    def sized(self) -> tuple[list[str], list[int]]:
+        """(names, tokens of an epoch) of all sources; nothing where there are no epochs. Sources that are not trained
+        on have one token."""
+        if not self.tokens:
+            return [], []
+        return self.names, [self.tokens.get(number, 1) or 1 for number in range(len(self.names))]
+
+    def _number(self, path: str) -> int:
+        if path not in self.paths:
+            name = re.sub(r"[^\w.-]+", "-", Path(path.rstrip("/")).name)
+            others = sum(each == name or each.startswith(f"{name}-") for each in self.names)
+            self.paths.append(path)
+            self.names.append(f"{name}-{others + 1}" if others else name)
+        return self.paths.index(path)
 
 
 class Epochs:

@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from datetime import datetime
 
+from megatron.extensions.logs.flags import LogsConfig
+from megatron.training.hooks import RunView
+from megatron.training.metrics.console import LogLines, mtp_losses
 from megatron.training.metrics.sinks import Record
+
+
+class MegatronLines(LogLines):
+    """Lines with the words and numbers that parsers of Megatron-LM's logs look for."""
+
+    def start(self, run: RunView) -> Iterator[str]:
+        count = sum(parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
+        yield f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}"
+
+    def progress(self, record: Record) -> str:
+        return progress_line(record, self.train_iters, self.config.options(LogsConfig).log_throughput)
+
+    def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
+        """The lines of a validation during the training name no split; at its end there are those of "valid" too."""
+        training = self.config.training
+        if split == "test":
+            yield evaluation_lines("test", iteration, loss, name)
+            return
+        if iteration % training.eval_interval == 0 and not training.skip_train:
+            yield evaluation_lines("", iteration, loss, name)
+        if iteration == self.train_iters or training.skip_train:
+            yield evaluation_lines("valid", iteration, loss, name)
+
+    def saving(self, iteration: int, stalled: float) -> str:
+        return f"saving checkpoint at iteration {iteration:7d} to {self.config.checkpoint.save} in torch_dist format"
+
+    def saved(self, iteration: int, seconds: float) -> str:
+        return f"  successfully saved checkpoint from iteration {iteration:7d} to {self.config.checkpoint.save}"
 
 
 def progress_line(record: Record, train_iters: int, throughput: bool, now: datetime | None = None) -> str:
@@ -23,8 +55,8 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
         parts.append(f"lm loss: {loss:.6E}")
     if "moe_aux_loss" in record and record["moe_aux_loss"] > 0:
         parts.append(f"load_balancing_loss: {record['moe_aux_loss']:.6E}")
-    for key, value in record.items():
-        if key.startswith("mtp_loss_") and value is not None and value > 0:
+    for key, value in mtp_losses(record):
+        if value > 0:
             parts.append(f"mtp_{key.removeprefix('mtp_loss_')} loss: {value:.6E}")
     parts.append(f"loss scale: {record['loss_scale']:.1f}")
     if record["grad_norm"] is not None:
@@ -36,21 +68,6 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
     parts.append(f"number of skipped iterations: {record['skipped_iterations']:3d}")
     parts.append(f"number of nan iterations: {record['nan_iterations']:3d}")
     return f" [{(now or datetime.now()):%Y-%m-%d %H:%M:%S}] " + " | ".join(parts) + " |"
-
-
-def parameters_line(count: int) -> str:
-    """The line of the number of parameters on the first rank of TP and PP."""
-    return f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}"
-
-
-def save_line(iteration: int, folder: str | None) -> str:
-    """The line of a save that begins."""
-    return f"saving checkpoint at iteration {iteration:7d} to {folder} in torch_dist format"
-
-
-def saved_line(iteration: int, folder: str | None) -> str:
-    """The line of a save that has succeeded."""
-    return f"  successfully saved checkpoint from iteration {iteration:7d} to {folder}"
 
 
 def evaluation_lines(split: str, iteration: int, loss: float, name: str = "") -> str:

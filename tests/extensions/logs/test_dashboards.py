@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
-from megatron.training.config.run_config import LoggingConfig
-from megatron.training.metrics.megatron_tags import scalars, tag_of
-from megatron.training.metrics.sinks import TensorBoardSink, open_sinks
+from megatron.core.config.model import TransformerConfig
+from megatron.extensions.logs.dashboards import TensorBoardSink
+from megatron.extensions.logs.flags import LogsConfig
+from megatron.extensions.logs.megatron_tags import scalars, tag_of
+from megatron.training.config.flags import config_of_sections
+from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig
+from megatron.training.metrics.sinks import open_sinks
 
 
 def record(iteration: int, **more: float) -> dict[str, Any]:
@@ -24,10 +28,15 @@ def record(iteration: int, **more: float) -> dict[str, Any]:
     return values | {"lm_loss": 9.0 - iteration, "learning_rate": 0.1, "mfu": None, "my_metric": 2.0} | more
 
 
-def run(folder: Path, first: int, last: int, **config: Any) -> None:
+def configuration(folder: Path, **options: Any) -> RunConfig:
+    logging = LoggingConfig(metrics_file=str(folder / "metrics.jsonl"))
+    model = TransformerConfig(hidden_size=64)
+    return RunConfig(logging=logging, model=model).with_options(LogsConfig(**options))
+
+
+def run(folder: Path, first: int, last: int, **options: Any) -> None:
     """Writes what a run from an iteration to another does."""
-    logging = LoggingConfig(metrics_file=str(folder / "metrics.jsonl"), **config)
-    sinks = open_sinks(logging, None, first - 1, {"hidden_size": 64})
+    sinks = open_sinks(configuration(folder, **options), first - 1)
     for iteration in range(first, last + 1):
         for sink in sinks:
             sink.write(record(iteration))
@@ -52,6 +61,13 @@ def log_records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
+def test_flags_of_checkpoints_from_when_they_were_the_trunk_s_are_kept() -> None:
+    saved = {"logging": {"tensorboard_dir": "board", "log_interval": 7, "wandb_project": "p"}}
+    config = config_of_sections(saved)
+    assert config.options(LogsConfig) == LogsConfig(tensorboard_dir="board", wandb_project="p")
+    assert config.logging == LoggingConfig(log_interval=7)
+
+
 def test_tags_are_megatron_s() -> None:
     found = dict.fromkeys(tag for tag, _, _ in scalars(record(1, mtp_loss_2=1.0, valid_loss=2.0, grad_norm=1.0)))
     assert list(found) == [
@@ -62,6 +78,17 @@ def test_tags_are_megatron_s() -> None:
     assert tag_of("valid_perplexity") == "lm loss validation ppl" and tag_of("test_books_loss") == "lm loss test books"
     assert tag_of("source_web_loss") == "lm loss source web"
     assert tag_of("valid_source_web_loss") == "lm loss validation source_web"
+
+
+def test_a_value_of_a_table_has_the_number_of_its_row() -> None:
+    table = {"layer": [0, 4], "expert_load": [None, [0.5, 1.5]], "output_gain": [None, 1.5], "output_rms": [2.0, 3.0]}
+    found = {"iteration": 5, "layers": table, "parameters": {"decoder.layers.1.b": {"grad_norm": 4.0}}}
+    assert list(scalars(found)) == [
+        ("layers/expert_load_max/4", 1.5, 5),
+        ("layers/output_gain/4", 1.5, 5),
+        ("layers/output_rms/0", 2.0, 5),
+        ("layers/output_rms/4", 3.0, 5),
+    ]
 
 
 def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Path) -> None:
@@ -95,8 +122,9 @@ def test_a_full_disk_costs_tensorboard_no_record(
         true(self, data)
 
     monkeypatch.setattr(RecordWriter, "write", write)
-    monkeypatch.setattr("megatron.training.metrics.sinks.time.monotonic", lambda: now[0])
-    sink = TensorBoardSink(str(folder), 0, {}, [])
+    monkeypatch.setattr("megatron.extensions.logs.dashboards.time.monotonic", lambda: now[0])
+    _, sink = open_sinks(configuration(tmp_path, tensorboard_dir=str(folder)), 0)
+    assert isinstance(sink, TensorBoardSink)
     for iteration in range(1, 9):
         full[0] = iteration in (3, 4)
         now[0] += 200 if iteration == 6 else 1
@@ -123,8 +151,8 @@ def test_weights_and_biases_has_its_files_in_the_folder_of_the_run_or_none(
     for name in ("tmp", "here"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    folder = None if save is None else str(tmp_path / save)
-    for sink in open_sinks(LoggingConfig(wandb_project="p"), folder, 0, {}):
+    config = RunConfig(checkpoint=CheckpointConfig(save=None if save is None else str(tmp_path / save)))
+    for sink in open_sinks(config.with_options(LogsConfig(wandb_project="p")), 0):
         sink.close()
     wandb.teardown()
     (place,) = (tmp_path / save,) if save else (tmp_path / "tmp").glob("wandb-*")

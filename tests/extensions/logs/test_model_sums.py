@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.extensions.logs.meters import ModelSums
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.train_step import train_step
 from tests.harness import run_world
 

@@ -1,7 +1,8 @@
-"""--log-format megatron prints what programs that parse Megatron-LM's logs look for."""
+"""A run with --log-format megatron and --tensorboard-dir: what parsers of Megatron-LM's logs and dashboards read."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -37,9 +38,14 @@ FOUND_IN_LINES = {
 
 
 @pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("log")
-    return run_forked(2, [*FLAGS, "--save", str(folder / "run")], folder / "screen")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log")
+
+
+@pytest.fixture(scope="module")
+def log(folder: Path) -> str:
+    places = ["--save", str(folder / "run"), "--tensorboard-dir", str(folder / "board")]
+    return run_forked(2, [*FLAGS, *places], folder / "screen")
 
 
 @pytest.mark.parametrize("pattern", FOUND_IN_LINES)
@@ -56,3 +62,16 @@ def test_fields_split_at_bars(log: str) -> None:
     losses = [float(each[" lm loss"]) for each in fields]
     assert losses == [float(text) for text in re.findall(f"lm loss: {NUMBER}", log)] and losses[-1] < losses[0]
     assert [float(each[" consumed samples"]) for each in fields] == [4, 8, 12, 16, 20]
+
+
+def test_tensorboard_has_the_records_under_the_tags_of_megatron(log: str, folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "board"))
+    events.Reload()
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
+    found = {event.step: event.value for event in events.Scalars("lm loss")}
+    assert found == pytest.approx(dict(zip(range(1, 6), losses, strict=True)), rel=1e-6)
+    wanted = {"lm loss validation", "learning-rate", "grad-norm vs samples", "num-zeros", "params-norm", "throughput"}
+    assert wanted <= set(events.Tags()["scalars"])
