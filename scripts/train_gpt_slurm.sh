@@ -128,7 +128,7 @@ requeue() {
     end 75 "SLURM does not take it back; the same sbatch goes on from iteration $latest"
 }
 
-# shellcheck disable=SC2317  # called by trap
+# shellcheck disable=SC2317,SC2329  # called by trap
 ask_ranks() {
     if [[ -n "${step:-}" ]]; then
         say "got a signal, passes it on to the ranks"

@@ -195,6 +195,12 @@ def random_batch(config: TransformerConfig, samples: int = 3, seed: int = 0, **m
     return batch.with_future(config.mtp_depths)
 
 
+def token_losses(model: GPTModel, batch: Batch) -> torch.Tensor:
+    """Loss of each token [b, s], by the last stage."""
+    assert model.loss is not None and model.output_layer is not None
+    return model.loss(model.output_layer(model.hidden_states(None, batch)), batch.labels.t()).t()
+
+
 def logits_in_parts(model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Any]:
     """Logits of texts tokens [b, s] that are read in parts, each behind a cache of the parts before, and the cache.
     Skips the test where generation is deleted."""

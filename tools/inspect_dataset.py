@@ -30,8 +30,8 @@ from megatron.core.datasets.build import build_datasets, parse_blend, split_shar
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
 from megatron.core.datasets.indices import parse_split
+from megatron.core.fsync import whole_file
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.training.config.output_files import whole_file
 
 from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, dataset_at, run_tool
 

@@ -19,7 +19,8 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.training.config.output_files import whole_file, why_not_written
+from megatron.core.fsync import whole_file
+from megatron.training.config.output_files import why_not_written
 
 from .common import run_tool
 from .pictures import report_sections as sections

@@ -22,9 +22,9 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.core.fsync import whole_file
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import TextFile, find_inputs
-from megatron.training.config.output_files import whole_file
 
 from .common import refuse_output, run_tool
 

@@ -54,6 +54,18 @@ class Pending:
         return self.result
 
 
+class PassPair:
+    """Two passes of different micro-batches on one rank: one follows the other. Those of `PASS_PAIRS` take turns."""
+
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Runs both."""
+        first()
+        second()
+
+    def hand_over(self) -> None:
+        """Called by a pass between start and `wait()` of a collective: the other one may compute meanwhile."""
+
+
 Start = Callable[[Tensor, Axis], Pending]
 
 
@@ -246,11 +258,6 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     return _pair(x, axis, _all_reduce, _identity)
 
 
-def scatter_to(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Replicated -> this rank's part along `dim`. The backward all-gathers: the parts' gradients make up the whole."""
-    return _pair(x, axis, _slice, all_gather, dim)
-
-
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     """This rank's part along `dim` -> replicated. The backward slices the gradient, which all ranks have whole."""
     return _pair(x, axis, all_gather, _slice, dim)
@@ -259,11 +266,6 @@ def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 def all_gather_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Sequence-parallel activation enters sharded computation: forward all-gather, backward reduce-scatter."""
     return _pair(x, axis, all_gather, reduce_scatter, dim)
-
-
-def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Partial sums leave for a sequence-parallel activation: forward reduce-scatter, backward all-gather."""
-    return _pair(x, axis, reduce_scatter, all_gather, dim)
 
 
 def swap_blocks(x: Tensor, axis: Axis) -> Tensor:

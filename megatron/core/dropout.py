@@ -6,7 +6,7 @@ synchronize between ranks, or to rewind for activation recomputation.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +16,6 @@ from megatron.core.compiled_regions import region
 
 HASH_CHUNK = 2**22
 """Elements hashed at a time. Bounds temporary memory, and keeps it in a GPU's cache."""
-
-
-class DropoutMask(NamedTuple):
-    """A mask of hidden states [s, b, h] with probability p, as a compiled kernel that applies it makes it."""
-
-    p: float
-    row_bits: Tensor
-    """[s * b] int32"""
-    column_bits: Tensor
-    """[h] int32"""
-
-    def applied(self, x: Tensor) -> Tensor:
-        """Within a region: x [s, b, h], zeros where it is dropped, else times 1 / (1 - p)."""
-        return _drop_at_once(x, *self)
 
 
 def dropout(
@@ -43,20 +29,15 @@ def dropout(
     """
     if p == 0.0:
         return x
-    rows, columns = _rows_and_columns(x, key, sample_index, seq_offset)
     if compiled:
-        return _CompiledDropout.apply(x, p, *_row_and_column_bits(rows, columns))
-    return _drop(x, p, rows, columns)
+        return _CompiledDropout.apply(x, p, *mask_bits(x, key, sample_index, seq_offset))
+    return _drop(x, p, *_rows_and_columns(x, key, sample_index, seq_offset))
 
 
-def dropout_mask(x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:
-    """The mask by which `dropout` of these arguments drops parts of x, for a region that does more than that."""
-    return DropoutMask(p, *_row_and_column_bits(*_rows_and_columns(x, key, sample_index, seq_offset)))
-
-
-def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
-    """x + dropout of `update` by a mask, in one kernel; x + update without a mask."""
-    return x + update if mask is None else _AddDropped.apply(x, update, mask)
+def mask_bits(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+    """Int32 bits of the rows [s * b] and columns [h], by which `drop_at_once` has the mask of `dropout` of x [s, b, h].
+    The sum of a pair is the input of `_mix_`."""
+    return _row_and_column_bits(*_rows_and_columns(x, key, sample_index, seq_offset))
 
 
 def _rows_and_columns(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -100,40 +81,21 @@ def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 class _CompiledDropout(torch.autograd.Function):
-    """`_drop_at_once`, which keeps the bits of rows and columns only and makes the mask again in the backward."""
+    """`drop_at_once`, which keeps the bits of rows and columns only and makes the mask again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
         ctx.save_for_backward(row_bits, column_bits)
         ctx.p = p
-        return region(_drop_at_once, True)(x, p, row_bits, column_bits)
+        return region(drop_at_once, True)(x, p, row_bits, column_bits)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return region(_drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None, None, None
+        return region(drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None, None, None
 
 
-class _AddDropped(torch.autograd.Function):
-    """x + update with dropout of the update."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, update: Tensor, mask: DropoutMask) -> Tensor:
-        ctx.save_for_backward(*mask[1:])
-        ctx.p = mask.p
-        return region(_added_dropped, True)(x, update, *mask)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, region(_drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None
-
-
-def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
-    return x + _drop_at_once(update, p, row_bits, column_bits)
-
-
-def _drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
+def drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
     """`_drop` for compilation: the compiled kernel stores no part of the hash in memory."""
     mixed = _mix_(row_bits[:, None] + column_bits)
     return x.masked_fill((mixed < threshold(p)).view(x.shape), 0.0).mul(1.0 / (1.0 - p))

@@ -35,13 +35,12 @@ ACTIVATIONS: Registry[Any, ActivationFacts] = Registry("--activation-func", Acti
 """`Activation(name, config, ctx)`: a function or module between the two linear layers of MLPs and experts. It sees a
 part of the width, so its parameters have `partial_over=("tp",)`."""
 
-ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
-ACTIVATIONS.register("gelu_tanh", "megatron.core.transformer.activations:build_gelu_tanh")
-ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
-ACTIVATIONS.register("xielu", "megatron.core.transformer.activations:XIELU")
+_ACTIVATIONS = "megatron.core.transformer.activations"
+for _plain in ("gelu", "gelu_tanh", "squared_relu"):
+    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain")
+ACTIVATIONS.register("xielu", f"{_ACTIVATIONS}:XIELU")
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
-    _function = f"megatron.core.transformer.activations:build_{_gated}"
-    ACTIVATIONS.register(_gated, _function, gated=True, bounded=True)
+    ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
 
 
 class HeadWidths(NamedTuple):
@@ -319,6 +318,23 @@ def linear_format(config: Any) -> str | None:
     return next((name for name in LINEAR_FORMATS if LINEAR_FORMATS.facts(name).when(config)), None)
 
 
+@dataclass(frozen=True)
+class ShardingFacts:
+    gradients: bool = False
+    """ZeRO-2: whether a rank keeps the gradients of its shards alone."""
+
+    parameters: bool = False
+    """ZeRO-3: whether a rank keeps the parameters of its shards alone."""
+
+
+SHARDING_STRATEGIES: Registry[Any, ShardingFacts] = Registry(
+    "--data-parallel-sharding-strategy", ShardingFacts, "modules, params, buckets, shards_params, queue, casts"
+)
+"""A `megatron.core.distributed.param_and_grad_buffer.WholeUnits`: what a strategy does around the passes of layers."""
+
+SHARDING_STRATEGIES.register("no_shard", "megatron.core.distributed.param_and_grad_buffer:WholeUnits")
+SHARDING_STRATEGIES.register("optim", "megatron.core.distributed.param_and_grad_buffer:WholeUnits")
+
 PARAM_GATHERS: Registry[Any, WhenFacts] = Registry("gather of parameters", WhenFacts, "ddp")
 """`build(ddp)`: casts weights of linear layers before a `DistributedDataParallel` gathers them; None if it has none
 to cast. Its `cast_()` is called before the gathers. `when` is of the ModelParallelConfig; linear layers then have
@@ -380,8 +396,8 @@ class ScheduleFacts:
     """Whether it has I and W, the gradients of inputs and of weights, in place of B."""
 
     in_turns: bool = False
-    """Whether it takes `in_turns=True`, for --overlap-moe-expert-parallel-comm: FB before each F and B, or I, that run
-    in turns (`schedules.runs_in_turns`)."""
+    """Whether it takes `in_turns=True`, for `PASS_PAIRS`: FB before each F and B, or I, that run in turns
+    (`schedules.runs_in_turns`)."""
 
     def form(self) -> str:
         """The arguments of a schedule."""
@@ -417,6 +433,11 @@ MICROBATCH_RUNNERS: Registry[Any, RunnerFacts] = Registry("runner", RunnerFacts,
 built. `build(config, run, device, casts)` builds an object whose `train(batches, seed)` returns the losses; `run(batch,
 seed)` is the forward and backward of one micro-batch, and `config` the ModelParallelConfig."""
 
+PASS_PAIRS: Registry[Any, WhenFacts] = Registry("pair of passes", WhenFacts, "config", ("run", "hand_over"))
+"""`build(config)`: a `megatron.core.collectives.PassPair`, by which a forward and a backward pass share a rank; none of
+the trunk's. The lists of schedules then mark such pairs (`ScheduleFacts.in_turns`). `when` and `config` are of the
+ModelParallelConfig."""
+
 DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
 wanted of each (None: one epoch); see `megatron.core.datasets.streaming.GeneratorDataset`."""
@@ -439,16 +460,9 @@ makes a dataset of the files, unless it is there, and returns its prefix; `Reade
 them. Both raise ValueError. `prepare()` is due first in each process that it starts."""
 
 
-@dataclass(frozen=True)
-class DatasetWrapperFacts:
-    when: Callable[[Any], bool]
-    """DatasetConfig -> whether the data sets of a run are wrapped."""
-
-
-DATASET_WRAPPERS: Registry[Any, DatasetWrapperFacts] = Registry(
-    "data set wrapper", DatasetWrapperFacts, "dataset, config, tokenizer, seed"
-)
-"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one."""
+DATASET_WRAPPERS: Registry[Any, WhenFacts] = Registry("data set wrapper", WhenFacts, "dataset, config, tokenizer, seed")
+"""`Wrapper(dataset, config, tokenizer, seed)`: a data set that changes the samples of another one; `when` is of the
+DatasetConfig."""
 
 
 @dataclass(frozen=True)
@@ -489,15 +503,9 @@ MODEL_LOADERS: Registry[Any, NoFacts] = Registry("--load", NoFacts, attributes=(
 """The same kinds of path -> a `megatron.training.checkpointing.ModelLoader`."""
 
 
-@dataclass(frozen=True)
-class ExporterFacts:
-    when: Callable[[Any], bool]
-    """Whether a run of this configuration has a use for it."""
-
-
-EXPORTERS: Registry[Any, ExporterFacts] = Registry("exporter", ExporterFacts, "config, held")
+EXPORTERS: Registry[Any, WhenFacts] = Registry("exporter", WhenFacts, "config, held")
 """`Exporter(config, held)`: what is done with complete checkpoints while training continues; see
-`megatron.training.saving.Exporter`."""
+`megatron.training.saving.Exporter`. `when` is of the RunConfig."""
 
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
@@ -521,6 +529,15 @@ CALLBACKS: Registry[Any, CallbackFacts] = Registry("callback", CallbackFacts, "c
 
 METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts, "config")
 """`Metric(config)`: see `megatron.training.hooks.Metric`."""
+
+SINKS: Registry[Any, WhenFacts] = Registry("sink", WhenFacts, "config, iteration", attributes=("write", "close"))
+"""`Sink(config, iteration)`: where records are written beside `metrics.jsonl`, opened on the first rank of a run that
+starts after `iteration`; see `megatron.training.metrics.sinks.Sink`. `config` is the whole RunConfig."""
+
+LOG_FORMATS: Registry[Any, NoFacts] = Registry("--log-format", NoFacts, "config, train_iters")
+"""`Lines(config, train_iters)`: a `megatron.training.metrics.console.LogLines`, the console's lines of a run."""
+
+LOG_FORMATS.register("default", "megatron.training.metrics.console:LogLines")
 
 STEP_SEARCHES: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
 """`search(run, verdict)`: a `megatron.training.hooks.Finding` about a step whose loss or gradient was not finite, or

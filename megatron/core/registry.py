@@ -41,12 +41,6 @@ def imported(where: Any) -> Any:
     return getattr(import_module(module), attribute)
 
 
-@dataclass(frozen=True)
-class _Substitute:
-    part: str
-    when: Callable[..., bool]
-
-
 class Registry(Collection[str], Generic[P, F]):
     """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
 
@@ -64,7 +58,7 @@ class Registry(Collection[str], Generic[P, F]):
     ) -> None:
         self.flag, self._make_facts, self._form, self._attributes = flag, facts, form, attributes
         self._entries: dict[str, _Entry[F]] = {}
-        self._substitutes: dict[str, list[_Substitute]] = {}
+        self._substitutes: dict[str, list[tuple[str, Callable[..., bool]]]] = {}
 
     @overload
     def register(self, name: str, part: None = None, **facts: Any) -> Callable[[Given], Given]: ...
@@ -103,13 +97,13 @@ class Registry(Collection[str], Generic[P, F]):
     def substitute(self, name: str, part: str, when: Callable[..., bool]) -> None:
         """Makes `build` call `part`, "module:attribute", in place of the part `name` where `when` of the arguments is
         true: the same function of the same parameters, computed in another way. Configurations keep `name`."""
-        self._substitutes.setdefault(name, []).append(_Substitute(part, when))
+        self._substitutes.setdefault(name, []).append((part, when))
 
     def build(self, name: str, *args: Any) -> Any:
         """Calls the part, or the first of its substitutes that these arguments suit."""
-        for substitute in self._substitutes.get(name, ()):
-            if substitute.when(*args):
-                return imported(substitute.part)(*args)
+        for part, when in self._substitutes.get(name, ()):
+            if when(*args):
+                return imported(part)(*args)
         return self[name](*args)  # type: ignore[operator]
 
     def __contains__(self, name: object) -> bool:

@@ -40,9 +40,13 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("conversion", "conversion of checkpoints between formats"),
     BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
     BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
-    BuiltIn("megatron_flags", "what becomes of Megatron's flags that have no field here"),
+    BuiltIn("logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
+    BuiltIn(
+        "megatron_flags", "lists of data as Megatron names them, and what becomes of its flags without a field here"
+    ),
     BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
+    BuiltIn("unit_sharding", "ZeRO-2 and ZeRO-3: gradients and parameters sharded over data-parallel ranks"),
     BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
     BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
@@ -53,7 +57,10 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("inference", "text_data"),
     ),
     BuiltIn("inference", "Generation of text from checkpoints, and its server."),
-    BuiltIn("resilience", "Runs on several hosts of which some may be lost: heartbeats, elastic restarts."),
+    BuiltIn(
+        "resilience",
+        "Runs on several hosts, some of which may be lost: heartbeats, elastic restarts, a lease on --save.",
+    ),
     BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)),
     BuiltIn("fp8", "Products of linear layers in 8-bit floating point."),
     BuiltIn("overlap", "Overlap of the collectives within layers with computation."),

@@ -17,7 +17,7 @@ from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import FLOOR
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
-from megatron.training.metrics.loss_tallies import MultiTokenLosses
+from megatron.training.metrics.meters import MultiTokenLosses
 from megatron.training.progress import Step
 from megatron.training.run import TrainingRun
 

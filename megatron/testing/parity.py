@@ -213,7 +213,7 @@ def in_fp64(config: RunConfig) -> RunConfig:
     for_gpus = ("compile", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
     plain = {name: getattr(parallel, name) for name in for_gpus}
     return replace(
-        config.without("cuda_graph_impl").without("fp8_format"),
+        config.without("cuda_graph_impl").without("fp8_format").without("sample_log"),
         parallel=replace(config.parallel, **plain | {"fp64": True, "cpu": True}),
         ddp=replace(config.ddp, grad_reduce_in_bf16=False),
         data=replace(config.data, num_workers=0),

@@ -9,7 +9,7 @@ resumes exactly under the seed it was saved with, at any layout.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
@@ -43,19 +42,9 @@ from megatron.core.param_meta import HISTORY
 from megatron.core.parts import MODEL_LOADERS
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.tokenizers.kept_files import found_tokenizer
-from megatron.training.config.flags import (
-    EXTENSION_SECTIONS,
-    all_flags,
-    config_of_sections,
-    flags_of,
-    named_value,
-    value_of,
-    values_by_section,
-)
+from megatron.training.config.flags import config_of_sections, named_value, values_by_section
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import changed_lengths, of_earlier_versions, resumed_fields
+from megatron.training.config.saved_flags import changed_fields, changed_lengths, free_choices, of_earlier_versions
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.hooks import Callback
 from megatron.training.plan import RunPlan
@@ -246,20 +235,6 @@ def build_saver(options: CheckpointConfig, world: Axis, progress: Progress) -> C
     return saver
 
 
-def load_model_for_inference(
-    path: Path | str, device: torch.device | str = "cpu", tokenizer_config: TokenizerConfig | None = None
-) -> tuple[GPTModel, Tokenizer, RunConfig]:
-    """The whole model of a checkpoint, saved at any layout, in one process, with its tokenizer and configuration.
-
-    `path` is a checkpoint, or a folder of which the latest is meant. `tokenizer_config` replaces the one the run
-    had, whose copy beside the checkpoints is taken if its files are gone. Raises ValueError if there is no readable
-    checkpoint.
-    """
-    model, config = load_whole_model(path, device)
-    tokenizer = tokenizer_config or found_tokenizer(config.tokenizer, Path(path))
-    return model, build_tokenizer(tokenizer, config.model.vocab_size), config
-
-
 def load_whole_model(
     path: Path | str, device: torch.device | str = "cpu", number_format: str | None = None
 ) -> tuple[GPTModel, RunConfig]:
@@ -365,7 +340,7 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
     where both fingerprints are known."""
     options, saved, problems = config.checkpoint, saved_config(checkpoint), []
     if not options.finetune:
-        ignored = _free_choices(saved) if converted(checkpoint) else frozenset[str]()
+        ignored = free_choices(saved) if converted(checkpoint) else frozenset[str]()
         if changed := changed_fields(saved, config, checkpoint.payload["config"], ignored):
             problems.append(
                 "the run computes something else: " + ", ".join(changed) + "; give the checkpoint's values, "
@@ -400,17 +375,6 @@ def converted(checkpoint: Checkpoint) -> bool:
     return checkpoint.payload.get("converted") is True
 
 
-def _free_choices(saved: RunConfig) -> frozenset[str]:
-    """Fields of the model that a run may choose when it starts from converted weights: those that change no output."""
-    learned = saved.model.position_embedding_type == "learned_absolute"
-    free = frozenset(resumed_fields()["training_only"]) - WITH_PARAMETERS
-    return free if learned else free | {"max_position_embeddings"}
-
-
-WITH_PARAMETERS = {"make_vocab_size_divisible_by", "pad_vocab_size_to", "mtp_num_layers"}
-"""Fields of training_only that change the parameters."""
-
-
 def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str | None:
     before, consumed = checkpoint.payload.get("data_fingerprint"), checkpoint.payload.get("consumed_samples")
     if override or not consumed or None in (before, now) or before == now:
@@ -421,29 +385,6 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
         "seed, sequence length and length of the run, or --override-data-fingerprint to go on with the new data from "
         f"its sample {consumed}"
     )
-
-
-def changed_fields(
-    saved: RunConfig, run: RunConfig, sections: Collection[str], ignored: Collection[str] = ()
-) -> list[str]:
-    """Every flag of the model, or of an extension in the checkpoint's `sections`, that changes a result and in which
-    two runs differ, with both values: those that were given, or that follow from other fields. A field that was not
-    given and differs with others is left to them, and so are those `ignored`."""
-    changed = []
-    fixed = {title for title, section in EXTENSION_SECTIONS.items() if not section.may_change}
-    compared, rules = {flag.section for flag in flags_of("model")} | fixed.intersection(sections), resumed_fields()
-    for flag in all_flags():
-        if flag.section not in compared or flag.field in (*rules["without_effect"], *rules["scheduled"], *ignored):
-            continue
-        given = [value_of(config, flag) for config in (saved, run)]
-        if given[0] == given[1]:
-            continue
-        effective = flag.spec.effective or rules["effective"].get(flag.field)
-        values = [getattr(config.model, effective) for config in (saved, run)] if effective else given
-        if values[0] != values[1]:
-            before, now = (value if one is None else one for one, value in zip(given, values, strict=True))
-            changed.append(f"{flag.name} {before} in the checkpoint, {now} in the run")
-    return changed
 
 
 LATENT_BIASES = ("fc1_latent_proj.bias", "fc2_latent_proj.bias")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.blended import Renumbered, WholeBatches
-from megatron.core.datasets.build import Datasets, Demands, build_datasets, parse_blend, source_lines, split_share
+from megatron.core.datasets.build import Datasets, Demands, build_datasets, source_lines, split_share
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.dist_checkpointing.path_kind import reader_of
-from megatron.core.dist_checkpointing.shared_folder import ranks_without
-from megatron.core.dist_checkpointing.storage import on_first_rank
+from megatron.core.dist_checkpointing.storage import on_first_rank, ranks_without
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS, LOSSES
 from megatron.core.tokenizers import build_tokenizer
@@ -26,8 +24,7 @@ from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.initialize import Runtime
-from megatron.training.metrics.epochs import Epochs
-from megatron.training.metrics.sample_log import SampleLog
+from megatron.training.metrics.data_sources import Epochs, SourceNames
 from megatron.training.plan import Phase, RunPlan
 from megatron.training.progress import Step
 
@@ -56,25 +53,33 @@ class TrainingData:
     """(first sample, fingerprint) of the training data of each phase."""
 
     epochs: Epochs
-    logged_sources: list[str]
-    """Names of all sources under --log-source-loss."""
+    sources: list[str]
+    """Names of all data sets."""
 
     valid: dict[str, DataIterator] = field(default_factory=dict)
     test: DataIterator | None = None
     """None if there is none, or nothing is evaluated."""
 
-    sample_log: SampleLog | None = None
-    """None without --sample-log."""
+    watchers: list[Callable[[Step, Sequence[MicroBatch]], None]] = field(default_factory=list)
+    """Called with this rank's micro-batches of each training step, before context parallelism cuts them."""
 
     def __post_init__(self) -> None:
         self.enter(self.plan.phases[0])
 
-    def read_batches(self, step: Step, log: bool = False) -> list[Batch]:
-        """This rank's micro-batches of a training step, on its device. Collective with `log`, for --sample-log."""
+    def read_batches(self, step: Step, watched: bool = False) -> list[Batch]:
+        """This rank's micro-batches of a training step, on its device. Collective if the watchers are told."""
         taken = self.train.next_step(step.first_sample, step.samples)
-        if log and self.sample_log is not None:
-            self.sample_log.write(step.iteration, taken)
+        for watch in self.watchers if watched else ():
+            watch(step, taken)
         return put_on_device(taken, self.model, self.runtime)
+
+    def add_source_ids(self) -> None:
+        """Makes all micro-batches from now on say which data set each sample is of."""
+        for each in self._iterators():
+            each.with_sources = True
+
+    def _iterators(self) -> list[DataIterator]:
+        return [each for each in (self.train, *self.valid.values(), self.test) if each is not None]
 
     def fingerprint_at(self, consumed_samples: int) -> str:
         """Equal if the first `consumed_samples` samples are the same."""
@@ -84,20 +89,20 @@ class TrainingData:
     def enter(self, phase: Phase) -> None:
         """Evaluates on the data of a phase from now on, and makes batches for its model."""
         self.model, number = phase.config.model, self.plan.phases.index(phase)
-        for each in (*self.valid.values(), self.test):
-            if each is not None:
-                each.close()
+        for each in self._iterators()[1:]:
+            each.close()
         self.valid, self.test = {}, None
         if phase.config.training.eval_iters:
             made = partial(iterator, config=phase.config, runtime=self.runtime)
             sets, test = self.splits[number].valid, self.splits[number].test
             self.valid = {name: made(each, name=f"validation {name}".strip()) for name, each in sets.items()}
             self.test = None if test is None else made(test, name="test")
+        if self.train.with_sources:
+            self.add_source_ids()
 
     def close(self) -> None:
-        for each in (self.train, *self.valid.values(), self.test, self.sample_log):
-            if each is not None:
-                each.close()
+        for each in self._iterators():
+            each.close()
 
 
 def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -> DataIterator:
@@ -109,7 +114,6 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
         num_workers=config.data.num_workers,
         name=name,
         pin_memory=runtime.device.type == "cuda",
-        with_sources=config.logging.log_source_loss,
     )
 
 
@@ -141,7 +145,7 @@ def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
         splits,
         [(phase.first_sample, each.train.fingerprint) for phase, each in zip(plan.phases, splits, strict=True)],
         Epochs(plan, dataset, *sources.sized()),
-        sources.names if plan.base.logging.log_source_loss else [],
+        sources.names,
     )
     return made, plan
 
@@ -152,7 +156,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
     # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
     once = training.eval_iters * training.eval_batch_size
     for_valid = None if training.full_validation else (plan.iterations // training.eval_interval + 1) * once
-    order.planned, order.anew, order.present = phase.planned, phase.starts_anew, []
+    order.planned, order.take_up, order.present = phase.planned, phase.take_up, []
     # What is no indexed dataset has every sample of the run under its number.
     size = phase.samples if config.data.dataset == "gpt" else plan.samples
     made = _build(config, (size, for_valid, once), demands)
@@ -190,37 +194,6 @@ def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
             f"the training data is not the same on all hosts: {different} found other data than rank 0 under the same "
             "paths; copy one version to all, with its index files, or read it from a file system that they share"
         )
-
-
-class SourceNames:
-    """Numbers and names of the data sets of a run: a path is one source, in whichever phase and split."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        self.names: list[str] = []
-        self.tokens: dict[int, int] = {}
-        """Tokens of an epoch of those that are trained on."""
-
-    def numbers(self, config: DatasetConfig, split: str) -> list[int]:
-        """Number of each source of a split's blend, in its order."""
-        values = getattr(config, f"{split}_data_path") if config.per_split else config.data_path
-        paths = parse_blend("--data-path", values).prefixes if values and config.dataset == "gpt" else [config.dataset]
-        return [self._number(path) for path in paths]
-
-    def sized(self) -> tuple[list[str], list[int]]:
-        """(names, tokens of an epoch) of all sources; nothing where there are no epochs. Sources that are not trained
-        on have one token."""
-        if not self.tokens:
-            return [], []
-        return self.names, [self.tokens.get(number, 1) or 1 for number in range(len(self.names))]
-
-    def _number(self, path: str) -> int:
-        if path not in self.paths:
-            name = re.sub(r"[^\w.-]+", "-", Path(path.rstrip("/")).name)
-            others = sum(each == name or each.startswith(f"{name}-") for each in self.names)
-            self.paths.append(path)
-            self.names.append(f"{name}-{others + 1}" if others else name)
-        return self.paths.index(path)
 
 
 def _with_length(plan: RunPlan) -> RunPlan:

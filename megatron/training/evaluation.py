@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -13,7 +12,7 @@ from megatron.core.datasets.samplers import DataIterator
 from megatron.training.data import put_on_device
 from megatron.training.forward_backward import count_tokens, loss_and_tokens
 from megatron.training.hooks import Log
-from megatron.training.metrics import megatron_format
+from megatron.training.metrics.console import perplexity
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 
@@ -44,24 +43,13 @@ def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log
     for name in sorted(means):
         key = f"{split}_{name}" if name else split
         record |= {f"{key}_loss": means[name], f"{key}_perplexity": perplexity(means[name])}
-        if run.config.logging.log_format == "megatron":
-            last = iteration == run.train_iters or training.skip_train
-            due = iteration % training.eval_interval == 0 and not training.skip_train
-            for named in [*([""] if due else []), *(["valid"] if last else [])] if split == "valid" else [split]:
-                runtime.say(megatron_format.evaluation_lines(named, iteration, means[name], name))
-        else:
-            shown = f"{split} {name}".strip()
-            line = f" {shown} after iteration {iteration} | loss: {means[name]:.6E}"
-            runtime.say(f"{line} | perplexity: {perplexity(means[name]):.6E}")
+        for line in run.lines.evaluation(iteration, split, name, means[name]):
+            runtime.say(line)
     record |= of_meters
     run.measured[f"{split}_loss"] = means[""]
     log.write(record)
     for callback in run.callbacks:
         callback.on_evaluation(run, split, record)
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 @torch.no_grad()

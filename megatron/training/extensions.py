@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.training.config.flags import Resolve, Rules, add_section
+from megatron.training.config.flags import ExtensionSection, Resolve, Rules, add_section
 from megatron.training.config.problem import Problem
 
 __all__ = ["ExtensionError", "Problem", "extension_flags", "load_extensions"]
@@ -37,6 +37,7 @@ def extension_flags(
     may_change: bool = False,
     rules: Rules | str | None = None,
     resolve: Resolve | str | None = None,
+    reads: Resolve | str | None = None,
     part_of: str | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Decorator of a frozen dataclass whose fields become flags, each with the string below it for help.
@@ -44,14 +45,15 @@ def extension_flags(
     Parts read the values by `config.options(Cls)`. A method `validate(config, world_size)` may yield a `Problem` for
     each value that is wrong; `config` is the whole `RunConfig`. So may `rules(config, world_size)`, a function or its
     "module:function", which is imported and called only if one of the flags is given. `resolve(config)`, likewise,
-    returns the configuration with values of other flags that follow from these.
+    returns the configuration with values of other flags that follow from these; `reads(config)`, with those that are in
+    files which they name, or raises a ValueError that names the flag.
     A run must have the values of the checkpoint that it loads; `may_change=True` leaves it free to have others, as
     for a callback, a metric or a learning rate. Flags that are `part_of="model"` say what a model is: they are taken
     from a checkpoint, and converted, as the model's own are.
     """
 
     def add(cls: type[T]) -> type[T]:
-        add_section(title, cls, may_change, rules, resolve, part_of)
+        add_section(title, ExtensionSection(cls, may_change, rules, resolve, reads, part_of))
         return cls
 
     return add

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.cpu_half import has_products_of, multiply_in_fp32
-from megatron.core.dist_checkpointing.shared_folder import ranks_without
+from megatron.core.dist_checkpointing.storage import ranks_without
 from megatron.core.parallel_state import Axis, ParallelState, build_groups
 from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
@@ -30,7 +30,6 @@ from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet
-from megatron.training.reliability.stop_requests import StopConditions
 from megatron.training.reliability.watchdog import Watchdog
 
 _C_LIBRARY = ctypes.CDLL(None)
@@ -135,7 +134,7 @@ def set_determinism(config: RunConfig) -> None:
 def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     """Connects this rank to the store of all ranks, before anything that can fail or hang, and starts the watchdog.
 
-    Raises ValueError if the environment is wrong or a folder cannot be written, LeaseError if another run saves to it.
+    Raises ValueError if the environment is wrong or a folder cannot be written, and what a `Watch` raises as it starts.
     """
     launch, training = watchdog.launch, config.training
     launch.export(os.environ)
@@ -145,11 +144,8 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
     watchdog.connect(board)
     watchdog.watch(config)
-    if launch.rank == 0:
-        if problems := list(unwritable(config)):
-            raise ValueError("\n".join(map(str, problems)))
-        if config.checkpoint.save:
-            watchdog.hold(Path(config.checkpoint.save))
+    if launch.rank == 0 and (problems := list(unwritable(config))):
+        raise ValueError("\n".join(map(str, problems)))
     deadlines = {}
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")
@@ -161,11 +157,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
         if not end.isdigit():
             raise ValueError(f"SLURM_JOB_END_TIME={end}: must be in seconds since 1970, as SLURM sets it; or unset it")
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
-    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    kill_switch = Path(training.kill_switch_path) if training.kill_switch_path else None
-    trigger = Path(training.trigger_path) if training.trigger_path else None
-    conditions = StopConditions(deadlines, [each for each in (folder, trigger) if each is not None], kill_switch)
-    watchdog.start(training.exit_signal_handler, conditions)
+    watchdog.start(training.exit_signal_handler, deadlines)
 
 
 def keep_memory(device: torch.device) -> None:

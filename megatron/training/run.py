@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
-from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.data import TrainingData
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Callback, Meter, RunView, Task
 from megatron.training.initialize import Runtime
+from megatron.training.metrics.console import LogLines
 from megatron.training.plan import RunPlan
 from megatron.training.progress import Interval, StepTimers
 from megatron.training.saving import RunSaver
+from megatron.training.step_guard import StepGuard
 
 
 @dataclass(kw_only=True)
@@ -35,6 +36,7 @@ class TrainingRun(RunView):
     batch_sizes: BatchSizes
     train_iters: int
     saver: RunSaver
+    lines: LogLines
     guard: StepGuard
     timers: StepTimers
     callbacks: Sequence[Callback]

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import EXPORTERS
 from megatron.training.checkpointing import Checkpointer, build_saver
 from megatron.training.initialize import Runtime
-from megatron.training.metrics import megatron_format
+from megatron.training.metrics.console import LogLines
 from megatron.training.progress import Progress
 from megatron.training.reliability.run_status import record_event
 
@@ -39,12 +39,11 @@ class Exporter(Protocol):
 class RunSaver:
     """Saves checkpoints of a run and reports on them. Without --save it does nothing. Collective."""
 
-    def __init__(self, checkpointer: Checkpointer, runtime: Runtime, progress: Progress) -> None:
+    def __init__(self, checkpointer: Checkpointer, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
         self.options = checkpointer.config.checkpoint
         self.writer = build_saver(self.options, runtime.state.world, progress)
         """None without --save."""
-        self.checkpointer, self._runtime, self._progress = checkpointer, runtime, progress
-        self._as_megatron = checkpointer.config.logging.log_format == "megatron"
+        self.checkpointer, self._runtime, self._progress, self._lines = checkpointer, runtime, progress, lines
         self.last = progress.iteration or None
         """The iteration that was saved last, or loaded."""
 
@@ -78,9 +77,7 @@ class RunSaver:
             self.report()
         self.writer.save(iteration, *self.checkpointer.contents(self._progress, metrics))
         if self.writer.background:
-            stalled = time.perf_counter() - start
-            line = f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
-            self._runtime.say(megatron_format.save_line(iteration, self.options.save) if self._as_megatron else line)
+            self._runtime.say(self._lines.saving(iteration, stalled=time.perf_counter() - start))
         self.report()
 
     def report(self, last: bool = False) -> None:
@@ -90,9 +87,7 @@ class RunSaver:
         """
         for report in self.writer.reports() if self.writer is not None else []:
             if report.error is None:
-                folder, seconds = self.options.save, report.seconds
-                line = f" saved checkpoint at iteration {report.iteration} to {folder} in {seconds:.2f} s"
-                self._runtime.say(megatron_format.saved_line(report.iteration, folder) if self._as_megatron else line)
+                self._runtime.say(self._lines.saved(report.iteration, report.seconds))
                 self._record(report)
                 self._export(report.iteration)
                 continue

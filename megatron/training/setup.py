@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from megatron.core.batch_overlap import BatchOverlap
+from megatron.core.collectives import PassPair
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dist_checkpointing.shared_folder import check_shared
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
-from megatron.core.parts import OPTIMIZERS
+from megatron.core.parts import LOG_FORMATS, OPTIMIZERS, PASS_PAIRS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
 from megatron.training.checkpointing import Checkpointer, load_start
-from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime, choose_products
 from megatron.training.metrics.expert_load import ExpertLoad
-from megatron.training.metrics.loss_tallies import MultiTokenLosses, SourceLosses
-from megatron.training.metrics.meters import UserMetrics
-from megatron.training.metrics.model_sums import ModelSums
-from megatron.training.metrics.sample_log import SampleLog
-from megatron.training.metrics.summary import PeakMemory
+from megatron.training.metrics.meters import MultiTokenLosses, PeakMemory, UserMetrics
 from megatron.training.plan import plan_of, read_history
 from megatron.training.progress import StepTimers
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
+from megatron.training.step_guard import StepGuard
 
 
 def build_stages(
@@ -45,7 +39,7 @@ def build_stages(
     runtime: Runtime,
     queue: WeightGradQueue,
     casts: WeightCasts,
-    overlap: BatchOverlap,
+    pair: PassPair,
     parallel: ModelParallelConfig,
 ) -> dict[int, GPTModel]:
     """Builds this rank's pipeline stages, by `parallel` in place of `config.parallel`. Initial weights do not depend on
@@ -65,7 +59,7 @@ def build_stages(
             embedding=stages[0].embedding if 0 in stages else None,
             queue=queue,
             casts=casts,
-            overlap=overlap,
+            pair=pair,
             offload=offload,
             device=runtime.device,
             seed=config.training.seed,
@@ -95,7 +89,8 @@ def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
-    queue, casts, overlap = WeightGradQueue(), WeightCasts(), BatchOverlap()
+    queue, casts, named = WeightGradQueue(), WeightCasts(), config.parallel.pass_pair
+    pair = PassPair() if named is None else PASS_PAIRS[named](config.parallel)
     with phases("data"):
         plan = plan_of(config).continued(read_history(config.checkpoint))
         data, plan = build_data(plan, runtime)
@@ -110,7 +105,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         parallel = config.parallel
         for callback in parts.callbacks:
             parallel = callback.choose(plan.longest.config, parallel, runtime)
-        stages = build_stages(config, runtime, queue, casts, overlap, parallel)
+        stages = build_stages(config, runtime, queue, casts, pair, parallel)
         for line in freeze_parameters(stages.values(), config.optimizer, state.world):
             runtime.say(f" {line}")
         for callback in parts.callbacks:
@@ -137,22 +132,16 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         optimizer = DistributedOptimizer(config.optimizer, ddp, state, host_threads(runtime.device))
         scheduler = plan.schedule()
     with phases("checkpoint"):
-        if config.checkpoint.save and not config.training.skip_train:
-            check_shared(Path(config.checkpoint.save), "--save", state.world)
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
-        saver = RunSaver(checkpointer, runtime, progress)
-    if config.logging.sample_log:
-        path = Path(config.logging.sample_log)
-        data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)
-    pipeline = Pipeline(config, runtime, stages, queue, casts, overlap)
+        lines = LOG_FORMATS[config.logging.log_format](config, plan.iterations)
+        saver = RunSaver(checkpointer, runtime, progress, lines)
+    pipeline = Pipeline(config, runtime, stages, queue, casts, pair)
     timers = pipeline.executor.timed = StepTimers()
     pipeline.executor.validate = optimizer.validate
     meters: list[Meter] = [
         ExpertLoad(config.model, state, stages, runtime.device),
         MultiTokenLosses(config.model, state, stages, runtime.device),
-        SourceLosses(data.logged_sources, state, stages, runtime.device),
-        ModelSums(config.logging, optimizer, stages, state, runtime.device),
         UserMetrics(parts.metrics, runtime.device),
         PeakMemory(state.world, runtime.device),
     ]
@@ -171,6 +160,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         train_iters=plan.iterations,
         progress=progress,
         saver=saver,
+        lines=lines,
         guard=StepGuard(config.checks, runtime.device, progress),
         timers=timers,
         first_iteration=progress.iteration,

@@ -15,7 +15,6 @@ from megatron.training.config.run_config import TrainingConfig
 from megatron.training.evaluation import evaluate
 from megatron.training.hooks import Callback, Task
 from megatron.training.initialize import give_back_memory, limit_waits
-from megatron.training.metrics import megatron_format
 from megatron.training.metrics.banner import banner
 from megatron.training.metrics.run_log import RunLog
 from megatron.training.metrics.summary import summarize
@@ -120,9 +119,8 @@ def say_what_starts(run: TrainingRun) -> None:
     if runtime.is_main:
         run.say("\n".join(banner(run)))
     run.say(str(runtime.phases))
-    if run.config.logging.log_format == "megatron":
-        own = (parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
-        run.say(megatron_format.parameters_line(sum(own)))
+    for line in run.lines.start(run):
+        run.say(line)
 
 
 def why_untrained(run: TrainingRun) -> str:

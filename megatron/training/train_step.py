@@ -12,11 +12,11 @@ from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.core.parts import STEP_SEARCHES
 from megatron.core.pipeline_parallel.executor import StaleForwards
-from megatron.training.checks.step_guard import Verdict
 from megatron.training.forward_backward import Sums
 from megatron.training.hooks import StepFinding, StepView
 from megatron.training.progress import GRAD_SYNC, Step
 from megatron.training.run import TrainingRun
+from megatron.training.step_guard import Verdict
 
 
 def train_step(run: TrainingRun, before_update: Callable[[], None] | None = None) -> None:
@@ -37,7 +37,7 @@ def train_step(run: TrainingRun, before_update: Callable[[], None] | None = None
 
 def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | None) -> None:
     with run.timers("data"):
-        batches = run.data.read_batches(step, log=True)
+        batches = run.data.read_batches(step, watched=True)
     sums = _gradients(run, step, batches)
     if settle(run):
         sums = _gradients(run, step, batches)

@@ -1,6 +1,6 @@
 # Sourced by the recipes, which set the arrays `model` and `training`, and call `run_recipe`.
 # shellcheck shell=bash
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
@@ -37,6 +37,7 @@ run_recipe() {
         --log-interval 10 --tensorboard-dir "$save/tensorboard"
     )
     if [[ " $* " == *" --dry-run "* || " $* " == *" --rehearse "* ]] && [[ " $* " != *" --world-size "* ]]; then
+        # shellcheck disable=SC2153  # the recipe sets it
         world=(--world-size "$GPUS")
     fi
     # shellcheck disable=SC2154  # the recipe sets `model` and `training`

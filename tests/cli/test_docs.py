@@ -153,14 +153,35 @@ def test_commands_of_text_blocks_are_legal(page: str, monkeypatch: pytest.Monkey
         assert notices(command.config, command.world_size) == [], line
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_lead_somewhere(page: str) -> None:
     targets = [target for target in LINK.findall((ROOT / page).read_text()) if "://" not in target]
     missing = [target for target in targets if not ((ROOT / page).parent / target).exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
+    """--strict: a link or anchor that leads nowhere is an error, and so is a page that the navigation lacks."""
+    pytest.importorskip("material")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-q",
+        "-f",
+        "scripts/mkdocs.yml",
+        "-d",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    pages = {path.stem for path in ROOT.glob("docs/*.md")} - {"README"}
+    assert pages == {path.parent.name for path in tmp_path.glob("*/index.html")} - {"search"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_flags_and_files_in_text_exist(page: str) -> None:
     """Flags in backticks are flags of pretrain_gpt.py, a tool or an example; paths in backticks are files."""
     text = (ROOT / page).read_text()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron
 from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -114,3 +115,8 @@ def test_pinned_versions_cover_what_setup_asks_for() -> None:
     asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "setup.py").read_text()))
     assert asked <= pinned
     assert "\ntorch==2.13.0\n" in (ROOT / "requirements.txt").read_text()
+
+
+def test_the_citation_names_the_version() -> None:
+    assert f"\nversion: {megatron.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{megatron.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

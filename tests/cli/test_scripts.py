@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
@@ -36,10 +36,32 @@ def test_syntax(script: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck() -> None:
-    done = run("shellcheck", "-x", *SCRIPTS, ROOT / ".ci/run")
+@pytest.mark.parametrize(
+    ("linter", "files"),
+    [("shellcheck", ["-x", *SCRIPTS, ROOT / ".ci/run"]), ("hadolint", [ROOT / "scripts/Dockerfile"])],
+)
+def test_linter(linter: str, files: list[str | Path]) -> None:
+    program = Path(sys.executable).with_name(linter)
+    if not program.exists():
+        pytest.skip(f"{linter} is not installed")
+    done = run(program, *files)
     assert done.returncode == 0, done.stdout
+
+
+def test_kubernetes_pods_follow_the_schema() -> None:
+    """A JobSet is a resource of its own, without a schema here; each job in it is one of Kubernetes' jobs."""
+    validator = pytest.importorskip("kubernetes_validate")
+    jobset = yaml.safe_load((ROOT / "scripts/kubernetes_jobset.yaml").read_text())
+    (hosts,) = jobset["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": hosts["name"]}, **hosts["template"]}
+    validator.validate(job, "1.37", strict=True)
+    (container,) = hosts["template"]["spec"]["template"]["spec"]["containers"]
+    nodes = hosts["template"]["spec"]["completions"]
+    assert f"--nnodes={nodes}" in container["args"] and hosts["template"]["spec"]["parallelism"] == nodes
+    first = f"--master-addr={jobset['metadata']['name']}-{hosts['name']}-0-0.{jobset['metadata']['name']}"
+    assert first in container["args"]
+    with pytest.raises(validator.ValidationError):
+        validator.validate(job | {"spec": {**job["spec"], "completions": "four"}}, "1.37", strict=True)
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,9 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     assert last < first - 0.3, "the model learns"
 
 
-def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    save, board = tmp_path / "save", tmp_path / "board"
-    result = run_program(
-        "pretrain_gpt.py", *MODEL, "--save", str(save), "--tensorboard-dir", str(board), "--log-throughput"
-    )
+def test_metrics_go_to_json_lines(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    result = run_program("pretrain_gpt.py", *MODEL, "--save", str(save))
     assert result.returncode == 0, result.stderr[-4000:]
     found = records(save / "metrics.jsonl")
     training = [record for record in found if "lm_loss" in record]
@@ -81,10 +77,6 @@ def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
     assert training[0]["mfu"] is None, "the peak of a CPU is not known"
     assert [record["iteration"] for record in found if "valid_loss" in record] == [10, 20]
     assert sum("test_loss" in record for record in found) == 1
-    events = EventAccumulator(str(board))
-    events.Reload()
-    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
-    assert events.Scalars("lm loss")[-1].value == pytest.approx(training[-1]["lm_loss"])
     subjects = [line.split(":")[0] for line in result.stdout.splitlines()[:6]]
     assert subjects == ["model", "layout", "precision", "batch", "length", "memory"]
     assert "start-up (s):" in result.stdout

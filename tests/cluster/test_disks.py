@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.dist_checkpointing import shared_folder
+from megatron.extensions.resilience import shared_folder
 from tests.cluster.forked import run_on_hosts
 from tests.cluster.hosts import hosts, missing
 from tests.cluster.test_hosts import MODEL, trained

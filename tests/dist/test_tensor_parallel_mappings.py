@@ -26,10 +26,8 @@ def values(rank: int, size: int) -> None:
         assert torch.equal(m.all_gather(x, tp, dim), torch.cat(everyone, dim))
         torch.testing.assert_close(m.reduce_scatter(x, tp, dim), total.chunk(size, dim)[rank])
         assert torch.equal(m.local_slice(x, tp, dim), x.chunk(size, dim)[rank])
-        assert torch.equal(m.scatter_to(x, tp, dim), x.chunk(size, dim)[rank])
         assert torch.equal(m.gather_from(x, tp, dim), torch.cat(everyone, dim))
         assert torch.equal(m.all_gather_sequence(x, tp, dim), torch.cat(everyone, dim))
-        torch.testing.assert_close(m.reduce_scatter_sequence(x, tp, dim), total.chunk(size, dim)[rank])
     torch.testing.assert_close(m.reduce_from(x, tp), total)
     assert torch.equal(m.copy_to(x, tp), x)
     assert torch.equal(x, everyone[rank])  # nothing above wrote over its operand
@@ -37,7 +35,7 @@ def values(rank: int, size: int) -> None:
     torch.testing.assert_close(m.reduce_from(x.transpose(0, 1), tp), total.transpose(0, 1))
     assert torch.equal(m.all_reduce_(x, tp, torch.distributed.ReduceOp.MAX), torch.stack(everyone).amax(0))
     with pytest.raises(AssertionError, match=r"dim 1 of \(4, 7\) does not divide"):
-        m.scatter_to(x[:, :7, 0], tp, 1)
+        m.local_slice(x[:, :7, 0], tp, 1)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -60,16 +58,14 @@ def test_low_precision(dtype: torch.dtype) -> None:
 
 
 # Each map as one linear map of all ranks' operands together: its adjoint has <A x, y> = <x, A' y>, summed over the
-# ranks. gather_from and scatter_to pair "the same on every rank" with "a part on each": there <.,.> counts what the
-# ranks have in common once.
+# ranks. gather_from pairs "a part on each rank" with "the same on every rank": there <.,.> counts what the ranks have
+# in common once.
 SHARDED_MAPS: dict[str, tuple[Callable[[Tensor, Axis], Tensor], bool, bool]] = {
     # name: (map, operand is common to the ranks, result is common to the ranks)
     "copy": (m.copy_to, True, False),
     "reduce": (m.reduce_from, False, True),
-    "scatter": (lambda x, tp: m.scatter_to(x, tp, 1), True, False),
     "gather": (lambda x, tp: m.gather_from(x, tp, 1), False, True),
     "all_gather_sequence": (m.all_gather_sequence, False, False),
-    "reduce_scatter_sequence": (m.reduce_scatter_sequence, False, False),
 }
 
 

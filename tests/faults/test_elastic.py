@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 from tests.faults.runs import MODEL, run_with_fault
-from tests.forked import forked_ranks, run_forked
+from tests.forked import run_forked
 from tools.inspect_checkpoint import differences, open_or_complain
 
 FLAGS = ("--pp 1 --train-iters 8 --log-interval 1 --save-interval 2 --no-async-save --hidden-dropout 0.1").split()
@@ -23,22 +22,6 @@ def test_a_restart_by_torchrun_ends_like_the_undisturbed_run(tmp_path: Path) -> 
     one, other = open_or_complain(undisturbed), open_or_complain(tmp_path / "save")
     assert one.payload["iteration"] == other.payload["iteration"] == 8
     assert not differences(one, other)
-
-
-def test_a_second_run_on_this_machine_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
-    save = tmp_path / "save"
-    flags = [*MODEL, "--pp", "1", "--save", str(save), "--load", str(save)]
-    with forked_ranks(2, [*flags, "--save-interval", "2"], tmp_path / "first") as first:
-        while not (save / "latest_checkpointed_iteration.txt").exists():
-            assert all(rank.is_alive() for rank in first), (tmp_path / "first").read_text()
-            time.sleep(0.05)
-        text = run_forked(4, [*flags, "--train-iters", "2"], tmp_path / "second", code=1)
-        assert text.count(f"another run saves to {save}: its rank 0 is process {first[0].pid} on ") == 1, text
-        assert all(rank.is_alive() for rank in first) and '"end"' not in (save / "run_events.jsonl").read_text()
-        assert sorted(file.name for file in (save / "stacks").iterdir()) == ["rank-00000.txt", "rank-00001.txt"]
-    assert (save / ".lease").exists()
-    text = run_forked(2, [*flags, "--train-iters", "1"], tmp_path / "again")
-    assert "loaded checkpoint of iteration " in text and not (save / ".lease").exists()
 
 
 def test_a_signal_is_no_failure_that_torchrun_starts_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.training.reliability.run_status import ExitCode
+from tests.extensions import installed
 from tests.faults.broken_pretrain import slow_down
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, join
@@ -60,6 +61,7 @@ def world(folder: Path, *flags: str, slow: str = "") -> Any:
     return forked_ranks(2, arguments, folder / "screen", lambda rank: slow_down(slow))
 
 
+@pytest.mark.skipif(not installed("resilience"), reason="resilience is deleted")
 def test_files_in_the_save_folder(tmp_path: Path) -> None:
     with world(tmp_path) as ranks:
         run = World(tmp_path, ranks)

@@ -15,13 +15,13 @@ import torch
 
 from megatron.core.registry import NoFacts, Registry
 from megatron.training import train_step as bad_steps
-from megatron.training.checks.step_guard import Verdict
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.hooks import StepFinding
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
+from megatron.training.step_guard import Verdict
 from megatron.training.tasks import save
 from megatron.training.train_step import BadStepError, settle, train_step
 from tests.harness import local_run, run_world

@@ -22,7 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.testing.snapshot import first_difference
 from tests.extensions import installed
-from tests.gpt_cases import FP64, STYLES, random_batch
+from tests.gpt_cases import FP64, STYLES, random_batch, token_losses
 from tests.harness import Snapshot, run_world, train_in_world
 
 TOLERANCE = 1e-9
@@ -174,13 +174,13 @@ def test_random_loss_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(expected, train_in_world(world_size, [*flags, *layout.split()], steps=1))
 
 
-def token_losses(rank: int, world: int, config: TransformerConfig, kind: str, batch: Batch) -> tuple[Any, Any]:
+def losses_of_rank(rank: int, world: int, config: TransformerConfig, kind: str, batch: Batch) -> tuple[Any, Any]:
     state = initialize_model_parallel(context_parallel_size=world)
     parallel = replace(FP64, context_parallel_size=world, cp_comm_type=kind)
     local = batch.local_to(state.cp)
     assert local.places is not None
     with torch.no_grad():
-        losses = GPTModel(config, parallel, state).eval().token_losses(None, local)
+        losses = token_losses(GPTModel(config, parallel, state).eval(), local)
     return local.places.numpy(), losses.numpy()
 
 
@@ -202,7 +202,7 @@ def alone(model: GPTModel, batch: Batch, sample: int, start: int, stop: int) -> 
     tokens, labels = (x[sample : sample + 1, start:stop] for x in (batch.tokens, batch.labels))
     nothing = torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
-        return model.token_losses(None, Batch(tokens, labels, torch.ones(tokens.shape), nothing))[0]
+        return token_losses(model, Batch(tokens, labels, torch.ones(tokens.shape), nothing))[0]
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
@@ -211,7 +211,7 @@ def test_packed_documents_have_the_losses_they_have_alone(style: str, kind: str)
     config = STYLES[style]
     batch, starts = odd_batch(config)
     losses = torch.full(batch.tokens.shape, torch.nan, dtype=torch.float64)
-    for places, local in run_world(4, token_losses, config, kind, batch):
+    for places, local in run_world(4, losses_of_rank, config, kind, batch):
         losses[:, places] = torch.from_numpy(local)
     model = GPTModel(config, FP64).eval()
     for sample, cuts in enumerate(starts):

@@ -13,7 +13,7 @@ from megatron.testing.local_run import local_run
 from megatron.testing.snapshot import Snapshot, first_difference
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.metrics.loss_tallies import MultiTokenLosses
+from megatron.training.metrics.meters import MultiTokenLosses
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 from tests.harness import run_world, train_in_world

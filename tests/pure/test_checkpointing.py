@@ -27,9 +27,12 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpointing import Checkpointer, changed_fields, load_model_for_inference
+from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.kept_files import found_tokenizer
+from megatron.training.checkpointing import Checkpointer, load_whole_model
 from megatron.training.config.flags import run_of
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
+from megatron.training.config.saved_flags import changed_fields
 from megatron.training.hooks import Callback
 from megatron.training.progress import Progress
 from tests.gpt_cases import GPT, LLAMA, random_batch
@@ -273,7 +276,7 @@ def test_gelu_of_checkpoints_from_before_its_exact_form_is_the_tanh_one(tmp_path
     del payload["config"]["model"]["bias_gelu_fusion"]
     (folder / "metadata.json").write_text(json.dumps(payload))
     list_anew(folder)
-    assert load_model_for_inference(folder)[2].model.activation == "gelu_tanh"
+    assert load_whole_model(folder)[1].model.activation == "gelu_tanh"
     with pytest.raises(ValueError, match="--activation-func gelu_tanh in the checkpoint, gelu in the run"):
         Run(config(tmp_path, model=model)).load()
 
@@ -296,7 +299,7 @@ def test_biases_of_latents_that_older_checkpoints_lack_begin_at_0(tmp_path: Path
     resumed = Run(config(tmp_path, model=model))
     assert resumed.load().iteration == 1
     assert_same(run, resumed)
-    loaded = load_model_for_inference(tmp_path)[0]
+    loaded = load_whole_model(tmp_path)[0]
     biases = [p for p in loaded.parameters() if "latent_proj.bias" in p.meta.name]  # type: ignore[attr-defined]
     assert biases and not any(bias.any() for bias in biases)
 
@@ -334,14 +337,15 @@ def test_inference_needs_the_folder_alone(tmp_path: Path, parallel: ModelParalle
     run.step(0)
     run.save(Progress(1, 8))
     for path in (tmp_path, tmp_path / "iter_0000001"):
-        model, tokenizer, saved = load_model_for_inference(path)
+        model, saved = load_whole_model(path)
+        tokenizer = build_tokenizer(found_tokenizer(saved.tokenizer, path), saved.model.vocab_size)
         assert saved == run.config.with_options(*saved.extension_options)
         assert tokenizer.vocab_size == GPT.vocab_size and not model.training
         batch = random_batch(GPT)
         run.stages[0].eval()
         assert torch.equal(model.logits(None, batch), run.stages[0].logits(None, batch))
     with pytest.raises(ValueError, match="elsewhere is missing"):
-        load_model_for_inference(tmp_path / "elsewhere")
+        load_whole_model(tmp_path / "elsewhere")
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:

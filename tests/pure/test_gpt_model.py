@@ -16,7 +16,7 @@ from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import recompute_segments
-from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch, with_dropout
+from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch, token_losses, with_dropout
 
 
 def loss_and_gradients(model: GPTModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -73,13 +73,13 @@ def test_packed_documents_have_the_losses_they_have_alone(style: str) -> None:
     config = STYLES[style]
     model = GPTModel(config, FP64).eval()
     packed = random_batch(config, **packed_documents(config))
-    losses = model.token_losses(None, packed)
+    losses = token_losses(model, packed)
     assert packed.document_ids is not None
     for sample in range(3):
         for number in range(3):
             (places,) = torch.where(packed.document_ids[sample] == number)
             tokens, labels = packed.tokens[sample, places][None], packed.labels[sample, places][None]
-            alone = model.token_losses(None, Batch(tokens, labels, torch.ones(tokens.shape), torch.zeros(1).long()))
+            alone = token_losses(model, Batch(tokens, labels, torch.ones(tokens.shape), torch.zeros(1).long()))
             torch.testing.assert_close(losses[sample, places], alone[0], rtol=1e-12, atol=1e-12)
 
 
@@ -116,12 +116,12 @@ def test_recompute_segments_cover_every_layer_once() -> None:
 def test_dropout_is_a_function_of_the_sample_and_off_in_evaluation() -> None:
     plain, config = GPTModel(GPT, FP64), with_dropout(GPT)
     model, batch = GPTModel(config, FP64), random_batch(GPT)
-    losses = model.token_losses(None, batch)
-    assert torch.equal(losses, model.token_losses(None, batch))
-    assert not torch.equal(losses, model.token_losses(None, replace(batch, sample_index=batch.sample_index + 1)))
+    losses = token_losses(model, batch)
+    assert torch.equal(losses, token_losses(model, batch))
+    assert not torch.equal(losses, token_losses(model, replace(batch, sample_index=batch.sample_index + 1)))
     flipped = {name: getattr(batch, name).flip(0) for name in ("tokens", "labels", "loss_mask", "sample_index")}
-    torch.testing.assert_close(model.token_losses(None, Batch(**flipped)).flip(0), losses, rtol=1e-12, atol=1e-12)
-    assert torch.equal(model.eval().token_losses(None, batch), plain.token_losses(None, batch))
+    torch.testing.assert_close(token_losses(model, Batch(**flipped)).flip(0), losses, rtol=1e-12, atol=1e-12)
+    assert torch.equal(token_losses(model.eval(), batch), token_losses(plain, batch))
 
 
 def test_no_two_dropouts_share_a_mask() -> None:

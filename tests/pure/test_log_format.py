@@ -1,11 +1,10 @@
-"""Console lines in Megatron-LM's format, and our own, which its parsers must not misread."""
+"""The console's lines, which parsers of Megatron-LM's must not misread."""
 
 from __future__ import annotations
 
 import re
-from datetime import datetime
 
-from megatron.training.metrics import console, megatron_format
+from megatron.training.metrics import console
 
 RECORD = {
     "iteration": 10,
@@ -26,37 +25,6 @@ RECORD = {
     "spike_iterations": 0,
     "peak_memory_bytes": 2**30,
 }
-NOW = datetime(2030, 1, 2, 3, 4, 5)
-
-
-def test_progress_line_of_megatron() -> None:
-    assert megatron_format.progress_line(RECORD, 100, False, NOW) == (
-        " [2030-01-02 03:04:05] iteration       10/     100 | consumed samples:           80 | "
-        "elapsed time per iteration (ms): 123.5 | learning rate: 1.500000E-04 | global batch size:     8 | "
-        "lm loss: 3.250000E+00 | loss scale: 1.0 | grad norm: 1.500 | number of skipped iterations:   0 | "
-        "number of nan iterations:   0 |"
-    )
-    ahead = megatron_format.progress_line(RECORD | {"mtp_loss_1": 4.5, "mtp_loss_2": None}, 100, False, NOW)
-    assert "lm loss: 3.250000E+00 | mtp_1 loss: 4.500000E+00 | loss scale" in ahead and "mtp_2" not in ahead
-    more = RECORD | {"num_zeros": 7.0, "params_norm": 2.0}
-    line = megatron_format.progress_line(more, 100, True, NOW)
-    assert "(ms): 123.5 | throughput per GPU (TFLOP/s/GPU): 12.3 | learning rate" in line
-    assert "grad norm: 1.500 | num zeros: 7.0 | params norm: 2.000 | number of" in line
-
-
-def test_expressions_that_parsers_of_megatrons_logs_use_find_their_numbers() -> None:
-    line = megatron_format.progress_line(RECORD, 100, True, NOW)
-    for expression, found in (
-        (r"iteration\s+(\d+)\s*/\s*(\d+)", ("10", "100")),
-        (r"consumed samples:\s+(\d+)", ("80",)),
-        (r"elapsed time per iteration \(ms\): ([\d.]+)", ("123.5",)),
-        (r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", ("12.3",)),
-        (r"learning rate: ([\d.E+-]+)", ("1.500000E-04",)),
-        (r"lm loss: ([\d.E+-]+)", ("3.250000E+00",)),
-        (r"grad norm: ([\d.]+)", ("1.500",)),
-        (r"number of nan iterations:\s+(\d+)", ("0",)),
-    ):
-        assert re.search(expression, line).groups() == found, expression  # type: ignore[union-attr]
 
 
 def test_an_interval_takes_two_rows_of_a_terminal_at_most() -> None:
@@ -87,18 +55,9 @@ def test_a_line_of_a_log_file_says_what_a_terminal_shows() -> None:
     assert line.endswith(" | loss scale 6.55e+04 | mtp loss 1 4.5000 | params norm 2 | num zeros 7")
 
 
-def test_validation_lines_of_megatron() -> None:
-    ruler, line, end = megatron_format.evaluation_lines("", 10, 3.25).split("\n")
-    assert line == " validation loss at iteration 10 | lm loss value: 3.250000E+00 | lm loss PPL: 2.579034E+01 | "
-    assert ruler == end == "-" * (len(line) + 1)
-    assert " at iteration 10 on validation set | " in megatron_format.evaluation_lines("valid", 10, 3.25)
-    assert " at iteration 10 on test set | " in megatron_format.evaluation_lines("test", 10, 3.25)
-    assert "PPL: 4.851652E+08" in megatron_format.evaluation_lines("valid", 10, 1e4)
-
-
 def test_a_step_without_loss_prints_none() -> None:
     """A parser finds no number, and no word in the place of one."""
     skipped = RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}
-    for line in (megatron_format.progress_line(skipped, 100, True, NOW), console.progress_line(skipped, 100)):
-        assert "loss:" not in line and "none" not in line and "grad norm" not in line
+    line = console.progress_line(skipped, 100)
+    assert "loss:" not in line and "none" not in line and "grad norm" not in line
     assert re.search(r"lm loss: ([0-9.E+-]+)", console.progress_line(RECORD, 100))

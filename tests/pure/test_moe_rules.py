@@ -7,9 +7,6 @@ import torch
 
 from megatron.core.config.layers import each, layer_pattern
 from megatron.core.moe.experts import has_grouped_kernel
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.actions import Kind
-from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import notices, resolve, validate
@@ -43,7 +40,6 @@ def test_broken_layer_patterns(text: str) -> None:
 BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 --mock-data --train-iters 1 "
 EXPERTS = BASE + "--num-experts 8 --disable-bias-linear "
 GROUPS = "--moe-router-num-groups"
-OVERLAP = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
 GROUPED = "--moe-grouped-gemm"
 SINKHORN = "--moe-router-load-balancing-type sinkhorn"
 
@@ -87,23 +83,6 @@ def problems(argv: str, world_size: int) -> list[str]:
         (f"{SINKHORN} --moe-router-topk 1 --moe-router-pre-softmax", 1, f"softmax: has no effect with {SINKHORN}"),
         ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: has no effect without"),
         ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: has no effect without"),
-        (
-            f"{OVERLAP} --pp 2 --ep 2",
-            4,
-            "not --pipeline-schedule 1f1b on several pipeline ranks; use one of: interleaved, zb-h2",
-        ),
-        (f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule zb-h1", 4, "not --pipeline-schedule zb-h1; use one of"),
-        (f"{OVERLAP} --pp 2 --pipeline-schedule zb-h2", 4, "needs --expert-model-parallel-size above 1"),
-        (
-            f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1",
-            4,
-            "needs several pipeline stages on a rank with --pipeline-schedule interleaved",
-        ),
-        (
-            "--overlap-moe-expert-parallel-comm --pp 2 --ep 2 --pipeline-schedule zb-h2",
-            4,
-            "cannot be combined with --moe-token-dispatcher-type allgather; use --moe-token-dispatcher-type alltoall",
-        ),
         ("--moe-expert-capacity-factor -1", 1, "--moe-expert-capacity-factor -1.0: must be above 0"),
         ("--moe-router-num-groups 4", 1, "--moe-router-num-groups 4: has no effect without --moe-router-group-topk"),
         ("--moe-router-group-topk 2", 1, "--moe-router-group-topk 2: needs --moe-router-num-groups; add"),
@@ -112,11 +91,6 @@ def problems(argv: str, world_size: int) -> list[str]:
         (f"{GROUPS} 4 --moe-router-group-topk 3", 1, "--moe-router-topk 2: must be a multiple of --moe-router-group"),
         (f"{GROUPS} 8 --moe-router-group-topk 1", 1, "--moe-router-topk 2: must be at most the 1 experts of --moe-"),
         (f"{GROUPS} 4 --moe-router-group-topk 2 {SINKHORN}", 1, f"topk 2: cannot be combined with {SINKHORN}"),
-        (
-            f"{OVERLAP} --ep 2",
-            2,
-            "--overlap-moe-expert-parallel-comm: has no effect with one micro-batch on each rank: passes of two",
-        ),
         (
             f"{GROUPED} --bf16 --moe-ffn-hidden-size 25",
             1,
@@ -158,7 +132,6 @@ def test_rules(flags: str, world_size: int, expected: str) -> None:
         "--ep 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2",
         "--tp 2 --sequence-parallel --etp 1 --ep 4 --moe-token-dispatcher-type alltoall",
         "--pp 2 --ep 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-        f"{OVERLAP} --ep 2 --global-batch-size 8",
         f"{GROUPED} --bf16",
         f"{GROUPED} --cpu",
         needs("fp8", f"{GROUPED} --bf16 --fp8-format e4m3 --micro-batch-size 2"),
@@ -184,17 +157,6 @@ def test_the_notice_is_what_experts_find_on_cpu(width: int, precision: str) -> N
     dtype = getattr(torch, config.parallel.params_dtype)
     said = any(line.startswith(GROUPED) for line in problems(argv, 1))
     assert said != has_grouped_kernel(dtype, torch.device("cpu"), config.model.hidden_size, width)
-
-
-@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("interleaved", 2), ("zb-h2", 2)])
-def test_one_micro_batch_has_nobody_to_take_turns_with(schedule: str, pp: int) -> None:
-    chunks = PIPELINE_SCHEDULES.facts(schedule).chunks
-    for microbatches in (1, 8):
-        lists = build_schedule(schedule, pp, microbatches, chunks, None, True)
-        turns = any(action.kind is Kind.FB for actions in lists for action in actions)
-        flags = f"{OVERLAP} --ep 2 --pp {pp} --pipeline-schedule {schedule} --global-batch-size {2 * microbatches}"
-        found = [line for line in problems(EXPERTS + flags, 2 * pp) if "one micro-batch" in line]
-        assert turns == (microbatches > 1) == (not found)
 
 
 def test_one_loss_of_an_older_file_is_read() -> None:

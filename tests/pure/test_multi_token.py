@@ -16,9 +16,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
-from megatron.training.checkpointing import changed_fields
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.saved_flags import changed_fields
 from megatron.training.config.validation import resolve, validate
 from tests.gpt_cases import FP64, GPT, LLAMA, packed_documents, random_batch
 

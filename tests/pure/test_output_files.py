@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.config.output_files import whole_file, why_unwritten
+from megatron.core.fsync import whole_file
+from megatron.training.config.output_files import why_unwritten
 from megatron.training.metrics.sinks import JsonLinesSink
 from megatron.training.reliability.run_status import ExitCode, Outcome
 from tools import build_corpus

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dropout import add_update, dropout, dropout_mask
+from megatron.core.dropout import dropout
 from megatron.core.moe.experts import EACH, GroupedBiasFunction, Segments, WeightedRowsFunction
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -85,15 +85,6 @@ def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Te
     return plain[kind](x if bias is None else x + bias)
 
 
-def with_dropout(x: Tensor, compiled: bool) -> Tensor:
-    """x + dropout of a half of it."""
-    x, update = x.chunk(2, -1)
-    arguments = 0.3, 1234567, SAMPLES, 7
-    if not compiled:
-        return (x + dropout(update, *arguments)).sin()
-    return add_update(x, update, dropout_mask(update, *arguments)).sin()
-
-
 def experts_of(x: Tensor, compiled: bool) -> Tensor:
     """Rows of three experts, two of them spare: their weights on the inputs, then the biases, which are cut."""
     rows, bias = x.flatten(0, 1)[:8], x[4].reshape(4, 20)[:3, :8]
@@ -126,7 +117,6 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "split and rotary": partial(split, rotates=True),
     "split, biased rotary": partial(split, rotates=True, biased=True),
     "split and interleaved rotary": partial(split, rotates=True, interleaved=True),
-    "sum with dropout": with_dropout,
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
 }
@@ -142,7 +132,7 @@ def forward_and_backward(name: str, x: Tensor, compiled: bool) -> tuple[Tensor, 
 
 PART = (
     *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "split, biased rotary"),
-    *("sum with dropout", "cross_entropy"),
+    *("dropout", "cross_entropy"),
 )
 """Of regions that are alike the one with the most in it."""
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing import changed_fields
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections, values_by_section
-from megatron.training.config.saved_flags import of_earlier_versions, with_saved_flags
+from megatron.training.config.saved_flags import changed_fields, of_earlier_versions, with_saved_flags
 
 SAVED = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 8 --swiglu --recompute-granularity full --lr 3e-4 "

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core.optimizer.distrib_optimizer import StepResult
-from megatron.training.checks.step_guard import WARM_UP, WINDOW, StepJudge, is_nan
 from megatron.training.config.run_config import ChecksConfig
+from megatron.training.step_guard import WARM_UP, WINDOW, StepJudge, is_nan
 
 CPU = torch.device("cpu")
 

@@ -128,9 +128,13 @@ def test_one_expert_is_a_dense_mlp() -> None:
         (
             "--ffn-hidden-size-pattern [8]",
             1,
-            "--ffn-hidden-size-pattern [8]: the list must have a number for each of 4 layers, and has 1 entries; use f",
+            "--ffn-hidden-size-pattern [8]: the list must have a number above 0 for each of 4 layers, and has 1 ",
         ),
-        ("--ffn-hidden-size-pattern [8]*3+[0]", 1, "the list must have numbers above 0, and has 0 for layer 3"),
+        (
+            "--ffn-hidden-size-pattern [8]*3+[0]",
+            1,
+            "the list must have a number above 0 for each layer, and has 0 for layer 3",
+        ),
         ("--ffn-hidden-size-pattern 64", 1, "64 must be a list with a number for each of 4 layers"),
         ("--ffn-hidden-size-pattern a", 1, "--ffn-hidden-size-pattern a: 'a' is not a list of numbers; use for"),
         (
@@ -362,7 +366,7 @@ def test_every_flag_of_a_path_says_whether_it_takes_urls() -> None:
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"),
         *(f"{split}_weighted_split_paths" for split in ("train", "valid", "test")),
     }
-    assert len(local) == len(flags) - 8 and {"save", "sample_log"} < {flag.field for flag in local}
+    assert len(local) == len(flags) - 8 and {"save", "metrics_file"} < {flag.field for flag in local}
     for flag in local:
         if flag.field != "extension":  # imported before anything is validated
             said = (

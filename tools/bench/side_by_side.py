@@ -52,6 +52,15 @@ def positive(text: str) -> int:
     return value
 
 
+def bench_parser(about: str | None, rounds: int = 0) -> argparse.ArgumentParser:
+    """A parser of --json, and of --rounds with this default where measurements are repeated."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds:
+        parser.add_argument("--rounds", type=positive, default=rounds)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser
+
+
 def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], float] = time.perf_counter) -> Round:
     """Tokens per second of so many steps."""
 
@@ -325,7 +334,7 @@ def write_figures(path: Path | None, figures: Mapping[str, Any], ended: bool = T
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a file as a whole: where that fails with OSError, the file is as it was."""
-    from megatron.training.config.output_files import whole_file  # contestants may have another megatron
+    from megatron.core.fsync import whole_file  # contestants may have another megatron
 
     with whole_file(path) as new:
         new.write_text(text)

@@ -51,7 +51,7 @@ def products(config: RunConfig) -> dict[str, tuple[int, int, int]]:
     model = config.model
     rows, h, ffn = config.training.micro_batch_size * model.seq_length, model.hidden_size, model.ffn_size
     return {
-        "qkv": (rows, model.query_projection_size + 2 * model.kv_projection_size, h),
+        "qkv": (rows, model.query_projection_size + 2 * model.query_groups * model.head_dim, h),
         "proj": (rows, h, model.query_projection_size),
         "fc1": (rows, ffn * (2 if model.gated else 1), h),
         "fc2": (rows, h, ffn),

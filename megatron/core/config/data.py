@@ -31,30 +31,6 @@ class DatasetConfig(Section):
     multiple_validation_sets: bool = False
     """Each prefix of --valid-data-path is a validation set of its own, named by the prefix without folders."""
 
-    data_args_path: str | None = flag(None, path="local")
-    """File with the words of --data-path."""
-
-    per_split_data_args_path: str | None = flag(None, path="local")
-    """JSON file with lists "train", "valid" and "test" of the words of --train-data-path and its kin."""
-
-    train_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Training data as "NAME: WEIGHT START:END PREFIX, ...", where START:END is a share of the documents."""
-
-    train_weighted_split_paths_path: str | None = flag(None, path="local")
-    """File with the value of --train-weighted-split-paths."""
-
-    valid_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Like --train-weighted-split-paths, for validation."""
-
-    valid_weighted_split_paths_path: str | None = flag(None, path="local")
-    """File with the value of --valid-weighted-split-paths."""
-
-    test_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Like --train-weighted-split-paths, for the test."""
-
-    test_weighted_split_paths_path: str | None = flag(None, path="local")
-    """File with the value of --test-weighted-split-paths."""
-
     split: str = "969,30,1"
     """Shares of documents for training, validation and test."""
 
@@ -95,7 +71,7 @@ class DatasetConfig(Section):
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:
-            prefixes = [word for word in self.valid_data_path or () if not is_number(word)]
+            prefixes = [word for word in self.valid_data_path or () if weight_of(word) is None]
             given += [
                 ("--valid-data-path", word, word.rstrip("/").rpartition("/")[2].partition(".")[0], word)
                 for word in prefixes
@@ -110,21 +86,13 @@ class DatasetConfig(Section):
             found[name] = prefix
         return found
 
-    @property
-    def listed(self) -> dict[str, tuple[str, ...] | str]:
-        """Field -> value of those that list data in other words than --data-path and its kin, where given."""
-        names = ["data_args_path", "per_split_data_args_path"]
-        names += [f"{split}_weighted_split_paths{end}" for split in ("train", "valid", "test") for end in ("", "_path")]
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
-
-def is_number(word: str) -> bool:
-    """Whether a word of a list of data is a weight and not a path."""
+def weight_of(word: str) -> float | None:
+    """The number that a word of a list of data is; None for a path."""
     try:
-        float(word)
+        return float(word)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 @dataclass(frozen=True)

@@ -111,37 +111,21 @@ MOST_LAYERS = 10**6
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
     """Parses a pattern of layers to one bool per layer: a period N, which `of_period(layer, N)` applies, or a list of
     0 and 1 such as "([0]*3+[1]*58)". Raises ValueError if the text is not legal."""
-    try:
-        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, RecursionError):
-        raise ValueError(f"{text!r} is neither a number nor a list of 0 and 1") from None
+    value = _value_of(text, "is neither a number nor a list of 0 and 1")
     if isinstance(value, int):
         if value < 1:
             raise ValueError(f"{value} must be above 0")
         return tuple(of_period(layer, value) for layer in range(num_layers))
-    if len(value) != num_layers:
-        raise ValueError(f"the list must have a 0 or 1 for each of {num_layers} layers, and has {len(value)} entries")
-    wrong = next((layer for layer, item in enumerate(value) if item not in (0, 1)), None)
-    if wrong is not None:
-        raise ValueError(f"the list must have a 0 or 1 for each layer, and has {value[wrong]} for layer {wrong}")
-    return tuple(item == 1 for item in value)
+    return tuple(item == 1 for item in _for_each_layer(value, num_layers, "a 0 or 1", lambda item: item in (0, 1)))
 
 
 def layer_numbers(text: str, num_layers: int) -> tuple[int, ...]:
     """Parses a list of numbers above 0, one for each layer, such as "([64]*3+[96]*9)". Raises ValueError if the text is
     not legal."""
-    try:
-        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, RecursionError):
-        raise ValueError(f"{text!r} is not a list of numbers") from None
+    value = _value_of(text, "is not a list of numbers")
     if isinstance(value, int):
         raise ValueError(f"{value} must be a list with a number for each of {num_layers} layers")
-    if len(value) != num_layers:
-        raise ValueError(f"the list must have a number for each of {num_layers} layers, and has {len(value)} entries")
-    wrong = next((layer for layer, item in enumerate(value) if item < 1), None)
-    if wrong is not None:
-        raise ValueError(f"the list must have numbers above 0, and has {value[wrong]} for layer {wrong}")
-    return tuple(value)
+    return _for_each_layer(value, num_layers, "a number above 0", lambda item: item > 0)
 
 
 def each(layer: int, period: int) -> bool:
@@ -157,6 +141,24 @@ def last_of_each(layer: int, period: int) -> bool:
 def all_but_last_of_each(layer: int, period: int) -> bool:
     """N - 1 layers of N."""
     return not last_of_each(layer, period)
+
+
+def _value_of(text: str, otherwise: str) -> int | list[int]:
+    """The number or list that a text says. ValueError that says what it is `otherwise`."""
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError):
+        raise ValueError(f"{text!r} {otherwise}") from None
+
+
+def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
+    """A list that must have an entry for each layer, `what` is legal."""
+    if len(value) != num_layers:
+        raise ValueError(f"the list must have {what} for each of {num_layers} layers, and has {len(value)} entries")
+    for layer, item in enumerate(value):
+        if not is_legal(item):
+            raise ValueError(f"the list must have {what} for each layer, and has {item} for layer {layer}")
+    return tuple(value)
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log, sqrt
@@ -298,10 +299,6 @@ class TransformerConfig(
         return self.num_attention_heads * self.head_dim
 
     @property
-    def kv_projection_size(self) -> int:
-        return self.query_groups * self.head_dim
-
-    @property
     def attention_output_size(self) -> int:
         """Channels of the values of all query heads, from which the output is projected."""
         return self.num_attention_heads * self.value_head_dim
@@ -340,27 +337,18 @@ class TransformerConfig(
     @property
     def expert_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its MLP is a mixture of experts."""
-        if self.num_experts is None:
-            return (False,) * self.num_layers
-        return layer_pattern(self.moe_layer_freq, self.num_layers, each)
+        return self._pattern(self.num_experts is not None, self.moe_layer_freq, each)
 
     @property
     def linear_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its attention is linear."""
-        if self.experimental_attention_variant is None:
-            return (False,) * self.num_layers
-        if self.linear_attention_freq is None:
-            return (True,) * self.num_layers
-        return layer_pattern(self.linear_attention_freq, self.num_layers, all_but_last_of_each)
+        linear = self.experimental_attention_variant is not None
+        return self._pattern(linear, self.linear_attention_freq, all_but_last_of_each)
 
     @property
     def local_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its attention has a sliding window or chunks."""
-        if self.window_size is None and self.attention_chunk_size is None:
-            return (False,) * self.num_layers
-        if self.window_attn_skip_freq is None:
-            return (True,) * self.num_layers
-        return layer_pattern(self.window_attn_skip_freq, self.num_layers, all_but_last_of_each)
+        return self._pattern(self.local_span != Span(), self.window_attn_skip_freq, all_but_last_of_each)
 
     @property
     def rotary(self) -> bool:
@@ -370,11 +358,14 @@ class TransformerConfig(
     @property
     def rope_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its queries and keys are rotated."""
-        if not self.rotary:
-            return (False,) * self.num_layers
-        if self.no_rope_freq is None:
-            return (True,) * self.num_layers
-        return tuple(not skipped for skipped in layer_pattern(self.no_rope_freq, self.num_layers, last_of_each))
+        skipped = self._pattern(self.rotary and self.no_rope_freq is not None, self.no_rope_freq, last_of_each)
+        return tuple(self.rotary and not skips for skips in skipped)
+
+    def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
+        """By layer, whether it has a part that is `present` in the model: in all layers, or those of a text."""
+        if not present or text is None:
+            return (present,) * self.num_layers
+        return layer_pattern(text, self.num_layers, of_period)
 
     @property
     def local_span(self) -> Span:
@@ -442,21 +433,6 @@ class TransformerConfig(
         """Factor of attention scores."""
         of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.attention_facts.scales_scores else 1.0
         return self.softmax_scale if self.softmax_scale is not None else of_channels / sqrt(self.head_dim)
-
-    def with_plain_attention(self, length: int) -> TransformerConfig:
-        """The same layers at sequences of `length` tokens whose attention is one kernel of torch: causal, without
-        dropout, and without limits, biases, sinks or caps of scores."""
-        return replace(
-            self,
-            seq_length=length,
-            attention_dropout=0.0,
-            window_size=self.window_size and length,
-            attention_chunk_size=self.attention_chunk_size and length,
-            position_embedding_type="none" if self.alibi else self.position_embedding_type,
-            softmax_type="vanilla",
-            window_softmax_type=None,
-            attn_logit_softcapping=None,
-        )
 
     @property
     def attends_in_tiles(self) -> bool:

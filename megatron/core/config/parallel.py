@@ -7,7 +7,14 @@ from math import lcm
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.pipeline_layout import layers_of_stages
-from megatron.core.parts import ACTIVATION_STORES, ATTENTION_BACKENDS, MICROBATCH_RUNNERS, PIPELINE_SCHEDULES
+from megatron.core.parts import (
+    ACTIVATION_STORES,
+    ATTENTION_BACKENDS,
+    MICROBATCH_RUNNERS,
+    PASS_PAIRS,
+    PIPELINE_SCHEDULES,
+    SHARDING_STRATEGIES,
+)
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,6 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss,
     | next stage, *n repetition of a symbol or group. A multiple of PP of them, dealt to the ranks in turn."""
 
-    overlap_moe_expert_parallel_comm: bool = flag(
-        False, needs="--num-experts: all-to-alls are those of experts; remove it"
-    )
-    """Run a forward and a backward pass of different micro-batches in turns, so that each computes while all-to-alls of
-    experts of the other one are under way; with --pipeline-schedule interleaved or zb-h2."""
-
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved schedule: micro-batches that pass through a stage before the rank's next one; default PP."""
 
@@ -150,6 +151,11 @@ class ModelParallelConfig(PrecisionConfig, Section):
         """Entry of MICROBATCH_RUNNERS that runs micro-batches in place of the executor; None for none."""
         return next((name for name in MICROBATCH_RUNNERS if MICROBATCH_RUNNERS.facts(name).when(self)), None)
 
+    @property
+    def pass_pair(self) -> str | None:
+        """Entry of PASS_PAIRS by which forward and backward passes run in turns; None where one follows another."""
+        return next((name for name in PASS_PAIRS if PASS_PAIRS.facts(name).when(self)), None)
+
     def compiles(self, device_type: str) -> bool:
         """Whether regions are compiled for devices of this type ("cuda", "cpu")."""
         return device_type == "cuda" if self.compile is None else self.compile
@@ -204,9 +210,7 @@ class DDPConfig:
     overlap_param_gather: bool = False
     """Overlap the gather of updated parameters with the next forward pass, bucket by bucket."""
 
-    data_parallel_sharding_strategy: str | None = flag(
-        None, choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
-    )
+    data_parallel_sharding_strategy: str | None = flag(None, choices=SHARDING_STRATEGIES)
     """What data-parallel ranks shard: nothing, optimizer state (ZeRO-1), gradients too, reduced with each micro-batch
     (ZeRO-2), parameters too, gathered layer by layer (ZeRO-3); default: as --use-distributed-optimizer says."""
 
@@ -216,9 +220,10 @@ class DDPConfig:
     @property
     def shards_gradients(self) -> bool:
         """ZeRO-2 or ZeRO-3: a rank keeps the gradients of its shards alone."""
-        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+        strategy = self.data_parallel_sharding_strategy
+        return strategy in SHARDING_STRATEGIES and SHARDING_STRATEGIES.facts(str(strategy)).gradients
 
     @property
     def shards_parameters(self) -> bool:
         """ZeRO-3: a rank keeps the parameters of its shards alone."""
-        return self.data_parallel_sharding_strategy == "optim_grads_params"
+        return self.shards_gradients and SHARDING_STRATEGIES.facts(str(self.data_parallel_sharding_strategy)).parameters

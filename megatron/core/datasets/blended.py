@@ -83,12 +83,11 @@ def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
     return found
 
 
-class Renumbered:
-    """Another data set, whose source k has the number `numbers[k]` in the run. Samples beyond the data set, which fill
-    a batch, count as the first source's."""
+class DatasetView:
+    """The samples of another data set, under the same numbers. A subclass changes some of what it says of them."""
 
-    def __init__(self, inner: Dataset, numbers: Sequence[int]) -> None:
-        self.inner, self.numbers, self.fingerprint = inner, np.array(numbers, np.int64), inner.fingerprint
+    def __init__(self, inner: Dataset) -> None:
+        self.inner, self.fingerprint = inner, inner.fingerprint
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -103,28 +102,31 @@ class Renumbered:
         return self.inner.origin(index)
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        return self.numbers[sources_of(self.inner, samples)]
+        return sources_of(self.inner, samples)
 
 
-class WholeBatches:
-    """The samples of another data set, and as many of no weight in the loss as make the last batch full."""
+class Renumbered(DatasetView):
+    """Another data set, whose source k has the number `numbers[k]` in the run. Samples beyond the data set, which fill
+    a batch, count as the first source's."""
+
+    def __init__(self, inner: Dataset, numbers: Sequence[int]) -> None:
+        super().__init__(inner)
+        self.numbers = np.array(numbers, np.int64)
+
+    def sources_of(self, samples: range) -> NDArray[np.int64]:
+        return self.numbers[super().sources_of(samples)]
+
+
+class WholeBatches(DatasetView):
+    """The samples of another data set, and as many of no weight in the loss as make the last batch full: its first one
+    without a loss mask."""
 
     def __init__(self, inner: Dataset, batch_size: int) -> None:
-        self.inner, self.fingerprint = inner, inner.fingerprint
-        self.batches = ceil(len(inner) / batch_size)
-        self.samples = self.batches * batch_size
+        super().__init__(inner)
+        self.samples = ceil(len(inner) / batch_size) * batch_size
 
     def __len__(self) -> int:
         return self.samples
-
-    def text(self, index: int) -> NDArray[np.int64]:
-        return self.inner.text(index if index < len(self.inner) else 0)
-
-    def origin(self, index: int) -> str:
-        return self.inner.origin(index) if index < len(self.inner) else "none"
-
-    def sources_of(self, samples: range) -> NDArray[np.int64]:
-        return sources_of(self.inner, samples)
 
     def __getitem__(self, index: int) -> Sample:
         if index < len(self.inner):

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron.core.config.data import DatasetConfig
+from megatron.core.config.data import DatasetConfig, weight_of
 from megatron.core.datasets.blended import BlendedDataset, normalise
 from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Pieces, SampleFormat, TextDataset
 from megatron.core.datasets.index_cache import IndexCache
@@ -45,8 +45,8 @@ class TrainingOrder:
     planned: tuple[int | None, ...] = ()
     """Samples that were planned for the present phase before its plan was made longer."""
 
-    anew: Callable[[str], bool] = lambda prefix: False
-    """Whether a source starts anew in the present phase."""
+    take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
+    """Called with each source that the present phase takes from, and its prefix, before it does."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
@@ -89,8 +89,8 @@ def parse_blend(flag: str, values: Sequence[str]) -> Blend:
     shown = f"{flag} {' '.join(values)}"
     if not values:
         raise ValueError(f"{flag}: must be a dataset prefix, or pairs of weight and prefix")
-    weights = [_number(value) for value in values[::2]]
-    if len(values) == 1 or all(_number(value) is None for value in values):
+    weights = [weight_of(value) for value in values[::2]]
+    if len(values) == 1 or all(weight_of(value) is None for value in values):
         return Blend([strip_suffix(value) for value in values], None)
     if len(values) % 2:
         raise ValueError(
@@ -116,13 +116,6 @@ def split_share(prefix: str) -> tuple[str, tuple[float, float] | None]:
     if not 0 <= start < end <= 1:
         raise ValueError(f"{prefix}: the share of documents must be START:END with 0 <= START < END <= 1")
     return found[1], (start, end)
-
-
-def _number(value: str) -> float | None:
-    try:
-        return float(value)
-    except ValueError:
-        return None
 
 
 def build_datasets(
@@ -222,9 +215,9 @@ class _Builder:
         if size is not None and size < 0:
             raise ValueError(f"the {split} split needs {size} samples; correct {SIZE_FLAGS[split]}")
         prefixes, weights = blend
+        asked = (*self.demands.order.planned, size) if split == "train" else (size,)
         if len(prefixes) == 1 and weights is None:
-            earlier = self.demands.order.planned if split == "train" else ()
-            return self._one(split, prefixes[0], shares, number, (*earlier, size))
+            return self._one(split, prefixes[0], shares, number, asked)
         if weights is not None and size is None:
             raise ValueError(
                 f"the {split} split blends {len(prefixes)} datasets by weight, so it has no epochs; set the length "
@@ -232,27 +225,21 @@ class _Builder:
             )
         if size == 0:
             return None
-        earlier = self.demands.order.planned if split == "train" else ()
-        if weights is None:
-            wanted: list[tuple[int | None, ...]] = [(None,)] * len(prefixes)
-            total = size
-        else:
-            assert size is not None
-            shares_of = normalise(weights)
-            total = sum(ceil(size * weight) for weight in shares_of)
-            wanted = [
-                tuple(ceil(ceil((asked or 0) * weight) * (1 + SURPLUS)) for asked in (*earlier, size))
-                for weight in shares_of
-            ]
+        wanted: list[tuple[int | None, ...]] = [(None,)] * len(prefixes)
+        if weights is not None:
+            weights = normalise(weights)
+            wanted = [tuple(ceil(ceil((n or 0) * weight) * (1 + SURPLUS)) for n in asked) for weight in weights]
         datasets = _all(
             partial(self._one, split, prefix, shares, number, planned)
             for prefix, planned in zip(prefixes, wanted, strict=True)
         )
         parts = [dataset for dataset in datasets if dataset is not None]
-        lengths = [len(part) for part in parts]
-        if weights is None:
-            total = None if size is None else min(size, sum(lengths))
-        return BlendedDataset(parts, normalise(weights) if weights else lengths, total, self._cache(prefixes[0]))
+        lengths, total = [len(part) for part in parts], size
+        if weights is not None:
+            total = sum(ceil((size or 0) * weight) for weight in weights)
+        elif size is not None:
+            total = min(size, sum(lengths))
+        return BlendedDataset(parts, weights or lengths, total, self._cache(prefixes[0]))
 
     def _one(
         self, split: str, prefix: str, shares: Sequence[float], number: int, planned: Sequence[int | None]
@@ -272,7 +259,9 @@ class _Builder:
         if not documents:
             if planned[-1] == 0:
                 return None
-            raise ValueError(self._no_documents(split, prefix, len(indexed)))
+            if not len(indexed):
+                raise ValueError(f"dataset {prefix} has no documents; create it again from files with text")
+            raise ValueError(f"--{split}-data-path: dataset {prefix} has no documents")
         files = self._cache(prefix)
         if split != "train":
             return GPTDataset(indexed, documents, planned[-1], self.format, seed=self.seed, split=split, cache=files)
@@ -281,7 +270,8 @@ class _Builder:
         source = order.sources.get(key)
         if source is None:
             source = SourceOrder(indexed, documents, seed=self.seed, split=split, cache=files)
-        found = source.view(self.format, planned, order.anew(prefix))
+        order.take_up(source, prefix, self.format)
+        found = source.view(self.format, planned)
         order.sources[key] = source
         order.present.append(source)
         return found
@@ -290,12 +280,10 @@ class _Builder:
         """Documents of each split; parts of them, cut by tokens, if a split that is needed would have none."""
         found, needed = split_documents(shares, len(indexed)), self.demands.needed
         assert needed is not None
-        if len(shares) == 1 or all(found[n] or not shares[n] or not needed[n] for n in range(len(shares))):
-            return found
-        if not len(indexed):
+        wanted = [bool(share and need) for share, need in zip(shares, needed, strict=False)]
+        if len(shares) == 1 or not len(indexed) or all(found[n] for n, want in enumerate(wanted) if want):
             return found
         length = max(self.demands.longest, self.format.seq_length)
-        wanted = [bool(share and need) for share, need in zip(shares, needed, strict=True)]
         parts = split_tokens(indexed.lengths, shares, wanted, length + 1)
         if parts is None:
             names = " and ".join(name for name, want in zip(SPLITS, wanted, strict=True) if want)
@@ -310,11 +298,6 @@ class _Builder:
             f"divided: {sizes}"
         )
         return parts
-
-    def _no_documents(self, split: str, prefix: str, total: int) -> str:
-        if total == 0:
-            return f"dataset {prefix} has no documents; create it again from files with text"
-        return f"--{split}-data-path: dataset {prefix} has no documents"
 
     def _cache(self, prefix: str) -> IndexCache:
         beside = Path(prefix).parent / "cache" / "GPTDataset_indices"

@@ -13,11 +13,10 @@ import json
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.fsync import sync_folder
+from megatron.core.fsync import sync_folder, whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +112,11 @@ class IndexCache:
         self, stem: str, names: Sequence[str], arrays: Iterable[NDArray], description: Mapping[str, Any]
     ) -> None:
         text = json.dumps(description, indent=1).encode()
-        _write_atomically(self.folder / f"{stem}-description.txt", lambda path: path.write_bytes(text))
+        with whole_file(self.folder / f"{stem}-description.txt", synced=True) as temporary:
+            temporary.write_bytes(text)
         with ThreadPoolExecutor(1) as writer:
             writes = [
-                writer.submit(_write_atomically, self._path(stem, name), partial(_save, array))
+                writer.submit(_save_whole, array, self._path(stem, name))
                 for name, array in zip(names, arrays, strict=True)
             ]
             for write in writes:
@@ -149,15 +149,9 @@ def _save(array: NDArray, path: Path) -> None:
         stream.write(array.data)
 
 
-def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _save_whole(array: NDArray, path: Path) -> None:
+    with whole_file(path, synced=True) as temporary:
+        _save(array, temporary)
 
 
 def _sweep(folder: Path) -> None:

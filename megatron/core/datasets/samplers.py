@@ -52,8 +52,7 @@ class DataIterator:
     outside the interpreter's lock, so one thread is faster than training. Processes would need a fork beside the
     threads of gloo and CUDA, and shared memory, and could be left behind.
 
-    `name` identifies the data in errors. `with_sources` adds `source_ids` [b], the source of each
-    sample. Several threads may read `dataset` at once.
+    `name` identifies the data in errors. Several threads may read `dataset` at once.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class DataIterator:
         num_workers: int = 0,
         name: str = "training",
         pin_memory: bool = False,
-        with_sources: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and num_workers >= 0
         self.dataset = dataset
@@ -74,7 +72,10 @@ class DataIterator:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.name = name
-        self.pin_memory, self.with_sources = pin_memory, with_sources
+        self.pin_memory = pin_memory
+        self.with_sources = False
+        """Whether micro-batches have `source_ids` [b], the number of each sample's data set."""
+
         self.end = len(dataset)
         """No sample from this number on is taken, or prefetched."""
 

@@ -18,9 +18,10 @@ from megatron.core.dist_checkpointing.path_kind import (
     refusal,
     saved_folders,
 )
-from megatron.core.dist_checkpointing.shared_folder import REMEDY, ranks_without
-from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint
+from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint, ranks_without
 from megatron.core.parallel_state import Axis
+
+REMEDY = "name a folder on a file system that all hosts share"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A rank holds a rectangle ("box") of each parameter and, under ZeRO-1, a flat range of that rectangle's elements in
 row-major order. A flat range is itself a few boxes (`core.boxes`), and DCP reshards boxes: what one set of boxes saved
-loads into any other. So state is saved as it lies in memory, without a gather and without a copy of the whole.
+loads into any other. So state is saved as it is in memory, without a gather and without a copy of the whole.
 
 DCP reads boxes through three methods that are private to torch. Only this file implements them.
 """

@@ -20,8 +20,9 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -340,9 +341,18 @@ def _nonempty(tensors: StateDict) -> StateDict:
     return {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, Tensor) or tensor.numel()}
 
 
-def _few(names: list[str], limit: int = 8) -> str:
+def ranks_without(seen: bool, world: Axis) -> str:
+    """The ranks that do not see something, with their hosts: `ranks 2, 3 (on host1)`; empty if all see it. Collective
+    over `world`."""
+    found = gather_objects((seen, socket.gethostname()), world)
+    ranks = [rank for rank, (sees, _) in enumerate(found) if not sees]
+    names = list(dict.fromkeys(found[rank][1] for rank in ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {_few(ranks)} (on {_few(names)})" if ranks else ""
+
+
+def _few(names: Sequence[object], limit: int = 8) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(map(str, names[:limit])) + more
 
 
 @contextmanager

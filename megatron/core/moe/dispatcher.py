@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import (
     LinearMap,
+    PassPair,
     all_gather,
     apply_linear,
     apply_linear_together,
@@ -69,7 +69,7 @@ class Exchange:
     receive: Sequence[int]
     """Rows from each rank."""
 
-    overlap: BatchOverlap
+    pair: PassPair
     """Another micro-batch that may compute meanwhile."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ class Exchange:
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         started = [start_all_to_all(x, list(self.send), list(self.receive), self.axis) for x in tensors]
-        self.overlap.hand_over()
+        self.pair.hand_over()
         with record_function(WAIT):
             return [pending.wait() for pending in started]
 
@@ -135,7 +135,7 @@ class DispatchOptions:
     compiled: bool = False
     """Whether torch.compile compiles regions."""
 
-    overlap: BatchOverlap = field(default_factory=BatchOverlap)
+    pair: PassPair = field(default_factory=PassPair)
     """What all-to-alls hand over to while they are under way."""
 
 
@@ -234,7 +234,7 @@ class AllToAllDispatcher(Dispatcher):
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
         arriving = table[:, :, self.first : self.first + self.local_experts]  # [expt_tp, ep, local experts]
         sizes = arriving.sum((1, 2)).tolist()
-        exchange = Exchange(ep, mine, arriving[expt_tp.rank].sum(1).tolist(), self.options.overlap)
+        exchange = Exchange(ep, mine, arriving[expt_tp.rank].sum(1).tolist(), self.options.pair)
         arrival = gather_uneven_map(expt_tp, sizes).then(sort_blocks_map(arriving, chosen.device))
         segments = Segments.of_sizes(arriving.sum((0, 1)).tolist(), chosen.device)
         return Routes(*self.copies(order[: sum(mine)], *chosen.shape), segments, exchange, arrival)
@@ -268,7 +268,7 @@ class AllToAllDispatcher(Dispatcher):
             return Routes(*maps, segments)
         parts = [assignments.shape[0] // ep.size] * ep.size
         arrival = gather_map(expt_tp).then(permutation_map(experts.flatten().argsort(stable=True)))
-        return Routes(*maps, segments, Exchange(ep, parts, parts, self.options.overlap), arrival)
+        return Routes(*maps, segments, Exchange(ep, parts, parts, self.options.pair), arrival)
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:

@@ -49,7 +49,7 @@ class MoELayer(nn.Module):
         self.fc1_latent_proj = nn.Identity() if down is None else ReplicatedParallelLinear(down, ctx)
         self.fc2_latent_proj = nn.Identity() if up is None else ReplicatedParallelLinear(up, ctx)
         padded = config.moe_pad_expert_input_to_capacity
-        options = DispatchOptions(self.experts.grouped, padded, ctx.compiled, ctx.overlap)
+        options = DispatchOptions(self.experts.grouped, padded, ctx.compiled, ctx.pair)
         self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts, options)
         shared = config.moe_shared_expert_intermediate_size
         expert = GatedSharedExpert if config.moe_shared_expert_gate else SharedExpert

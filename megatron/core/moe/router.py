@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
+from megatron.core.dropout import random_bits
+from megatron.core.init import site_key
 from megatron.core.moe.load_balancing import Balance
 from megatron.core.moe.parameters import router_metas
-from megatron.core.moe.random_logits import RandomLogits
-from megatron.core.moe.sinkhorn import sinkhorn_bias
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import rows_of
@@ -222,6 +222,61 @@ class TopKRouter(nn.Module):
         places = context.places_of(chosen, self.shard)
         priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)
+
+
+class RandomLogits(nn.Module):
+    """For benchmarks: replaces logits by random numbers that depend on seed, layer, sample, place in the sample and
+    expert only, so that experts receive about equally many tokens, whatever the router has learnt.
+
+    Uniform in [-2, 2). Gradients pass straight through to the logits, so that the step costs what it always does.
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__()
+        self.key = site_key(seed, name)
+
+    def forward(self, logits: Tensor, places: Tensor, context: BatchContext) -> Tensor:
+        """logits [s, b, E] and places [s] of this rank's tokens -> [s, b, E]"""
+        bits = random_bits(self.key, context.sample_index, places, logits.shape[-1])
+        return _StraightThrough.apply(logits, bits.to(logits.dtype) * 2.0**-30)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The second operand, with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+SINKHORN_ITERATIONS = 16
+"""A fixed number: a test for convergence would wait for the device, and could end differently at another layout."""
+
+
+@torch.no_grad()
+def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
+    """Logarithms of the experts' Sinkhorn factors: logits [s, b, E] of this rank's tokens -> [b, E].
+
+    The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums, and all columns
+    too. A token's experts are then those of its k largest entries, so that those of each sequence receive about equally
+    many tokens (Clark et al., arXiv 2202.01169, S-BASE). A token's own factor does not affect its choice, so what
+    remains is a bias of each expert, in the logarithm.
+
+    Tokens of a sequence are scaled together, whichever ranks hold them, and no others: neither layout nor micro-batch
+    size changes the choice. `places` [s] are the tokens' places in their sequences, which ranks along `sequence` hold.
+    Collective over it.
+    """
+    whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # in the same order at every layout
+    bias = whole.new_zeros(whole.shape[1:])
+    for _ in range(SINKHORN_ITERATIONS):
+        of_tokens = (whole + bias).logsumexp(-1, keepdim=True)
+        bias = -(whole - of_tokens).logsumexp(0)
+    return bias
 
 
 def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int) -> Tensor:

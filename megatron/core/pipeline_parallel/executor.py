@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
-from megatron.core.batch_overlap import BatchOverlap
+from megatron.core.collectives import PassPair
 from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
@@ -55,12 +55,12 @@ class PipelineExecutor:
         p2p: PipelineP2P,
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
-        overlap: BatchOverlap | None = None,
+        pair: PassPair | None = None,
     ) -> None:
         pp = p2p.pp
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
         self.stages, self.layout, self.pp, self.p2p, self.queue = stages, layout, pp, p2p, queue
-        self.casts, self.overlap = casts or WeightCasts(), overlap
+        self.casts, self.pair = casts or WeightCasts(), pair or PassPair()
         self.current: Action | None = None
         """The action being run, for whoever reports a hang."""
         self.message_from: int | None = None
@@ -158,15 +158,13 @@ class PipelineExecutor:
         return nullcontext() if self._in_turns else self.timed(phase)
 
     def _run_in_turns(self, *pair: Action) -> None:
-        assert self.overlap is not None, f"{self.current} needs a BatchOverlap"
-
         def run(action: Action) -> None:
             with record_function(str(action)):
                 self.run_action(action)
 
         with self.timed("backward"):
             self._in_turns = True
-            self.overlap.run(*(partial(run, action) for action in pair))
+            self.pair.run(*(partial(run, action) for action in pair))
             self._in_turns = False
 
     def _forward(self, action: Action) -> None:

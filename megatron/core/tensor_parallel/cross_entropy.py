@@ -16,7 +16,7 @@ from megatron.core.collectives import all_gather
 from megatron.core.compiled_regions import region
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import kernel_for, operation
-from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
+from megatron.core.tensor_parallel.embedding import check_ids, local_rows
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
 """Logits converted to fp32 at a time. Bounds temporary memory to a few times 64 MiB; on CPU to the size of caches."""
@@ -40,21 +40,6 @@ def vocab_parallel_cross_entropy(
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not logits._is_view()
     return _VocabParallelCrossEntropy.apply(logits, labels, tp, vocab_size, overwrite, compiled, z_loss_coeff)
-
-
-@torch.no_grad()
-def vocab_parallel_argmax(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-    """The most likely token: logits [s, b, V/t] -> ids [s, b] int64, of ranks with equal logits the lowest.
-
-    Two numbers a token are gathered, not the logits. Columns from `vocab_size` on are padding."""
-    start, stop = local_rows(logits.shape[-1] * tp.size, tp)
-    columns = max(0, min(vocab_size, stop) - start)
-    best = torch.full((2, *logits.shape[:-1]), -torch.inf, dtype=torch.float64, device=logits.device)
-    if columns:
-        values, ids = logits[..., :columns].max(-1)
-        best[0], best[1] = values, ids + start
-    values, ids = all_gather(best[None], tp).unbind(1)  # each [tp, s, b]
-    return ids.masked_fill(values < values.amax(0), torch.inf).amin(0).long()
 
 
 LOSS_AND_GRADIENT = "loss_and_gradient_"

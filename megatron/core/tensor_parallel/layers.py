@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import (
+    PassPair,
     Pending,
     Start,
     start_all_gather,
@@ -100,8 +100,8 @@ class TPContext(Section):
     format: LinearFormat | None = None
     """Number format of the GEMMs of linear layers; None for `dtype`."""
 
-    overlap: BatchOverlap = field(default_factory=BatchOverlap)
-    """Runs the passes of two micro-batches in turns: what hands over to the other one."""
+    pair: PassPair = field(default_factory=PassPair)
+    """What a pass hands over to while its collectives are under way."""
 
     seed: int = 1234
     """Seed of the run. Dropout masks depend on it and on the name of the place that drops."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.fsync import whole_file
 from megatron.core.tokenizers.huggingface import tokenizer_file
 
 FOLDER = "tokenizer"
@@ -30,12 +30,8 @@ def keep_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         if target.is_file() and target.read_bytes() == content:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            shutil.copyfile(file, temporary)
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(target) as temporary:
+            temporary.write_bytes(content)
 
 
 def found_tokenizer(config: TokenizerConfig, checkpoints: Path) -> TokenizerConfig:

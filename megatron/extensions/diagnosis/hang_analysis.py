@@ -81,7 +81,7 @@ def traces() -> list[dict[str, Any]]:
 def last_entered(
     recorded: list[dict[str, Any]], groups: Mapping[str, Group], last_pending: bool = False
 ) -> list[Entered]:
-    """The last collective of each of `groups`. `last_pending`: the very last one has failed, so it is not over."""
+    """The last collective of each of `groups`. `last_pending`: the last one of all has failed, so it is not over."""
     found: dict[str, Entered] = {}
     for trace in recorded:
         entries = [e for e in trace.get("entries", []) if not e["is_p2p"] and e["process_group"][0] in groups]
@@ -144,7 +144,7 @@ class CollectivesAnalysis(HangAnalysis):
     def evidence(self) -> Any:
         """[last collective of each group, the rank whose message it waits for]."""
         status, error = self.status, self.status.error
-        # The very last collective has failed, unless the error arose in a message between pipeline stages.
+        # The last collective of all has failed, unless the error arose in a message between pipeline stages.
         last_pending = error is not None and not place_in(error).startswith("p2p.py:")
         groups = groups_of(status.state) if status.state is not None else {}
         entered = last_entered(traces(), groups, last_pending) if groups else []

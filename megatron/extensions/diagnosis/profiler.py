@@ -11,6 +11,7 @@ from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
+from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
@@ -63,7 +64,7 @@ class Profiler(Callback):
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         # A pass that runs in turns with another one has a thread of its own.
-        threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.overlap_moe_expert_parallel_comm)
+        threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.pass_pair is not None)
         self._profile = profile(
             activities=activities,
             record_shapes=options.pytorch_profiler_collect_shapes,
@@ -95,5 +96,5 @@ class Profiler(Callback):
 
 def trace_path(config: RunConfig, rank: int) -> Path:
     """Where a rank's trace is written: in --tensorboard-dir, else in --save, else in the present folder."""
-    folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
+    folder = named_value(config, "tensorboard_dir") or config.checkpoint.save or "."
     return Path(folder) / "profile" / f"rank-{rank}.json"

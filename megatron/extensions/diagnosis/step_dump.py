@@ -29,12 +29,12 @@ from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
 from megatron.extensions.diagnosis.nonfinite_search import Finding, search
 from megatron.training.checkpointing import Checkpointer
-from megatron.training.checks.step_guard import Verdict
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import StepFinding
 from megatron.training.progress import Progress, Step
 from megatron.training.run import TrainingRun
+from megatron.training.step_guard import Verdict
 
 FINDING, CONFIG, SAMPLES = "finding.json", "run_config.yaml", "samples-*.npz"
 

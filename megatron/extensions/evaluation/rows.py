@@ -29,7 +29,7 @@ class Row:
     """The tokens that are read, and the one behind them."""
 
     scored: int
-    """So many of the last tokens have their log-likelihoods summed."""
+    """The log-likelihoods of this many tokens at the end are summed."""
 
     @property
     def length(self) -> int:

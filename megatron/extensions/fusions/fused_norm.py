@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
-from megatron.core.dropout import DropoutMask, add_update
+from megatron.core.dropout import drop_at_once, mask_bits
 from megatron.core.tensor_parallel.layers import observed
 from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_of_output, rows_of
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
@@ -40,6 +40,49 @@ class InputCast(NamedTuple):
         found = self.gemms.no_value(like.dtype).expand(like.shape)
         found.given_casts = self.gemms.given_input(pair, like.shape[:-1])  # type: ignore[attr-defined]
         return found
+
+
+class DropoutMask(NamedTuple):
+    """A mask of hidden states [s, b, h] with probability p, as a compiled kernel that applies it makes it."""
+
+    p: float
+    row_bits: Tensor
+    """[s * b] int32"""
+    column_bits: Tensor
+    """[h] int32"""
+
+    @classmethod
+    def of(cls, x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:
+        """The mask by which `dropout` of these arguments drops parts of x."""
+        return cls(p, *mask_bits(x, key, sample_index, seq_offset))
+
+    def applied(self, x: Tensor) -> Tensor:
+        """Within a region: x [s, b, h], zeros where it is dropped, else times 1 / (1 - p)."""
+        return drop_at_once(x, *self)
+
+
+def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
+    """x + dropout of `update` by a mask, in one kernel; x + update without a mask."""
+    return x + update if mask is None else _AddDropped.apply(x, update, mask)
+
+
+class _AddDropped(torch.autograd.Function):
+    """x + update with dropout of the update."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, update: Tensor, mask: DropoutMask) -> Tensor:
+        ctx.save_for_backward(*mask[1:])
+        ctx.p = mask.p
+        return region(_added_dropped, True)(x, update, *mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, region(drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None
+
+
+def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
+    return x + drop_at_once(update, p, row_bits, column_bits)
 
 
 class ResidualSum(NamedTuple):

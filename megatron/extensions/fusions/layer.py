@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
-from megatron.core.dropout import DropoutMask, dropout_mask
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, observed
 from megatron.core.transformer.block import Stream, added
 from megatron.core.transformer.layer import HiddenDropout, TransformerLayer
@@ -14,7 +13,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recompute import with_recomputed
 from megatron.core.transformer.self_attention import SelfAttention
 from megatron.extensions.fp8.recipes import DelayedGemms
-from megatron.extensions.fusions.fused_norm import FusedLayerNorm, InputCast, ResidualSum, add_and_norm
+from megatron.extensions.fusions.fused_norm import DropoutMask, FusedLayerNorm, InputCast, ResidualSum, add_and_norm
 
 
 class FusedTransformerLayer(TransformerLayer):
@@ -110,4 +109,4 @@ LAST = {SelfAttention: "linear_proj", MLP: "linear_fc2"}
 
 def _mask(dropout: HiddenDropout, x: Tensor, context: BatchContext) -> DropoutMask:
     places = context.places_of(x, dropout.sequence_rank)
-    return dropout_mask(x, dropout.p, dropout.key, context.sample_index, places)
+    return DropoutMask.of(x, dropout.p, dropout.key, context.sample_index, places)

@@ -1,4 +1,6 @@
-"""Overlap of a layer's collectives with its GEMMs (--tp-comm-overlap).
+"""Overlap of the collectives within layers with computation.
 
-Read `comm_overlap.py`: linear layers that send or receive part by part while they multiply.
+- `comm_overlap.py`: linear layers that send or receive part by part while they multiply (--tp-comm-overlap).
+- `batch_overlap.py`: two micro-batches, of which one computes while the all-to-alls of the other's experts are under
+  way (--overlap-moe-expert-parallel-comm).
 """

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import RingExchange, start_all_gather, start_reduce_scatter
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
 from megatron.extensions.overlap.flags import OverlapFlags
@@ -119,9 +119,7 @@ class _ColumnFunction(torch.autograd.Function):
 
     # x [s/t, b, h] -> [s, b, f/t]; W [f/t, h]
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: OverlappedColumnParallelLinear
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.weight, ctx.bias_shape = layer, weight, None if bias is None else bias.shape
         flat_bias = None if bias is None else bias.flatten()
@@ -140,13 +138,9 @@ class _ColumnFunction(torch.autograd.Function):
             reducing = start_reduce_scatter(dy.matmul(matrix_of(weight)), axis)
         elif needs_dx:
             dx = layer.overlap.matmul_scatter(dy, matrix_of(weight), axis)
-
-        def add_dw_(out: Tensor, overwrite: bool = False) -> None:
-            whole_x = (start_all_gather(x, axis) if gathering is None else gathering).wait()
-            add_product_(matrix_of(out), rows_of(dy), rows_of(whole_x), overwrite)
-
         if needs_dw:
-            dw = accumulate_weight_grad(weight, add_dw_, layer.queue, partial(add_dw_, overwrite=True))
+            whole_x = lambda: (start_all_gather(x, axis) if gathering is None else gathering).wait()  # noqa: E731
+            dw = _weight_grad(layer, weight, dy, whole_x)
         db = dy.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
         return (dx if reducing is None else reducing.wait()), dw, db, None
 
@@ -156,7 +150,7 @@ class _RowFunction(torch.autograd.Function):
 
     # x [s, b, f/t] -> [s/t, b, h]; W [h, f/t]
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: OverlappedRowParallelLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Overlapped) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.weight = layer, weight
         y = layer.overlap.matmul_scatter(x, matrix_of(weight).t(), layer.axis)
@@ -173,40 +167,45 @@ class _RowFunction(torch.autograd.Function):
             dy, dx = layer.overlap.gather_matmul(grad_output, matrix_of(weight), layer.axis)
         elif needs_dw:
             dy = start_all_gather(grad_output, layer.axis).wait()
-
-        def add_dw_(out: Tensor, overwrite: bool = False) -> None:
-            add_product_(matrix_of(out), rows_of(dy), rows_of(x), overwrite)
-
         if needs_dw:
-            dw = accumulate_weight_grad(weight, add_dw_, layer.queue, partial(add_dw_, overwrite=True))
+            dw = _weight_grad(layer, weight, dy, lambda: x)
         db = grad_output.flatten(0, -2).sum(0) if needs_db else None
         return dx, dw, db, None
 
 
-class Overlapped:
-    """A linear layer with overlap. Its GEMMs run in the precision of the parameters."""
+def _weight_grad(layer: Overlapped, weight: Tensor, dy: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
+    """dW = dYᵀ X, now or from the queue, of the input that x() returns."""
+
+    def add_(out: Tensor, overwrite: bool = False) -> None:
+        add_product_(matrix_of(out), rows_of(dy), rows_of(x()), overwrite)
+
+    return accumulate_weight_grad(weight, add_, layer.queue, partial(add_, overwrite=True))
+
+
+class Overlapped(ParallelLinear):
+    """A linear layer with overlap, computed by `function`. Its GEMMs run in the precision of the parameters."""
+
+    function: type[torch.autograd.Function]
 
     def __init__(self, linear: Any, ctx: TPContext) -> None:
         assert ctx.format is None, "overlapped GEMMs run in the parameters' format"
-        super().__init__(linear, ctx)  # type: ignore[call-arg]
+        super().__init__(linear, ctx)  # type: ignore[call-arg, arg-type]
         self.overlap = OVERLAPS[ctx.options(OverlapFlags).tp_comm_overlap_method or "ring"]()
+
+    def forward(
+        self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None
+    ) -> Tensor:
+        y: Tensor = self.function.apply(x, self.weight, self.used_bias(add_bias, bias_gradient), self)
+        return y
 
 
 class OverlappedColumnParallelLinear(Overlapped, ColumnParallelLinear):
-    """`ColumnParallelLinear` with overlap."""
+    """`ColumnParallelLinear` with overlap: x [s/t, b, in] -> [s, b, out/t]; W [out/t, in]."""
 
-    def forward(
-        self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None
-    ) -> Tensor:
-        """x [s/t, b, in] -> [s, b, out/t]; W [out/t, in]"""
-        return _ColumnFunction.apply(x, self.weight, self.used_bias(add_bias, bias_gradient), self)
+    function = _ColumnFunction
 
 
 class OverlappedRowParallelLinear(Overlapped, RowParallelLinear):
-    """`RowParallelLinear` with overlap."""
+    """`RowParallelLinear` with overlap: x [s, b, in/t] -> [s/t, b, out]; W [out, in/t]."""
 
-    def forward(
-        self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None
-    ) -> Tensor:
-        """x [s, b, in/t] -> [s/t, b, out]; W [out, in/t]"""
-        return _RowFunction.apply(x, self.weight, self.used_bias(add_bias, bias_gradient), self)
+    function = _RowFunction

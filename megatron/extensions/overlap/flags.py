@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import CALLBACKS, LINEARS
+from megatron.core.parts import CALLBACKS, LINEARS, PASS_PAIRS
 from megatron.training.extensions import extension_flags
 
 HERE = "megatron.extensions.overlap"
@@ -29,6 +29,12 @@ class OverlapFlags:
     """--tp-comm-overlap: ring of sends and receives (ring, the default), or torch's fused operations over symmetric
     memory of the GPUs of one node (symmetric)."""
 
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False, needs="--num-experts: all-to-alls are those of experts; remove it"
+    )
+    """Run a forward and a backward pass of different micro-batches in turns, so that each computes while all-to-alls of
+    experts of the other one are under way; with --pipeline-schedule interleaved or zb-h2."""
+
 
 def overlaps(linear: Any, ctx: Any) -> bool:
     """Whether the collectives of a linear layer overlap with its GEMMs."""
@@ -37,6 +43,11 @@ def overlaps(linear: Any, ctx: Any) -> bool:
 
 LINEARS.substitute("column_parallel", f"{HERE}.comm_overlap:OverlappedColumnParallelLinear", when=overlaps)
 LINEARS.substitute("row_parallel", f"{HERE}.comm_overlap:OverlappedRowParallelLinear", when=overlaps)
+PASS_PAIRS.register(
+    "in turns",
+    f"{HERE}.batch_overlap:BatchOverlap",
+    when=lambda parallel: parallel.options(OverlapFlags).overlap_moe_expert_parallel_comm,
+)
 CALLBACKS.register(
     "symmetric memory",
     f"{HERE}.hooks:SymmetricMemory",

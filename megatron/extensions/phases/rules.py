@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.config.data import is_number
+from megatron.core.config.data import weight_of
 from megatron.extensions.phases.file_phase import NO_LENGTHS, FilePhase, values_of
 from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.phase_file import read_phases
 from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem
+from megatron.training.config.rules.data import listed
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import History
 
@@ -41,7 +42,7 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
     """The configuration without phases, so that rules judge what the flags say; data are the first phase's if the flags
     name none."""
     data = config.data
-    if data.dataset == "gpt" and not (data.data_path or data.per_split or data.listed):
+    if data.dataset == "gpt" and not (data.data_path or data.per_split or listed(config)):
         data = replace(data, data_path=first.config.data.data_path)
     return replace(config, data=data).with_options(replace(config.options(PhasesConfig), data_phases=None))
 
@@ -101,7 +102,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         yield Problem("--decoupled-lr", config.optimizer.decoupled_lr, rule, "use --param-group 'REGEX lr_mult=...'")
     for entry in entries:
         words = entry.value("data_path") or ()
-        if len(words) > 1 and not any(is_number(word) for word in words):
+        if len(words) > 1 and all(weight_of(word) is None for word in words):
             rule = "names several data sets without weights, which would be read once"
             yield Problem(f"{entry.where}: data-path", words, rule, "put a weight before each")
 

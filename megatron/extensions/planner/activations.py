@@ -281,7 +281,7 @@ def activations_of_ranks(
     costs = StageCosts(activation=[stage.kept for stage in stages], kept_for_weight_grad=share)
     found = []
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    in_turns = parallel.overlap_moe_expert_parallel_comm
+    in_turns = parallel.pass_pair is not None
     lists = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group, in_turns)
     for rank, actions in enumerate(lists):
         own = layout.stages_of(rank)

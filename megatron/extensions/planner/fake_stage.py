@@ -38,7 +38,7 @@ from megatron.core.transformer.recompute import Segment
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
 from megatron.extensions.planner.live_memory import LiveMemory
-from megatron.training.config.flags import named_value, with_named
+from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
 
 
@@ -179,8 +179,8 @@ class _NoValues(TorchDispatchMode):
         return ANSWERS.get(func, func)(*args, **(kwargs or {}))
 
 
-METHOD = "tp_comm_overlap_method"
-"""Field of a flag: symmetric memory keeps what the ring keeps, but needs real groups."""
+WITHOUT_GROUPS = {"tp_comm_overlap_method": None}
+"""Fields that fake groups need other values of. Symmetric memory keeps what the ring, the default, keeps."""
 
 
 class FakeStages:
@@ -188,8 +188,7 @@ class FakeStages:
 
     def __init__(self, batch: MicroBatch, state: ParallelState, device: str) -> None:
         run = RunConfig(parallel=batch.parallel, extension_options=batch.parallel.extension_options)
-        if named_value(run, METHOD) == "symmetric":
-            run = with_named(run, {METHOD: "ring"})
+        run = with_named(run, WITHOUT_GROUPS)
         self.batch, self.state, self.device = batch, state, device
         self.parallel = parallel = replace(run.parallel, compile=batch.parallel.compiles(batch.device))
         self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()

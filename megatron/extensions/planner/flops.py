@@ -60,7 +60,19 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     seen = [kind.span.mean(length) for kind in config.layers]
     modules = [kind.span.mean(length) for kind in config.mtp_layers]
     # Plain causal attention is one kernel; dropout, windows, chunks, sinks, caps and ALiBi take others, tile by tile.
-    config = replace(config.with_plain_attention(length), hidden_dropout=0.0, recompute_granularity="none")
+    config = replace(
+        config,
+        seq_length=length,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        window_size=config.window_size and length,
+        attention_chunk_size=config.attention_chunk_size and length,
+        position_embedding_type="none" if config.alibi else config.position_embedding_type,
+        softmax_type="vanilla",
+        window_softmax_type=None,
+        attn_logit_softcapping=None,
+        recompute_granularity="none",
+    )
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
     kinds = layer_kinds(batch)
     with fake_stages(batch) as fakes:

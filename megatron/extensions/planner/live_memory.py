@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.host_to_device import HostPool
-
 
 class LiveMemory(TorchDispatchMode):
     """Sizes of the storages that operations have made and that are still there, and the most there were at once."""
@@ -30,7 +28,7 @@ class LiveMemory(TorchDispatchMode):
         """Bytes of the largest fp32 storage made."""
         self._inside = self._elsewhere = False
 
-    def count_apart(self, pool: HostPool) -> list[int]:
+    def count_apart(self, pool: Any) -> list[int]:
         """The sizes of the buffers that `pool` makes from now on, which are the host's: counted here alone."""
         made, allocate = list[int](), pool.allocate
 

@@ -1,7 +1,10 @@
-"""Runs on several hosts of which some may be lost: heartbeats between hosts, and a rendezvous for elastic restarts.
+"""Runs on several hosts of which some may be lost: heartbeats between hosts, a rendezvous for elastic restarts, and a
+lease on the --save folder.
 
-Flag: --host-heartbeat-timeout-seconds. scripts/train_gpt_elastic.sh starts ranks by `torchrun`, the module here.
+Flags: --host-heartbeat-timeout-seconds, --trigger-path, --kill-switch-path. scripts/train_gpt_elastic.sh starts ranks
+by `torchrun`, the module here.
 
 Read `host_watch` first: the part of a rank's watchdog that starts the host's `heartbeat`, a process of its own, and
-ends the rank when other hosts are lost.
+ends the rank when other hosts are lost. `save_lease` lets only one of two runs, or halves of one, save to a folder,
+`shared_folder` checks that all hosts see that folder, and `stop_files` looks for files that stop the run.
 """

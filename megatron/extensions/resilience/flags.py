@@ -1,15 +1,17 @@
-"""Flags of the watch over other hosts. No torch."""
+"""Flags of the watch over other hosts, and of files that stop a run. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import WATCHES
+from megatron.core.parts import CALLBACKS, WATCHES
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
+from megatron.training.reliability.launch import Launch
 
 SHORTEST_SILENCE = 3.0
 """Seconds of --host-heartbeat-timeout-seconds."""
@@ -29,10 +31,40 @@ class ResilienceConfig:
             yield Problem("--host-heartbeat-timeout-seconds", seconds, rule, remedy)
 
 
+@extension_flags("stop files", may_change=True)
+@dataclass(frozen=True)
+class StopFileFlags:
+    kill_switch_path: str | None = flag(None, "--kill-switch-file", path="local")
+    """Save and exit as soon as this file exists."""
+
+    trigger_path: str | None = flag(None, path="local")
+    """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
+
+    def folders(self, config: RunConfig) -> list[Path]:
+        """Where the files are looked for."""
+        return [Path(folder) for folder in (config.checkpoint.save, self.trigger_path) if folder]
+
+
+def _looks_for_files(config: RunConfig, launch: Launch) -> bool:
+    options = config.options(StopFileFlags)
+    return launch.rank == 0 and bool(options.kill_switch_path or options.folders(config))
+
+
+WATCHES.register("stop files", f"{__package__}.stop_files:StopFiles", when=_looks_for_files)
 WATCHES.register(
     "hosts",
     f"{__package__}.host_watch:watch_hosts",
     when=lambda config, launch: (
         launch.several_hosts and config.options(ResilienceConfig).host_heartbeat_timeout_seconds > 0
     ),
+)
+WATCHES.register(
+    "save lease",
+    f"{__package__}.save_lease:LeaseWatch",
+    when=lambda config, launch: launch.rank == 0 and config.checkpoint.save is not None,
+)
+CALLBACKS.register(
+    "shared folder",
+    f"{__package__}.shared_folder:SharedFolder",
+    when=lambda config: config.checkpoint.save is not None and not config.training.skip_train,
 )

@@ -72,8 +72,8 @@ class Peer:
     """Seconds since it heard this host, as it said last."""
 
     end: str = ""
-    """`bye`: its run has ended in peace; `failed`: by a failure; `lost`: because it hears nothing of hosts; `gone`: its
-    first rank has ended without a word."""
+    """`bye`: its run has ended without a failure; `failed`: by a failure; `lost`: because it hears nothing of hosts;
+    `gone`: its first rank has ended without a word."""
 
     ended: float = 0.0
     """When it said that."""
@@ -123,8 +123,8 @@ class Links:
 
     def findings(self, now: float) -> dict[str, Any]:
         """Kind -> host -> seconds: `silent`, `deaf`, and `unheard` for hosts that have never been heard; `failed` for
-        those whose run failed longer ago than `LINGER`, and `over` for those whose run ended in peace. `gone` and
-        `fine` list hosts. Without a finding all but `fine` are empty."""
+        those whose run failed longer ago than `LINGER`, and `over` for those whose run ended without a failure. `gone`
+        and `fine` list hosts. Without a finding all but `fine` are empty."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
         parted = False  # whether a host has ended because it hears nothing from here

@@ -41,7 +41,7 @@ FEW = 64
 """Of so many ranks each is looked up as it comes, of more ranks once all have come."""
 
 PEACE = 60.0
-"""Seconds that a rank may stay at one place of a step after the run has ended in peace on another host."""
+"""Seconds that a rank may stay at one place of a step after the run has ended without a failure on another host."""
 
 LOOK = 0.5
 """Seconds between two looks at how long the store has not answered."""
@@ -69,7 +69,7 @@ class Link:
 
 
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
-    """The watch of a rank over other hosts, started."""
+    """The watch of a rank over other hosts, which begins before the run's folders are looked at."""
     assert watchdog.board is not None
     watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures)
     watch.open(watchdog.board, config.options(ResilienceConfig).host_heartbeat_timeout_seconds)
@@ -107,6 +107,9 @@ class HostWatch:
         self._publish(self._start() if self._launch.local_rank == 0 else 0)
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
 
+    def start(self) -> None:
+        """`open` has started it."""
+
     def look(self) -> None:
         """Tells the heartbeat of hosts that have come. Asks the store; the watchdog's thread calls it."""
         board = self._board
@@ -128,7 +131,7 @@ class HostWatch:
             self._order(run=self._run, ears=ears, hosts={rank: address for rank, address in hosts.items() if address})
 
     def close(self) -> None:
-        """Ends the watch; other hosts hear whether that is in peace, by a failure, or because they were lost."""
+        """Ends the watch; other hosts hear whether that is without a failure, by one, or because they were lost."""
         self._closed.set()
         if self._process is not None:
             with suppress(OSError, subprocess.TimeoutExpired):
@@ -165,7 +168,7 @@ class HostWatch:
         return {rank: link for rank, link in self._links.items() if link.first}
 
     def _address(self, rank: int) -> str:
-        """That of rank 0's host is the one at which all meet, as it sees itself by another name."""
+        """The address of rank 0's host is the one at which all meet: it knows itself by another name."""
         return os.environ["MASTER_ADDR"] if rank == 0 else self._links[rank].address
 
     def ranks_of(self, host: int) -> list[int]:
@@ -235,7 +238,8 @@ class HostWatch:
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
         """The report on hosts whose run has ended so many seconds ago, while it goes on here."""
-        how = "by a failure whose report has not come here" if failed else "in peace, while this rank is in a step"
+        fine = "without a failure, while this rank is in a step"
+        how = "by a failure whose report has not come here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
         who = ", ".join(map(self._named, ended))
         phase, advice = self._status.phase_and_action(), ADVICE_HOST if failed else ADVICE["collective"]

@@ -19,15 +19,12 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 from megatron.core.parts import MODEL_FLAGS
 from megatron.training.config.commands import Command, asked_command, json_file_of, options, refuse, switches
 from megatron.training.config.flags import (
-    SECTION_TITLES,
     Flag,
     all_flags,
     config_of_sections,
     field_table,
     flat_values,
-    help_about,
     help_text,
-    sections,
     spelling_table,
     value_of,
 )
@@ -81,10 +78,10 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         refuse([problem], launch, json_file)
     if (about := _help_words(argv)) is not None:
         if launch.rank == 0:
-            sys.stdout.write(_help(about))
+            sys.stdout.write(help_text(_options(), REQUIRED, about))
         raise SystemExit(0)
     config = _with_model_flags(config_of(reader.values), reader)
-    world_size = reader.number("--world-size", "say how many ranks")
+    world_size = reader.world_size
     command = asked_command(reader, world_size)
     json_file = json_file_of({name: texts[-1] for name, texts in reader.options.items()})
     if world_size is not None and command is None and world_size != launch.world_size:
@@ -103,14 +100,6 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         found = [] if unread else validate(resolve(config, ranks), ranks)
         refuse(reader.problems + [p for p in found if p.flag not in reader.suspects], launch, json_file)
     return CommandLine(config, world_size, tuple(reader.notes), command, json_file, frozenset(reader.spelled))
-
-
-def _help(words: Sequence[str]) -> str:
-    """The flags of a first run, of the group whose title these words are, or all that are about them."""
-    asked = " ".join(words).lower()
-    if not asked or asked == "all" or any(asked == SECTION_TITLES.get(each, each).lower() for each in sections()):
-        return help_text(_options(), REQUIRED, asked or None)
-    return help_about(words, REQUIRED) or f"no flag is about {' and '.join(words)}; --help all prints all\n"
 
 
 def _options() -> list[tuple[str, str]]:
@@ -150,13 +139,9 @@ def _with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
     """`config` with the flags `argv` changed, not validated. Raises ValueError with every problem, one a line."""
-    return config_of(flat_values(config) | _legal_values(argv))
-
-
-def _legal_values(argv: Sequence[str]) -> dict[str, Any]:
     reader = read_flags(argv)
     reader.raise_problems()
-    return reader.values
+    return config_of(flat_values(config) | reader.values)
 
 
 def config_of(values: dict[str, Any]) -> RunConfig:

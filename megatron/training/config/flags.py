@@ -164,9 +164,14 @@ class ExtensionSection:
 
     resolve: Resolve | str | None = None
     """What fills in values of other flags, in the same form."""
+
+    reads: Resolve | str | None = None
+    """What takes values of other flags from the files that they name, in the same form. Raises ValueError, which names
+    the flag, where one cannot be read."""
+
     part_of: str | None = None
     """The section of `RunConfig` that they belong to: with "model" they say what a model is, and are compared with a
-    checkpoint's, taken from it, and converted as that section's fields are."""
+    checkpoint's, taken from it, and converted as that section's fields are; with "data" they name data."""
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
         """What the rules say of a resolved configuration that has one of the flags, or was given one."""
@@ -177,9 +182,16 @@ class ExtensionSection:
 
     def resolved(self, config: RunConfig) -> RunConfig:
         """The configuration with what follows from these flags, where one of them is given."""
-        if self.resolve is None or config.options(self.cls) == self.cls():
+        return self._filled(config, self.resolve)
+
+    def with_files(self, config: RunConfig) -> RunConfig:
+        """The configuration with what the files say that these flags name. Raises ValueError."""
+        return self._filled(config, self.reads)
+
+    def _filled(self, config: RunConfig, fill: Resolve | str | None) -> RunConfig:
+        if fill is None or config.options(self.cls) == self.cls():
             return config
-        filled: RunConfig = imported(self.resolve)(config)
+        filled: RunConfig = imported(fill)(config)
         return filled
 
 
@@ -187,21 +199,15 @@ EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
 """Title -> flags of an extension."""
 
 
-def add_section(
-    title: str,
-    cls: type,
-    may_change: bool,
-    rules: Rules | str | None = None,
-    resolve: Resolve | str | None = None,
-    part_of: str | None = None,
-) -> None:
+def add_section(title: str, section: ExtensionSection) -> None:
     """Makes flags of the fields of an extension's frozen dataclass, in a section of `--help` of their own.
 
     Raises ValueError if the class or a flag will not do.
     """
+    cls = section.cls
     if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(f"the flags {title!r}: {cls.__name__} must be a frozen dataclass")
-    if title in sections() or any(section.cls is cls for section in EXTENSION_SECTIONS.values()):
+    if title in sections() or any(each.cls is cls for each in EXTENSION_SECTIONS.values()):
         raise ValueError(f"the flags {title!r} are registered twice; register each class once, under its own title")
     taken = spelling_table()
     for flag in _flags_of(title, cls):
@@ -212,7 +218,7 @@ def add_section(
             )
         if clash := [spelling for spelling, _ in flag.spellings() if spelling in taken]:
             raise ValueError(f"the flags {title!r}: {clash[0]} is a flag already; rename {cls.__name__}.{flag.field}")
-    EXTENSION_SECTIONS[title] = ExtensionSection(cls, may_change, rules, resolve, part_of)
+    EXTENSION_SECTIONS[title] = section
     for table in (all_flags, sections, spelling_table, field_table):
         table.cache_clear()
 
@@ -414,19 +420,6 @@ def _own_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def help_about(words: Sequence[str], required: Collection[str], width: int = 110) -> str:
-    """The flags whose name or help contains each of the words, by section; empty if there is none."""
-    lines = []
-    for section, cls in sections().items():
-        entries = [_about(flag, cls, required) for flag in all_flags() if flag.section == section]
-        found = [entry for entry in entries if all(word.lower() in " ".join(entry).lower() for word in words)]
-        if found:
-            lines += ["", f"{SECTION_TITLES.get(section, section)}:"]
-        for usage, text in found:
-            lines += _entry(usage, text, width)
-    return "\n".join([*lines[1:], ""]) if lines else ""
-
-
 FIRST_RUN = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size"),
     *("group_query_attention", "num_query_groups", "position_embedding_type", "normalization", "swiglu"),
@@ -449,31 +442,38 @@ USAGE = (
 
 
 def help_text(
-    extra: Sequence[tuple[str, str]], required: Collection[str], asked: str | None = None, width: int = 110
+    extra: Sequence[tuple[str, str]], required: Collection[str], words: Sequence[str] = (), width: int = 110
 ) -> str:
-    """Flags by section, with defaults: those of a first run; all where `asked` is "all", or those of the section whose
-    title it is. `extra` are (spelling, help) of what is not configuration; fields that are `required` have no default.
+    """Flags by section, with defaults: those of a first run; all for the word "all", those of the section whose title
+    the words are, or those whose name or help contains each of the words.
+
+    `extra` are (spelling, help) of what is not configuration; fields that are `required` have no default.
     """
-    lines = [*USAGE, "", "command line:"] if asked in (None, "all") else []
+    asked = " ".join(words).lower()
+    titles = {section: SECTION_TITLES.get(section, section) for section in sections()}
+    chosen = [section for section, title in titles.items() if asked in ("all", title.lower())]
+    lines = [*USAGE, "", "command line:"] if asked in ("", "all") else []
     for spelling, text in extra if lines else ():
         lines += _entry(spelling, text, width)
-    for section, cls in sections().items():
-        title = SECTION_TITLES.get(section, section)
-        flags = [flag for flag in all_flags() if flag.section == section]
-        if asked is None:
-            flags = [flag for flag in flags if flag.field in FIRST_RUN]
-        if flags and asked in (None, "all", title.lower()):
-            lines += ["", f"{title}:"]
-            for flag in flags:
-                lines += _entry(*_about(flag, cls, required), width)
-    if asked is None:
-        titles = "; ".join(SECTION_TITLES.get(section, section) for section in sections())
+    for section in chosen or titles:
+        flags = [flag for flag in all_flags() if flag.section == section and (asked or flag.field in FIRST_RUN)]
+        entries = [_about(flag, sections()[section], required) for flag in flags]
+        if not chosen:
+            entries = [entry for entry in entries if all(word.lower() in " ".join(entry).lower() for word in words)]
+        if entries:
+            lines += ["", f"{titles[section]}:"]
+        for usage, text in entries:
+            lines += _entry(usage, text, width)
+    if not asked:
         lines += [
             "",
             f"These are the flags of a first run. --help all prints all {len(all_flags())}, --help WORD ... those",
+            "about these words, and --help GROUP those of a group:",
+            *textwrap.wrap(
+                "; ".join(titles.values()), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+            ),
         ]
-        lines += ["about these words, and --help GROUP those of a group:"]
-        lines += textwrap.wrap(titles, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    lines = lines or [f"no flag is about {' and '.join(words)}; --help all prints all"]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

@@ -1,5 +1,5 @@
-"""Writing of output: whether the paths that flags give can be written, files that are whole or not there, and what is
-said where a file or standard output is full or closed. No torch."""
+"""Writing of output: whether the paths that flags give can be written, and what is said where a file or standard output
+is full or closed. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.core.fsync import NO_ROOM, name_full_file
+from megatron.core.fsync import NO_ROOM
 from megatron.training.config.flags import all_flags, value_of
 from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
@@ -25,27 +24,6 @@ UNWRITABLE = NO_ROOM | {errno.EBADF, errno.EIO}
 
 class OutputError(OSError):
     """A file that a flag names cannot be written; the message is one line for the user."""
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yields the path to write the content of `path` to: a file beside it that replaces it at the end, so that readers
-    never see a part of it. If writing fails, nothing is left behind.
-
-    A link, and what exists and is no regular file, such as /dev/null or a named pipe, is never replaced: `path` itself
-    is yielded."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        yield path
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        name_full_file(error, path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(content: Mapping[str, Any], json_file: str) -> None:

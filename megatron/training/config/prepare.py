@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine
 from megatron.training.config.commands import Prepared, refuse
-from megatron.training.config.input_files import missing_inputs, with_data_lists
+from megatron.training.config.flags import EXTENSION_SECTIONS
+from megatron.training.config.input_files import missing_inputs
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
 from megatron.training.config.rules.fields import single_values
@@ -51,7 +51,8 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     inputs: list[Problem] = []
     """Those that a command may do without, and a run does not."""
     try:
-        config = replace(config, data=with_data_lists(config.data))
+        for section in EXTENSION_SECTIONS.values():
+            config = section.with_files(config)
     except ValueError as error:
         (problems if line.command is None else inputs).extend(Problem.of_errors("--data-path", None, error))
     if launch.rank == 0:

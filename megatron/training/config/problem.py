@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +96,26 @@ def multiples(value: int, divisor: int) -> str:
     """The nearest multiples of `divisor` as a remedy: `nearest: 996 or 1008`."""
     below = value // divisor * divisor
     return f"nearest: {below} or {below + divisor}" if below > 0 else f"nearest: {divisor}"
+
+
+def unless_multiple(
+    flag: str, value: int | None, name: str, divisor: int, step: int | None = None
+) -> Iterator[Problem]:
+    """The problem of a value that is no multiple of the `divisor` that the flags `name` give. The nearest legal values
+    are multiples of `step`, by default of the divisor."""
+    if not divides(divisor, value):
+        yield Problem(flag, value, f"must be a multiple of {name} {divisor}", multiples(value or 0, step or divisor))
+
+
+def unless_at_most(flag: str, value: float, name: str, limit: float) -> Iterator[Problem]:
+    """The problem of a value above the `limit` that the flag `name` gives."""
+    if value > limit:
+        shown = f"{limit:g}" if isinstance(limit, float) else str(limit)
+        yield Problem(flag, value, f"must be at most {name} {shown}", f"nearest: {shown}")
+
+
+def nearest_divisor(size: int, value: int) -> int:
+    return min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - value))
 
 
 def divides(divisor: int | None, value: int | None) -> bool:

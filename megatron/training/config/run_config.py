@@ -13,6 +13,7 @@ from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.parts import LOG_FORMATS
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,6 @@ class TrainingConfig:
 
     exit_signal_handler: bool = True
     """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second signal exits at once."""
-
-    kill_switch_path: str | None = flag(None, "--kill-switch-file", path="local")
-    """Save and exit as soon as this file exists."""
-
-    trigger_path: str | None = flag(None, path="local")
-    """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
 
     exit_margin_in_mins: float = flag(3.0, at_least=0)
     """Save and exit this many minutes before the end of the SLURM job."""
@@ -144,42 +139,12 @@ class LoggingConfig:
     log_interval: int = 100
     """Iterations between progress lines."""
 
-    log_format: str = flag("default", choices=("default", "megatron"))
+    log_format: str = flag("default", choices=LOG_FORMATS)
     """Format of the console's lines of progress, validation and saving: this program's, or Megatron-LM's for its
     parsers."""
 
-    log_throughput: bool = False
-    """--log-format megatron: print the throughput per device. Without it, throughput is always printed."""
-
-    log_params_norm: bool = False
-    """Log the L2 norm of all parameters."""
-
-    log_source_loss: bool = False
-    """Log the training and validation loss of each data set of a blend."""
-
-    log_num_zeros_in_grad: bool = False
-    """Log the number of zeros in the gradient."""
-
-    tensorboard_dir: str | None = flag(None, path="local", writes="folder")
-    """Folder for TensorBoard event files."""
-
     metrics_file: str | None = flag(None, path="local", writes="file")
     """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
-
-    sample_log: str | None = flag(None, path="local", writes="file")
-    """File for the samples of each training step, one JSON object per line."""
-
-    wandb_project: str | None = None
-    """Weights & Biases project; needs the wandb package."""
-
-    wandb_exp_name: str | None = None
-    """Weights & Biases run name."""
-
-    wandb_entity: str | None = None
-    """Weights & Biases team or user; default: that of the login."""
-
-    wandb_save_dir: str | None = flag(None, path="local", writes="folder")
-    """Folder for the files of Weights & Biases; default: WANDB_DIR, else --save, else a temporary folder."""
 
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device for MFU; default: derived from the device name, unknown on CPU."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, PATH_KINDS, kind_of, refusal, saved_folders
 from megatron.core.parts import MODEL_LOADERS, PLANS
 from megatron.training.config.flags import (
+    EXTENSION_SECTIONS,
     all_flags,
     config_of_sections,
     field_table,
@@ -165,6 +166,40 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
     if lengthened and not any(ends) and run.optimizer.lr_decay_style != "constant":
         line += ", and the learning rate decays to the new end (--use-checkpoint-opt_param-scheduler keeps the old one)"
     return line
+
+
+def free_choices(saved: RunConfig) -> frozenset[str]:
+    """Fields of the model that a run may choose when it starts from converted weights: those that change no output."""
+    learned = saved.model.position_embedding_type == "learned_absolute"
+    free = frozenset(resumed_fields()["training_only"]) - WITH_PARAMETERS
+    return free if learned else free | {"max_position_embeddings"}
+
+
+WITH_PARAMETERS = {"make_vocab_size_divisible_by", "pad_vocab_size_to", "mtp_num_layers"}
+"""Fields of training_only that change the parameters."""
+
+
+def changed_fields(
+    saved: RunConfig, run: RunConfig, sections: Collection[str], ignored: Collection[str] = ()
+) -> list[str]:
+    """Every flag of the model, or of an extension in the checkpoint's `sections`, that changes a result and in which
+    two runs differ, with both values: those that were given, or that follow from other fields. A field that was not
+    given and differs with others is left to them, and so are those `ignored`."""
+    changed = []
+    fixed = {title for title, section in EXTENSION_SECTIONS.items() if not section.may_change}
+    compared, rules = {flag.section for flag in flags_of("model")} | fixed.intersection(sections), resumed_fields()
+    for flag in all_flags():
+        if flag.section not in compared or flag.field in (*rules["without_effect"], *rules["scheduled"], *ignored):
+            continue
+        given = [value_of(config, flag) for config in (saved, run)]
+        if given[0] == given[1]:
+            continue
+        effective = flag.spec.effective or rules["effective"].get(flag.field)
+        values = [getattr(config.model, effective) for config in (saved, run)] if effective else given
+        if values[0] != values[1]:
+            before, now = (value if one is None else one for one, value in zip(given, values, strict=True))
+            changed.append(f"{flag.name} {before} in the checkpoint, {now} in the run")
+    return changed
 
 
 def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:

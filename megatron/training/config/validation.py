@@ -24,6 +24,7 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
+from megatron.training.config.rules.data import listed
 from megatron.training.config.rules.fields import needs_and_exclusions, single_values
 from megatron.training.config.rules.training import callbacks_evaluate
 from megatron.training.config.run_config import RunConfig, TrainingConfig
@@ -128,11 +129,13 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     for extension in EXTENSION_SECTIONS.values():
         config = extension.resolved(config)
     training = _resolve_training(config, world_size)
+    files = config.tokenizer.vocab_file or config.tokenizer.merge_file
     config = replace(
         config,
-        parallel=_resolve_parallel(config, world_size),
+        parallel=_filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size)),
         model=_resolve_model(config, vocab_size),
-        tokenizer=_resolve_tokenizer(config),
+        # GPT-2's files name their tokenizer, as in Megatron-LM, whose default it is.
+        tokenizer=_filled(config.tokenizer, tokenizer_type="GPT2BPETokenizer" if files else None),
         training=training,
         optimizer=_resolve_optimizer(config, training),
     )
@@ -150,7 +153,7 @@ def _without_training(config: RunConfig) -> RunConfig:
     """The configuration of an evaluation with values for what only training needs and flags leave out: a learning rate,
     a length and, where only callbacks evaluate, data."""
     training, data = config.training, config.data
-    named = data.data_path or data.per_split or data.listed or data.valid or plan_class(config) is not RunPlan
+    named = data.data_path or data.per_split or listed(config) or data.valid or plan_class(config) is not RunPlan
     if not named and data.dataset == "gpt" and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)
     if data.dataset == "mock" and training.train_samples is None and training.train_tokens is None:
@@ -161,10 +164,6 @@ def _without_training(config: RunConfig) -> RunConfig:
 def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
     model = config.parallel.model_parallel_size
     return world_size // model if model > 0 and world_size % model == 0 else None
-
-
-def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
-    return _filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size))
 
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
@@ -183,12 +182,6 @@ def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
         kv_channels=model.hidden_size // model.num_attention_heads if own_heads else None,
         max_position_embeddings=model.seq_length or None,
     )
-
-
-def _resolve_tokenizer(config: RunConfig) -> Any:
-    """GPT-2's files name their tokenizer, as in Megatron-LM, whose default it is."""
-    files = config.tokenizer.vocab_file or config.tokenizer.merge_file
-    return _filled(config.tokenizer, tokenizer_type="GPT2BPETokenizer" if files else None)
 
 
 def _resolve_training(config: RunConfig, world_size: int) -> Any:

@@ -1,10 +1,17 @@
-"""This program's lines of progress: one line for files, at most two rows for a terminal. No torch."""
+"""The console's lines of a run in this program's format: one line for files, at most two rows for a terminal.
+No torch."""
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
 
-from megatron.training.hooks import METRICS
+from megatron.core.parts import METRICS
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import RunView
 from megatron.training.metrics.sinks import Record
 
 MOST_SECONDS = 1e9
@@ -12,6 +19,40 @@ MOST_SECONDS = 1e9
 
 ROWS = 2
 """Rows of a terminal that an interval may take."""
+
+
+class LogLines:
+    """The lines of a run on the console. Another format derives from it and is registered in `LOG_FORMATS`."""
+
+    def __init__(self, config: RunConfig, train_iters: int) -> None:
+        self.config, self.train_iters = config, train_iters
+
+    def start(self, run: RunView) -> Iterator[str]:
+        """Lines before the first step, after those that describe the run."""
+        yield from ()
+
+    def progress(self, record: Record) -> str:
+        """The line of a log interval, or the rows of a terminal."""
+        if sys.stdout.isatty():
+            return terminal_lines(record, self.train_iters, shutil.get_terminal_size().columns)
+        return progress_line(record, self.train_iters)
+
+    def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
+        """The lines of an evaluation of "valid" or "test". `name`: of one validation set of several, or empty."""
+        line = f" {f'{split} {name}'.strip()} after iteration {iteration} | loss: {loss:.6E}"
+        yield f"{line} | perplexity: {perplexity(loss):.6E}"
+
+    def saving(self, iteration: int, stalled: float) -> str:
+        """The line of a save that begins, for which training waited `stalled` seconds."""
+        return f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
+
+    def saved(self, iteration: int, seconds: float) -> str:
+        """The line of a save that has succeeded after so many seconds."""
+        return f" saved checkpoint at iteration {iteration} to {self.config.checkpoint.save} in {seconds:.2f} s"
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def mtp_losses(record: Record) -> list[tuple[str, float]]:

@@ -1,15 +1,77 @@
-"""Metrics of a user's own over a log interval."""
+"""Meters that every run has beside expert load: losses of multi-token prediction, metrics of a user's own, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.training.hooks import Meter, Metric, StepView
 from megatron.training.progress import Interval
+
+
+class Tallies(Meter):
+    """Adds up the tallies of a rank's modules over the steps of a log interval.
+
+    `tallies` are tensors of one shape that the modules add to. `counts` says whether this rank's count: tensor-parallel
+    ranks have the same.
+    """
+
+    def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:
+        self.tallies, self.counts = list(tallies), counts
+        self.totals = torch.zeros(rows, 2, dtype=torch.float64, device=device)
+        """Loss sum and tokens, by row, since the last record."""
+
+    def end_step(self, skip: Tensor) -> None:
+        """Adds the tally of a step to the totals, unless `skip` is 1."""
+        for tally in self.tallies if self.counts else ():
+            self.totals += torch.where(skip > 0, 0.0, tally)
+        self.discard_step()
+
+    def step_state(self) -> list[Tensor]:
+        return [*self.tallies, self.totals]
+
+    def discard_step(self) -> None:
+        for tally in self.tallies:
+            tally.zero_()
+
+    def take(self) -> Tensor:
+        """[rows * 2]: loss sums and tokens of this rank since the last call."""
+        taken, self.totals = self.totals, torch.zeros_like(self.totals)
+        return taken.flatten()
+
+
+def means(summed: Tensor) -> list[float | None]:
+    """Mean of each row of `take` summed over the world; None where no token counted."""
+    return [total / count if count else None for total, count in summed.view(-1, 2).tolist()]
+
+
+class MultiTokenLosses(Tallies):
+    """What the modules of a rank have tallied: in the present step, and since the last record."""
+
+    def __init__(
+        self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
+    ) -> None:
+        self.modules = [model.mtp for model in stages.values() if model.mtp is not None]
+        super().__init__([module.tally for module in self.modules], config.mtp_depths, state.tp.first, device)
+
+    def weighted_sum(self) -> Tensor:
+        """What the step so far has added to the loss sum that is trained, and not to the one that is reported. float64
+        scalar, 0 on ranks whose tallies do not count."""
+        parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
+        """Mean loss by depth from 1; None where no token counted."""
+        return {f"mtp_loss_{depth}": mean for depth, mean in enumerate(means(summed), 1)}
 
 
 class UserMetrics(Meter):
@@ -49,3 +111,27 @@ class UserMetrics(Meter):
         """Name -> mean; None without a count."""
         values = zip(self.metrics, summed.view(-1, 2).tolist(), strict=True)
         return {name: total / count if count else None for name, (total, count) in values}
+
+
+class PeakMemory(Meter):
+    """The largest peak memory of a rank so far."""
+
+    def __init__(self, world: Axis, device: torch.device) -> None:
+        self.world, self.device = world, device
+
+    def take(self) -> Tensor:
+        """[ranks]: a row with this rank's bytes, so that a sum carries every rank's."""
+        row = torch.zeros(self.world.size, dtype=torch.float64, device=self.device)
+        row[self.world.rank] = peak_memory_bytes(self.device)
+        return row
+
+    def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
+        return {"peak_memory_bytes": int(summed.max())}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory so far: of the CUDA allocator, or of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -13,9 +12,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG, saved_folders
 from megatron.core.tokenizers.kept_files import keep_tokenizer
-from megatron.training.config.arguments import flat_values, save_config
+from megatron.training.config.arguments import save_config
 from megatron.training.hooks import Meter
-from megatron.training.metrics import console, megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.reliability.run_status import record_event
 from megatron.training.run import TrainingRun
@@ -34,7 +32,7 @@ class RunLog:
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
         config, runtime, iteration = run.plan.base, run.runtime, run.progress.iteration
-        self._runtime, self._train_iters, self._options = runtime, run.train_iters, config.logging
+        self._runtime, self._lines = runtime, run.lines
         self._sinks: list[Sink] = []
         self._bar: Any = None  # tqdm's
         if not runtime.is_main:
@@ -46,7 +44,7 @@ class RunLog:
                 save_config(config, Path(save) / RUN_CONFIG)
                 keep_tokenizer(config.tokenizer, Path(save))
             record_event(save, "start", iteration=iteration, world_size=runtime.launch.world_size)
-        self._sinks = open_sinks(config.logging, save, iteration, flat_values(config))
+        self._sinks = open_sinks(config, iteration)
         for sink in self._sinks:
             resources.callback(sink.close)
             runtime.watchdog.failures.at_exit.append(sink.close)
@@ -67,7 +65,7 @@ class RunLog:
         for meter in meters if self._runtime.is_main else ():
             meter.write(self)
         self.write(record)
-        self.say("\n".join([self._line(record), *(line for meter in meters for line in meter.lines(record))]))
+        self.say("\n".join([self._lines.progress(record), *(line for meter in meters for line in meter.lines(record))]))
         if self._bar is not None and record["lm_loss"] is not None:
             self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
 
@@ -77,13 +75,6 @@ class RunLog:
             self._runtime.say(line)
         else:
             self._bar.write(line)
-
-    def _line(self, record: Record) -> str:
-        if self._options.log_format == "megatron":
-            return megatron_format.progress_line(record, self._train_iters, self._options.log_throughput)
-        if sys.stdout.isatty():
-            return console.terminal_lines(record, self._train_iters, shutil.get_terminal_size().columns)
-        return console.progress_line(record, self._train_iters)
 
     def step(self) -> None:
         """Advances the progress bar."""

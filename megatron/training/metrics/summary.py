@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-
 import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
-from megatron.core.parallel_state import Axis
 from megatron.core.parts import LINEAR_FORMATS, linear_format
-from megatron.training.checks.step_guard import is_nan
 from megatron.training.config.run_config import LoggingConfig, RunConfig
-from megatron.training.hooks import MODEL_FLOPS, Meter
+from megatron.training.hooks import MODEL_FLOPS
 from megatron.training.metrics.sinks import Record
-from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
+from megatron.training.step_guard import is_nan
 
 # Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
 PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0, "B200": 2250.0}
@@ -65,30 +60,6 @@ def _of_steps(run: TrainingRun, losses: Tensor) -> Record:
         "step_time": seconds / max(steps, 1),
         "seconds_left": samples_left * config.model.seq_length / tokens_per_second if tokens_per_second else None,
     }
-
-
-class PeakMemory(Meter):
-    """The largest peak memory of a rank so far."""
-
-    def __init__(self, world: Axis, device: torch.device) -> None:
-        self.world, self.device = world, device
-
-    def take(self) -> Tensor:
-        """[ranks]: a row with this rank's bytes, so that a sum carries every rank's."""
-        row = torch.zeros(self.world.size, dtype=torch.float64, device=self.device)
-        row[self.world.rank] = peak_memory_bytes(self.device)
-        return row
-
-    def report(self, summed: Tensor, interval: Interval) -> Record:
-        return {"peak_memory_bytes": int(summed.max())}
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory so far: of the CUDA allocator, or of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def peak_tflops(

@@ -140,7 +140,7 @@ class FailureHandler:
             self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
-        """Ends all ranks before there is anything to save, in order to be started again."""
+        """Ends all ranks before there is anything to save, to be started again."""
         with self._only_once():
             code, board, first = ExitCode.TO_BE_RESUMED, self._board, self._launch.rank == 0
             if first:

@@ -4,7 +4,7 @@ Keys:
     peer/R      host, process and namespace of rank R         beat/R   changes while R lives, and has its phase
     cause       the failure of the run; the first one stays   place/R  where R was when it saw the cause
     told        the report that is printed                    left/R   R has read that and needs the store no more
-    over/R      R has ended in peace
+    over/R      R has ended without a failure
     came/W      how many ranks have come to meeting W         came/W/R R has come
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick after which all ranks carry it out

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.path_kind import EVENTS
-from megatron.training.config.output_files import whole_file
+from megatron.core.fsync import whole_file
 from megatron.training.reliability.launch import Launch
 
 VARIABLE = "OUTCOME_FILE"

@@ -12,11 +12,8 @@ from __future__ import annotations
 import select
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.training.reliability.launch import SIGNALS
@@ -108,40 +105,6 @@ class StopRequests:
             if after is None and self._ticks == 0 and signal_at and time.monotonic() - signal_at > UNANSWERED:
                 return "ending though not all ranks have come up"
         return None
-
-
-TRIGGERS = {"save": "save", "exit": "stop"}
-"""Name of a file -> kind of the request that it makes."""
-
-
-class StopConditions:
-    """Deadlines, and the files `save` and `exit` in the folders of --save and --trigger-path. Rank 0 looks for them."""
-
-    def __init__(
-        self, deadlines: Mapping[str, tuple[float, str]], folders: Sequence[Path], kill_switch: Path | None = None
-    ) -> None:
-        """`deadlines`: what ends -> (`time.time()` of its end, kind of the request). `folders`: where the files are
-        looked for. `kill_switch`: a file that stops the run as long as it exists."""
-        self._deadlines, self._folders, self._kill_switch = deadlines, folders, kill_switch
-        self._stuck = set[Path]()
-        """Files that could not be removed."""
-
-    def due(self) -> Iterator[Request]:
-        """The requests that are due now. The files `save` and `exit` are removed when they are seen."""
-        for why, (when, kind) in self._deadlines.items():
-            if time.time() >= when:
-                yield Request(kind, why)
-        if self._kill_switch is not None and self._kill_switch.exists():
-            yield Request("stop", f"--kill-switch-path {self._kill_switch} exists")
-        for path, kind in ((folder / name, kind) for folder in self._folders for name, kind in TRIGGERS.items()):
-            try:
-                if path.is_file():
-                    path.unlink()
-                    yield Request(kind, f"{path} was there")
-            except OSError as error:  # the watchdog's thread has to live on: it also listens to signals
-                if path not in self._stuck:
-                    print(f"{path} is ignored, as it cannot be removed: {error}", file=sys.stderr, flush=True)
-                self._stuck.add(path)
 
 
 REPEATED = 1.0

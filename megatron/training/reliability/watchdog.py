@@ -1,16 +1,16 @@
 """The watchdog of a rank: a thread beside the training that sees signals, requests and the failures of other ranks.
 
 It composes parts with one job each: `RankStatus` knows what this rank is doing, `SignalListener` receives signals,
-`StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, `SaveLease` keeps other runs
-from the --save folder, and `FailureHandler` ends the ranks with one report. Extensions add what else is watched.
+`StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and `FailureHandler` ends
+the ranks with one report. Extensions add what else is watched.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 from megatron.core.parts import WATCHES
@@ -20,13 +20,16 @@ from megatron.training.reliability.launch import Launch, write_error_file
 from megatron.training.reliability.rank_status import Meeting, RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
 from megatron.training.reliability.run_status import ExitCode, Outcome
-from megatron.training.reliability.save_lease import LeaseError, SaveLease
 from megatron.training.reliability.stack_dump import StackDump
-from megatron.training.reliability.stop_requests import SignalListener, StopConditions, StopRequests
+from megatron.training.reliability.stop_requests import SignalListener, StopRequests
 
 
 class Watch(Protocol):
     """What an extension has a watchdog look at, such as other hosts. It ends the ranks by `Watchdog.failures`."""
+
+    def start(self) -> None:
+        """Before the watchdog's thread starts, when the run's folders are known to be writable. What it raises ends the
+        run."""
 
     def look(self) -> None:
         """Looks, on the watchdog's thread, twice a second or so. It may ask the store."""
@@ -51,8 +54,7 @@ class Watchdog:
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
         self._watches: list[Watch] = []
-        self._lease: SaveLease | None = None
-        self._conditions = StopConditions({}, [])
+        self._deadlines: Mapping[str, tuple[float, str]] = {}
         self._meetings = 0
         self._looked = time.time()
         self._closed = threading.Event()
@@ -68,30 +70,22 @@ class Watchdog:
         wanted = [name for name in WATCHES if WATCHES.facts(name).when(config, self.launch)]
         self._watches = [WATCHES[name](config, self) for name in wanted]
 
-    def hold(self, folder: Path) -> None:
-        """Takes the lease on a --save folder. Raises LeaseError if another run saves to it."""
-        lease = SaveLease(folder, self.failures.fail)
-        self.failures.at_exit.append(lease.release)
-        try:
-            lease.acquire()
-        except LeaseError:
-            self.outcome.recorded = False
-            raise
-        self._lease = lease
-
-    def start(self, signals: bool, conditions: StopConditions) -> None:
+    def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
         """Starts the thread, once connected. Call it on the main thread.
 
-        `signals`: whether signals end the run; `conditions`: what else does."""
+        `signals`: whether signals end the run. `deadlines`: what else does -> (`time.time()` of its end, kind of the
+        request)."""
         assert self.board is not None, "connect first"
-        self._conditions = conditions
+        self._deadlines = deadlines
+        for watch in self._watches:
+            watch.start()
         self.signals.start(signals)
         self._thread = threading.Thread(target=self._run, args=(self.board,), name="watchdog", daemon=True)
         self._thread.start()
 
     @property
     def code(self) -> ExitCode:
-        """The exit code of a run that ends in peace."""
+        """The exit code of a run that ends without a failure."""
         if self.requests.resumes:
             return ExitCode.TO_BE_RESUMED
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
@@ -123,7 +117,7 @@ class Watchdog:
         status.meeting = replace(status.meeting, pending=False)
 
     def close(self) -> None:
-        """Ends the watch in peace. Rank 0 waits a little for slower ranks, as the store may live in its process."""
+        """Ends the watch. Rank 0 waits a little for slower ranks, as the store may live in its process."""
         board, first, code = self.board, self.launch.rank == 0, self.code
         if board is None:
             return
@@ -132,8 +126,6 @@ class Watchdog:
             self._thread.join(5)
         for watch in self._watches:
             watch.close()
-        if self._lease is not None:
-            self._lease.release()
         board.say("over")
         if first:
             board.wait(lambda: len(board.get_all("over")) == self.launch.world_size, 10.0)
@@ -174,7 +166,8 @@ class Watchdog:
             if not peer.state() and rank not in board.get_all("over"):
                 self.failures.report_gone(rank, seen)
         if self.launch.rank == 0 and not self.requests.pending:
-            for request in self._conditions.due():
-                self.requests.ask(request)
+            for why, (when, kind) in self._deadlines.items():
+                if time.time() >= when:
+                    self.requests.ask(Request(kind, why))
         if message := self.requests.look(board, self.signals.first_at):
             self.failures.leave(message)

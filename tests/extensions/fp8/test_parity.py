@@ -239,7 +239,7 @@ OF_EXPERTS = [
     ("rowwise", 2, f"{EXPERTS} --ep 2 --moe-token-dispatcher-type alltoall", 1e-3),
     ("tensorwise", 2, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2", 0.05),
     ("blockwise", 2, f"{WIDE_EXPERTS} --ep 2", 1e-3),
-    ("delayed", 4, f"{EXPERTS} --pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}", 1e-3),
+    needs("overlap", ("delayed", 4, f"{EXPERTS} --pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}", 1e-3)),
     ("rowwise", 2, f"{BIASED_EXPERTS} --ep 2", 1e-3),
     ("blockwise", 4, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2 --ep 2", 0.05),
 ]

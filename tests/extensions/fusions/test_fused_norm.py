@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.dropout import dropout, dropout_mask
-from megatron.extensions.fusions.fused_norm import fused_norm
+from megatron.core.dropout import dropout
+from megatron.extensions.fusions.fused_norm import DropoutMask, add_update, fused_norm
 
 SAMPLES = torch.tensor([3, 8])
 
@@ -21,12 +21,21 @@ def of_dropout(x: Tensor, compiled: bool) -> Tensor:
     x, update, weight = *x.chunk(2, -1), x[0, 0, :20].sin()
     arguments = 0.3, 1234567, SAMPLES, 7
     if compiled:
-        mask = dropout_mask(update, *arguments)
+        mask = DropoutMask.of(update, *arguments)
         total, z = fused_norm(x, update, weight, None, 1e-3, centered=False, one_plus=False, mask=mask)
     else:
         total = x + dropout(update, *arguments)
         z = F.rms_norm(total, (20,), weight, 1e-3)
     return torch.cat((total.sin(), z), -1)
+
+
+def sum_with_dropout(x: Tensor, compiled: bool) -> Tensor:
+    """x + dropout of a half of it."""
+    x, update = x.chunk(2, -1)
+    arguments = 0.3, 1234567, SAMPLES, 7
+    if not compiled:
+        return (x + dropout(update, *arguments)).sin()
+    return add_update(x, update, DropoutMask.of(update, *arguments)).sin()
 
 
 def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
@@ -52,11 +61,12 @@ NORMS = {
     "norm alone": partial(with_norm, centered=False, added=False),
     "centered norm alone": partial(with_norm, centered=True, added=False),
     "norm of dropout": of_dropout,
+    "sum with dropout": sum_with_dropout,
 }
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
-@pytest.mark.grid("name", ("norm", "centered norm", "norm of dropout"), list(NORMS))
+@pytest.mark.grid("name", ("norm", "centered norm", "norm of dropout", "sum with dropout"), list(NORMS))
 def test_a_fused_norm_is_a_sum_and_a_norm(name: str) -> None:
     x = torch.randn(5, 2, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     found = []

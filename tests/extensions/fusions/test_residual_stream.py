@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.core import compiled_regions, parts
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dropout import add_update
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import KERNELS
@@ -22,6 +21,7 @@ from megatron.core.tensor_parallel.linear_gemms import residual_gemm
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fusions import fused_norm, residual_choice
 from megatron.extensions.fusions import residual_choice as fused
+from megatron.extensions.fusions.fused_norm import add_update
 from megatron.extensions.fusions.kernels.gemms import cublaslt
 from megatron.extensions.fusions.layer import takes_addend
 from tests.gpt_cases import FP64, STYLES, random_batch

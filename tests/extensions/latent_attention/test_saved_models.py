@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
-from megatron.training.checkpointing import changed_fields
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections, values_by_section
-from megatron.training.config.saved_flags import with_saved_flags
+from megatron.training.config.saved_flags import changed_fields, with_saved_flags
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 "
 MLA = SHAPE + "--multi-latent-attention --kv-lora-rank 12"

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.host_to_device import HostBuffer, HostPool
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.offload.saved_activations import ActivationOffload, Copies
+from megatron.extensions.offload.saved_activations import ActivationOffload, Copies, HostBuffer, HostPool
 from megatron.testing.snapshot import differences
 from tests.extensions import needs
 from tests.gpt_cases import LLAMA, with_dropout
@@ -46,12 +45,13 @@ CASES = {
     ),
     "context": (2, 2, "--fp64 --cp 2 --window-size 3"),
 }
+OF_EXTENSIONS = {"fp8 over TP": "fp8", "in turns": "overlap"}
 
 
 @pytest.mark.grid(
     "case",
     ["zb-v, recomputed parts", needs("fp8", "fp8 over TP")],
-    [needs("fp8", case) if "fp8" in case else case for case in CASES],
+    [needs(OF_EXTENSIONS[case], case) if case in OF_EXTENSIONS else case for case in CASES],
 )  # the parity matrix has the others' like
 def test_offload_changes_no_bit(case: str) -> None:
     world_size, layers, flags = CASES[case]

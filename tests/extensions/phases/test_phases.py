@@ -19,7 +19,7 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections, values_by_section
 from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.validation import resolve, validate
-from megatron.training.metrics.epochs import Epochs
+from megatron.training.metrics.data_sources import Epochs
 from megatron.training.plan import History, plan_of
 
 GOOD = (

@@ -63,7 +63,7 @@ def bare(collective: Collective) -> Collective:
     return collective._replace(phase="", microbatch=-1)
 
 
-@pytest.mark.grid("flags", LAYOUTS[:1], LAYOUTS)
+@pytest.mark.grid("flags", (LAYOUTS[0], LAYOUTS[4]), LAYOUTS)
 def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
     config = resolve_legal(parse_args([*COMMON.split(), *flags.split()]), 4)
     dims = ParallelDims.from_config(config.parallel, 4)

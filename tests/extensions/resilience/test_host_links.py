@@ -195,7 +195,7 @@ class Ends:
     ("kind", "phase", "peace", "report"),
     [
         ("failed", "saving iteration 3", 60, "12 s ago by a failure whose report has not come here"),
-        ("over", "step 3", -1, "12 s ago in peace, while this rank is in a step"),
+        ("over", "step 3", -1, "12 s ago without a failure, while this rank is in a step"),
         ("over", "step 3", 60, ""),
         ("over", "saving iteration 3", -1, ""),
     ],

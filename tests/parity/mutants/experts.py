@@ -54,7 +54,7 @@ def _rows_before_they_arrive(self: dispatcher.Exchange, tensors: Sequence[Tensor
     """What is received is read while the all-to-all is under way."""
     started = [dispatcher.start_all_to_all(x, list(self.send), list(self.receive), self.axis) for x in tensors]
     early = [pending.result.clone() for pending in started]
-    self.overlap.hand_over()
+    self.pair.hand_over()
     for pending in started:
         pending.wait()
     return early

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.host_to_device import HostBuffer, HostPool
 from megatron.extensions.offload import saved_activations
 from megatron.extensions.offload.host_update import HostUpdate
+from megatron.extensions.offload.saved_activations import HostBuffer, HostPool
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants, nothing
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import Batch, BatchContext, EarlierTokens
-from megatron.core.batch_overlap import BatchOverlap
-from megatron.core.collectives import all_gather
+from megatron.core.collectives import PassPair, all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.loss import Head, masked_sum, tally_sources_
+from megatron.core.models.gpt.loss import Head, masked_sum
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts, build_format
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -54,7 +52,7 @@ class GPTModel(nn.Module):
         embedding: Embedding | None = None,
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
-        overlap: BatchOverlap | None = None,
+        pair: PassPair | None = None,
         offload: ActivationStore | None = None,
         device: torch.device | str = "cpu",
         seed: int = 1234,
@@ -72,7 +70,7 @@ class GPTModel(nn.Module):
             dtype=getattr(torch, parallel.params_dtype),
             device=torch.device(device),
             queue=queue or WeightGradQueue(),
-            overlap=overlap or BatchOverlap(),
+            pair=pair or PassPair(),
             cp=state.cp,
             cp_comm_type=parallel.cp_comm_type,
             attention_backend=parallel.attention_backend,
@@ -94,8 +92,8 @@ class GPTModel(nn.Module):
         self.output_layer = Head(config, ctx, tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
-        self.source_tally: Tensor | None = None
-        """[sources, 2] float64: loss sum and tokens by source since it was zeroed; None where nothing asks."""
+        self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
+        """Called on the last stage with the loss of each token [s, b], detached, and its micro-batch."""
 
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
@@ -131,28 +129,13 @@ class GPTModel(nn.Module):
             return x
         losses = self.loss(self.output_layer(x), batch.labels.t())
         loss = masked_sum(losses, batch.loss_mask)
-        if self.source_tally is not None and batch.source_ids is not None:
-            tally_sources_(self.source_tally, losses.detach(), batch.loss_mask, batch.source_ids)
+        for watch in self.loss_watchers:
+            watch(losses.detach(), batch)
         if self.mtp is None or not self.training:
             return loss
         assert self.embedding is not None
         further = self.mtp(x, batch, self.embedding, self.output_layer, self.loss)
         return loss + (further - further.detach())
-
-    def token_losses(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Loss of each token [b, s], for the last stage; the same on all tensor-parallel ranks."""
-        assert self.loss is not None, "only the last stage has a loss"
-        return self.loss(self._local_logits(hidden, batch), batch.labels.t()).t()
-
-    @torch.no_grad()
-    def token_scores(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """[2, b, s] fp64, for the last stage: the log-likelihood of each label, and the most likely token in its place.
-        The same on all tensor-parallel ranks; no rank holds the logits of the others."""
-        assert self.config.vocab_size is not None
-        logits = self._local_logits(hidden, batch)
-        greedy = vocab_parallel_argmax(logits, self.tp, self.config.vocab_size)
-        loss = vocab_parallel_cross_entropy(logits, batch.labels.t(), self.tp, self.config.vocab_size, self.compiled)
-        return torch.stack((-loss.double(), greedy.double())).transpose(1, 2)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
@@ -160,7 +143,7 @@ class GPTModel(nn.Module):
 
         With a cache, the batch's tokens follow those it holds, and are added to it.
         """
-        return self.whole_logits(self._local_logits(hidden, batch, cache)).transpose(0, 1)
+        return self.whole_logits(self.local_logits(hidden, batch, cache)).transpose(0, 1)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """[s, b, V/tp], padding included -> [s, b, vocab_size]"""
@@ -175,7 +158,7 @@ class GPTModel(nn.Module):
         assert hidden is not None, "only the first stage takes no hidden states"
         return self.decoder(hidden, context)
 
-    def _local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """[s, b, V/tp], padding included"""
+    def local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
+        """Logits [s, b, V/tp], padding included, for the last stage."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))

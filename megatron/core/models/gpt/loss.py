@@ -52,13 +52,6 @@ def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
     return (losses * mask.t().to(losses.dtype)).sum()
 
 
-def tally_sources_(tally: Tensor, losses: Tensor, mask: Tensor, sources: Tensor) -> None:
-    """Adds the loss sum and the tokens of each sample to the row of its source: losses [s, b], mask [b, s],
-    sources [b], tally [sources, 2] float64."""
-    sums = (losses.t() * mask.to(losses.dtype)).sum(dim=1, dtype=tally.dtype)
-    tally.index_add_(0, sources, torch.stack((sums, mask.sum(dim=1, dtype=tally.dtype)), dim=1))
-
-
 class CrossEntropy(TokenLoss):
     """-log softmax(logits)[label], and the z-loss of --z-loss-coeff."""
 

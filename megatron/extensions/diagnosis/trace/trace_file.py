@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron.core.fsync import whole_file
 
 Event = dict[str, Any]
 Trace = dict[str, Any]
@@ -24,14 +25,8 @@ PLANNED_TRACK = "planned"
 def write_trace(trace: Trace, path: Path) -> None:
     """Writes a trace, atomically. Where that fails, as on a full disk, nothing is left behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as file:
-            json.dump(trace, file, separators=(",", ":"), allow_nan=False)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as new, gzip.open(new, "wt", encoding="utf-8", compresslevel=6) as file:
+        json.dump(trace, file, separators=(",", ":"), allow_nan=False)
 
 
 def read_trace(path: Path) -> Trace:

@@ -28,6 +28,7 @@ from megatron.extensions.diagnosis.trace.collective_taps import CollectiveTaps, 
 from megatron.extensions.diagnosis.trace.host_clocks import Alignment, Offset, host_identity, measure
 from megatron.extensions.diagnosis.trace.recorder import Recorder
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
+from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Meter, RunView
 from megatron.training.run import TrainingRun
@@ -271,5 +272,5 @@ def _unpacked(packed: bytes) -> RankTrace:
 
 def trace_path(config: RunConfig, first: int, last: int) -> Path:
     """Where the trace is written: in --tensorboard-dir, else in --save, else in the present folder."""
-    folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
+    folder = named_value(config, "tensorboard_dir") or config.checkpoint.save or "."
     return Path(folder) / "trace" / f"iterations-{first}-{last}.json.gz"

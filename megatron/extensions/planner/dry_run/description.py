@@ -120,7 +120,7 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
     costs = stage_costs(config.model, parallel)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    in_turns = parallel.overlap_moe_expert_parallel_comm
+    in_turns = parallel.pass_pair is not None
     times = StageCosts(forward=costs, input_grad=costs, weight_grad=costs)
     ahead = update_ahead(config.optimizer) is not None
     shape = parallel.schedule, layout.pp, microbatches, layout.chunks

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing import storage
-from megatron.core.host_to_device import HostPool
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.passes import pipeline_lists
@@ -37,6 +37,7 @@ from megatron.extensions.planner.fake_stage import ANSWERS, regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, done, places_of
 from megatron.extensions.planner.rehearsal.record import Box, Failure, Holder, RankRecord, coords_of
+from megatron.training import setup
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Parts
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
@@ -94,15 +95,18 @@ class RankMode(LiveMemory):
     @contextmanager
     def host_pools(self) -> Iterator[None]:
         """Counts the buffers of offloaded activations as the host's."""
-        real = HostPool.__init__
+        real = setup.build_store
         counted: list[list[int]] = []
 
-        def made(pool: HostPool, pinned: bool) -> None:
-            real(pool, False)
-            counted.append(self.count_apart(pool))
+        def made(config: ModelParallelConfig, device: torch.device | str) -> Any:
+            store = real(config, device)
+            if store is not None:
+                store.pool = type(store.pool)(False)
+                counted.append(self.count_apart(store.pool))
+            return store
 
         try:
-            with replaced((HostPool, "__init__", made)):
+            with replaced((setup, "build_store", made)):
                 yield
         finally:
             self.host += sum(map(sum, counted))
@@ -241,17 +245,16 @@ def rehearsal_of(
         full_validation=False,
     )
     paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid")
-    none = dict.fromkeys((*paths, *config.data.listed))
+    none = dict.fromkeys(paths)
     data = replace(config.data, **none, mock_data=True, num_workers=0, multiple_validation_sets=False)  # type: ignore[arg-type]
     if data.dataset_type == "gpt":
         data = replace(data, dataset_type=None)
     config = replace(
-        config.without("cuda_graph_impl"),
+        config.without("cuda_graph_impl").without("data_args_path"),
         training=small,
         data=data,
         parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config))),
         checkpoint=replace(config.checkpoint, save=None, load=None),
-        logging=replace(config.logging, sample_log=None),
     )
     return Rehearsal(config, world_size, microbatches, device_memory)
 
@@ -268,7 +271,7 @@ def enough_microbatches(config: RunConfig, microbatches: int) -> int:
     step = layout.pp if layout.chunks > 1 else 1
 
     def held(number: int) -> list[dict[int, int]]:
-        group, in_turns = parallel.microbatch_group_size_per_virtual_pipeline_stage, _in_turns(config)
+        group, in_turns = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pass_pair is not None
         lists = pipeline_lists(parallel.schedule, layout.pp, number, layout.chunks, False, group, in_turns)
         return [held_at_peak(actions, StageCosts())[1] for actions in lists]
 
@@ -282,10 +285,6 @@ def _legal(held: Any, number: int) -> Any:
         return held(number)
     except ValueError:  # the schedule does not take so few
         return None
-
-
-def _in_turns(config: RunConfig) -> bool:
-    return config.parallel.overlap_moe_expert_parallel_comm
 
 
 class _Phases:

@@ -47,7 +47,7 @@ not: kernels that are the same may follow each other in another order."""
 
 
 FIRST_OF_EQUALS, FIRST_OF_OTHERS = 2, 5
-"""The fullest rank is looked for among so many of the first ones, and the last: the first holds fewer layers than the
+"""The fullest rank is looked for among this many first ones and the last: the first holds fewer layers than the
 second where the embedding counts as some, and dense layers often come before those with experts."""
 
 
@@ -90,7 +90,7 @@ class LayoutCosts:
             seconds += max(0.0, 2 * self._ideal(2, "none", False) - self._ideal(1, "none", False))
         if tp > 1:  # a rank sends (t - 1) / t of what it sends for t = 2, twice
             seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
-        if ep > 1 and not self.run.given.parallel.overlap_moe_expert_parallel_comm:
+        if ep > 1 and self.run.given.parallel.pass_pair is None:
             seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
         bound = self.run.space.global_batch_size / self.run.world_size * seconds
         plain = family.plain
@@ -157,7 +157,7 @@ class LayoutCosts:
 
     def time_bound(self, layout: Layout) -> float:
         """Seconds below which a layout's step cannot go, by the times of its layers and what its replicas exchange."""
-        in_turns = self.run.given.parallel.overlap_moe_expert_parallel_comm
+        in_turns = self.run.given.parallel.pass_pair is not None
         parts = [_passes(part, in_turns) for part in self.times(layout.family)]
         sums = list(accumulate(parts[1:-1], PassTimes.plus, initial=PassTimes()))
         stages = []
@@ -190,7 +190,7 @@ class LayoutCosts:
         what it waits for."""
         given = self.run.given
         ahead = update_ahead(given.optimizer) is not None
-        return not (given.parallel.overlap_moe_expert_parallel_comm or ahead)
+        return given.parallel.pass_pair is None and not ahead
 
     def _exchanged(self, layout: Layout, stages: Sequence[PassTimes]) -> list[float]:
         """Seconds by pipeline rank that gradients and parameters add at least to the passes of its stages."""

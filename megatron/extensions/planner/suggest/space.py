@@ -94,7 +94,6 @@ class SearchedRun:
             context_parallel_size=family.cp,
             expert_model_parallel_size=family.ep,
             expert_tensor_parallel_size=family.expert_tp if experts else None,
-            overlap_moe_expert_parallel_comm=given.parallel.overlap_moe_expert_parallel_comm and family.ep > 1,
             data_parallel_size=None,
             num_distributed_optimizer_instances=1,
             pipeline_model_parallel_size=pipeline.ranks,
@@ -119,6 +118,7 @@ class SearchedRun:
         config = replace(given, parallel=parallel, ddp=ddp, optimizer=optimizer, training=training, model=model)
         values = {
             "tp_comm_overlap": named_value(given, "tp_comm_overlap") and family.tp > 1,
+            IN_TURNS: named_value(given, IN_TURNS) and family.ep > 1,
             "optimizer_cpu_offload": saving.offload == "states",
             "optimizer_offload_fraction": 1.0,
         }
@@ -177,6 +177,8 @@ class SearchedRun:
 
 RECOMPUTE_FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
+IN_TURNS = "overlap_moe_expert_parallel_comm"
+
 SEARCHED = (
     "tensor_model_parallel_size",
     "sequence_parallel",
@@ -184,7 +186,7 @@ SEARCHED = (
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-    "overlap_moe_expert_parallel_comm",
+    IN_TURNS,
     "data_parallel_size",
     "num_distributed_optimizer_instances",
     "pipeline_model_parallel_size",

@@ -162,7 +162,7 @@ class _Step:
         if self.layout.num_stages > 1:
             parallel = config.parallel
             group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-            in_turns = parallel.overlap_moe_expert_parallel_comm
+            in_turns = parallel.pass_pair is not None
             ahead = update_ahead(config.optimizer) is not None and not tied_stages(config.model, self.layout)
             schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead)
             pipeline = schedule.times(costs, self.microbatches)
@@ -226,7 +226,7 @@ class _Step:
     def _costs(self, times: Sequence[StageTimes]) -> StageCosts:
         parallel = self.config.parallel
         split = splits_backward(parallel.schedule)
-        in_turns = parallel.overlap_moe_expert_parallel_comm
+        in_turns = parallel.pass_pair is not None
 
         def seconds(spent: Times) -> float:
             return spent.total - (spent.get("ep_communication", 0.0) if in_turns else 0.0)

@@ -6,22 +6,25 @@ from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parts import TOKENIZERS
-from megatron.training.config.flags import dashed
+from megatron.training.config.flags import dashed, flags_of, value_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
+
+
+def listed(c: RunConfig) -> list[str]:
+    """Flags of extensions that name data, where given: what they list is read before a run starts."""
+    return [flag.name for flag in flags_of("data") if flag.section != "data" and value_of(c, flag)]
 
 
 def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
     d = c.data
     names = ("--train-data-path", "--valid-data-path", "--test-data-path")
     own = [n for n, v in zip(names, (d.train_data_path, d.valid_data_path, d.test_data_path), strict=True) if v]
-    kinds = [
-        n for n, given in (("--data-path", d.data_path), (", ".join(own), own), ("--mock-data", d.mock_data)) if given
-    ]
-    kinds += [dashed(field) for field in d.listed]
+    whole, made_up = ["--data-path"] if d.data_path else [], ["--mock-data"] if d.mock_data else []
+    kinds = [", ".join(names) for names in (whole, own, made_up, listed(c)) if names]
     if not kinds and d.dataset == "gpt":
         yield Problem("--data-path", None, "the run has no data", "add --data-path, --train-data-path or --mock-data")
-    if len(kinds) > 1 and not all("weighted-split" in kind for kind in kinds):
+    if len(kinds) > 1:
         yield Problem.exclusive(kinds[0], None, " and ".join(kinds[1:]))
     if own and not d.train_data_path:
         yield Problem("--train-data-path", None, f"is required with {own[0]}", "add the training data")

@@ -9,29 +9,26 @@ from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, MixerFacts
 from megatron.core.registry import imported
 from megatron.training.config.flags import flags_of, value_of
-from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
 from megatron.training.config.run_config import RunConfig
 
 VARIANT = "--experimental-attention-variant"
+TP = "--tensor-model-parallel-size"
 
 
 def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, tp = c.model, c.parallel.tensor_model_parallel_size
-    rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
-    if not divides(tp, m.num_attention_heads):
-        yield Problem("--num-attention-heads", m.num_attention_heads, rule, multiples(m.num_attention_heads, tp))
-    if not divides(tp, m.hidden_size):
-        by_heads = m.num_attention_heads > 0 and not m.kv_channels and m.attention_facts.grouped
-        step = math.lcm(tp, m.num_attention_heads) if by_heads else tp
-        yield Problem("--hidden-size", m.hidden_size, rule, multiples(m.hidden_size, step))
+    yield from unless_multiple("--num-attention-heads", m.num_attention_heads, TP, tp)
+    by_heads = m.num_attention_heads > 0 and not m.kv_channels and m.attention_facts.grouped
+    step = math.lcm(tp, m.num_attention_heads) if by_heads else tp
+    yield from unless_multiple("--hidden-size", m.hidden_size, TP, tp, step)
     if m.group_query_attention and not divides(tp, m.num_query_groups):
         remedy = f"{multiples(m.num_query_groups or 1, tp)}, or a TP size that divides it"
-        yield Problem("--num-query-groups", m.num_query_groups, rule, remedy)
+        yield Problem("--num-query-groups", m.num_query_groups, f"must be a multiple of {TP} {tp}", remedy)
     for flag, value in window_heads(c).items():
-        if value and not divides(tp, value):
-            yield Problem(flag, value, rule, multiples(value, tp))
-    if m.hidden_size > 0 and not divides(tp, m.ffn_size):
-        yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, tp))
+        yield from unless_multiple(flag, value, TP, tp)
+    if m.hidden_size > 0:
+        yield from unless_multiple("--ffn-hidden-size", m.ffn_size, TP, tp)
     yield from _widths_by_layer(c, tp)
     yield from _vocabulary(c, tp)
 
@@ -48,7 +45,7 @@ def _widths_by_layer(c: RunConfig, tp: int) -> Iterator[Problem]:
         return
     wrong = next((layer for layer, width in enumerate(widths) if not divides(tp, width)), None)
     if wrong is not None:
-        rule = f"has {widths[wrong]} for layer {wrong}, which must be a multiple of --tensor-model-parallel-size {tp}"
+        rule = f"has {widths[wrong]} for layer {wrong}, which must be a multiple of {TP} {tp}"
         yield Problem(flag, m.ffn_hidden_size_pattern, rule, multiples(widths[wrong], tp))
 
 
@@ -71,13 +68,12 @@ def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
         if fixed < vocabulary:
             rule = f"must be at least the vocabulary of {vocabulary}"
             yield Problem("--pad-vocab-size-to", fixed, rule, f"nearest: {round_up(vocabulary, math.lcm(128, tp))}")
-        elif fixed % tp:
-            rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
-            yield Problem("--pad-vocab-size-to", fixed, rule, multiples(fixed, tp))
+        else:
+            yield from unless_multiple("--pad-vocab-size-to", fixed, TP, tp)
         return
     if padded % tp:
         shown = f"the vocabulary of {vocabulary} padded to {padded}" if vocabulary else "the padded vocabulary"
-        rule = f"{shown} must be a multiple of --tensor-model-parallel-size {tp}"
+        rule = f"{shown} must be a multiple of {TP} {tp}"
         yield Problem("--make-vocab-size-divisible-by", divisor, rule, f"nearest: {math.lcm(divisor, tp)}")
 
 
@@ -101,19 +97,14 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.qk_layernorm_scope == "all" and m.qk_layernorm and m.normalization != "RMSNorm":
         rule = f"is an RMSNorm, and --normalization is {m.normalization}"
         yield Problem("--qk-layernorm-scope", "all", rule, "use head, or --normalization RMSNorm")
-    yield from _position_scales(m)
+    coeff = m.attention_temperature_coeff
+    if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
+        yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
     if m.apply_layernorm_1p and m.normalization not in ("LayerNorm", "RMSNorm"):
         rule = f"is not known to --normalization {m.normalization}"
         yield Problem("--apply-layernorm-1p", None, rule, "remove it, or use LayerNorm or RMSNorm")
     if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
-
-
-def _position_scales(m: TransformerConfig) -> Iterator[Problem]:
-    """What depends on whether a layer has a rotary embedding."""
-    coeff = m.attention_temperature_coeff
-    if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
-        yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:

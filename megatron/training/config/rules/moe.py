@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.moe import MoEConfig
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.schedules import runs_in_turns
-from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.problem import (
+    Problem,
+    divides,
+    multiples,
+    nearest_divisor,
+    unless_at_most,
+    unless_multiple,
+)
 from megatron.training.config.run_config import RunConfig
 
 
@@ -16,9 +20,8 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.model.num_experts is None:
         return
     m, p = c.model, c.parallel
-    if m.num_experts is not None and 0 < m.num_experts < m.moe_router_topk:
-        rule = f"must be at most --num-experts {m.num_experts}"
-        yield Problem("--moe-router-topk", m.moe_router_topk, rule, f"nearest: {m.num_experts}")
+    if m.num_experts is not None and m.num_experts > 0:
+        yield from unless_at_most("--moe-router-topk", m.moe_router_topk, "--num-experts", m.num_experts)
     try:
         if m.num_layers > 0 and not m.moe_layers:
             yield Problem(
@@ -33,7 +36,6 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "needs --sequence-parallel with TP, so that each rank routes its own tokens"
         yield Problem("--num-experts", m.num_experts, rule, "add --sequence-parallel")
     yield from _expert_parallel(c, world_size)
-    yield from _overlap(c)
     yield from _grouped(c)
     yield from _router(c)
 
@@ -41,65 +43,23 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, p = c.model, c.parallel
     ep, etp = p.expert_model_parallel_size, p.expert_tp
-    if not divides(ep, m.num_experts):
-        rule = f"must be a multiple of --expert-model-parallel-size {ep}"
-        yield Problem("--num-experts", m.num_experts, rule, multiples(m.num_experts or 1, ep))
-    if m.hidden_size > 0 and not divides(etp, m.moe_ffn_size):
-        rule = f"must be a multiple of --expert-tensor-parallel-size {etp}"
-        yield Problem("--moe-ffn-hidden-size", m.moe_ffn_size, rule, multiples(m.moe_ffn_size, etp))
+    yield from unless_multiple("--num-experts", m.num_experts, "--expert-model-parallel-size", ep)
+    if m.hidden_size > 0:
+        yield from unless_multiple("--moe-ffn-hidden-size", m.moe_ffn_size, "--expert-tensor-parallel-size", etp)
     if m.add_bias_linear and not divides(etp, m.expert_io_size):
         rule = f"must be a multiple of --expert-tensor-parallel-size {etp}, which cuts biases of experts"
         remedy = f"{multiples(m.expert_io_size, etp)}, or add --disable-bias-linear"
         flag = "--hidden-size" if m.moe_latent_size is None else "--moe-latent-size"
         yield Problem(flag, m.expert_io_size, rule, remedy)
     shared, tp = m.moe_shared_expert_intermediate_size, p.tensor_model_parallel_size
-    if shared is not None and not divides(tp, shared):
-        rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
-        yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, tp))
+    yield from unless_multiple("--moe-shared-expert-intermediate-size", shared, "--tensor-model-parallel-size", tp)
     pp = p.pipeline_model_parallel_size
     stage = world_size // pp if pp > 0 and world_size % pp == 0 else 0
     if stage and ep > 0 and etp > 0 and stage % (ep * etp):
         rule = f"times --expert-tensor-parallel-size {etp} must divide the {stage} ranks of a pipeline stage"
-        legal = [n for n in range(1, stage // etp + 1) if stage % (n * etp) == 0]
-        remedy = f"nearest: {min(legal, key=lambda n: abs(n - ep))}" if legal else "use --expert-tensor-parallel-size 1"
+        legal = stage % etp == 0
+        remedy = f"nearest: {nearest_divisor(stage // etp, ep)}" if legal else "use --expert-tensor-parallel-size 1"
         yield Problem("--expert-model-parallel-size", ep, rule, remedy)
-
-
-OVERLAP = "--overlap-moe-expert-parallel-comm"
-
-
-def _overlap(c: RunConfig) -> Iterator[Problem]:
-    """Passes of two micro-batches run in turns where all-to-alls are under way."""
-    m, p = c.model, c.parallel
-    if not p.overlap_moe_expert_parallel_comm:
-        return
-    if p.expert_model_parallel_size == 1:
-        yield Problem(OVERLAP, None, "needs --expert-model-parallel-size above 1, which has all-to-alls", "remove it")
-    if m.moe_token_dispatcher_type != "alltoall":
-        rule = f"cannot be combined with --moe-token-dispatcher-type {m.moe_token_dispatcher_type}"
-        yield Problem(OVERLAP, None, rule, "use --moe-token-dispatcher-type alltoall")
-    try:
-        layout = pipeline_layout(m, p)
-    except ValueError:  # a problem of its own
-        return
-    if runs_in_turns(p.schedule, layout.pp, layout.chunks):
-        if c.training.num_microbatches == 1 and c.training.step_batch_size_schedule is None:
-            rule = "has no effect with one micro-batch on each rank: passes of two micro-batches run in turns"
-            yield Problem(OVERLAP, None, rule, f"raise --global-batch-size, or remove {OVERLAP}", harmless=True)
-        return
-    if p.schedule == "interleaved":
-        rule = "needs several pipeline stages on a rank with --pipeline-schedule interleaved"
-        yield Problem(OVERLAP, None, rule, "use --num-virtual-stages-per-pipeline-rank 2")
-        return
-    usual = {name: PIPELINE_SCHEDULES.facts(name).chunks for name in PIPELINE_SCHEDULES}
-    others = [name for name, chunks in usual.items() if runs_in_turns(name, layout.pp, chunks)]
-    rule = f"needs forward and backward passes that do not wait for each other: not --pipeline-schedule {p.schedule}"
-    yield Problem(
-        OVERLAP,
-        None,
-        rule + (" on several pipeline ranks" if p.schedule == "1f1b" else ""),
-        f"use one of: {', '.join(others)}",
-    )
 
 
 ROW_BYTES = 16
@@ -168,8 +128,7 @@ def _groups(m: MoEConfig) -> Iterator[Problem]:
         yield Problem.exclusive("--moe-router-group-topk", best, sinkhorn, "it balances over all experts")
     if not divides(groups, m.num_experts):
         rule = f"must divide --num-experts {m.num_experts}"
-        legal = [n for n in range(1, (m.num_experts or 1) + 1) if (m.num_experts or 1) % n == 0]
-        nearest = min(legal, key=lambda n: abs(n - groups))
+        nearest = nearest_divisor(m.num_experts or 1, groups)
         yield Problem("--moe-router-num-groups", groups, rule, f"nearest: {nearest}")
         return
     if best > groups:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.attention.partition import sequence_divisor
+from megatron.core.attention.tiles import sequence_divisor
 from megatron.core.parts import LINEAR_FORMATS, linear_format
-from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.problem import Problem, divides, multiples, unless_at_most
 from megatron.training.config.rules.model import window_heads
 from megatron.training.config.run_config import RunConfig
 
@@ -75,9 +75,7 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
     chosen = [f"--{name}" for name in ("fp16", "bf16", "fp32", "fp64") if getattr(p, name)]
     if len(chosen) > 1:
         yield Problem.exclusive(chosen[0], None, " and ".join(chosen[1:]))
-    if o.min_loss_scale > o.initial_loss_scale:
-        rule = f"must be at most --initial-loss-scale {o.initial_loss_scale:g}"
-        yield Problem("--min-loss-scale", o.min_loss_scale, rule, f"nearest: {o.initial_loss_scale:g}")
+    yield from unless_at_most("--min-loss-scale", o.min_loss_scale, "--initial-loss-scale", o.initial_loss_scale)
     if p.cpu and p.distributed_backend == "nccl":
         yield Problem("--distributed-backend", "nccl", "cannot be combined with --cpu", "use gloo, or remove --cpu")
 

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.stages import (
     fixed_layers,
     pipeline_layout,
 )
-from megatron.training.config.problem import Problem
+from megatron.training.config.problem import Problem, nearest_divisor
 from megatron.training.config.run_config import RunConfig
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
@@ -225,9 +225,7 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if size < 1:
             continue  # another rule says so
         if count < 1 or size % count:
-            divisors = [n for n in range(1, size + 1) if size % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - count))
-            yield Problem(name, count, f"must divide {what} = {size}", f"nearest: {nearest}")
+            yield Problem(name, count, f"must divide {what} = {size}", f"nearest: {nearest_divisor(size, count)}")
 
 
 def unsharded_by(c: RunConfig) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.parts import CALLBACKS
 from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
-from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.problem import Problem, divides, multiples, unless_at_most, unless_multiple
 from megatron.training.config.run_config import RunConfig
 
 
@@ -17,7 +17,8 @@ def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     dp = world_size // model
     step = t.micro_batch_size * dp
-    shown = f"--micro-batch-size {t.micro_batch_size} * data-parallel size {dp} = {step}"
+    name = f"--micro-batch-size {t.micro_batch_size} * data-parallel size {dp} ="
+    shown = f"{name} {step}"
     if not divides(step, t.global_batch_size):
         remedy = multiples(t.global_batch_size or step, step)
         yield Problem("--global-batch-size", t.global_batch_size, f"must be a multiple of {shown}", remedy)
@@ -26,10 +27,7 @@ def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
         remedy = f"remove it, or use {t.global_batch_size // step}"
         yield Problem("--num-microbatches", t.num_microbatches, rule, remedy)
     evaluated = t.eval_global_batch_size
-    if not divides(step, evaluated):
-        yield Problem(
-            "--eval-global-batch-size", evaluated, f"must be a multiple of {shown}", multiples(evaluated or 1, step)
-        )
+    yield from unless_multiple("--eval-global-batch-size", evaluated, name, step)
     if t.rampup_batch_size is not None:
         yield from _rampup(c, step, shown)
     if t.step_batch_size_schedule is not None:
@@ -124,11 +122,9 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive("--lr-warmup-fraction", o.lr_warmup_fraction, name)
     if o.lr is not None and o.lr > 0:
         for flag, value in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
-            if value > o.lr:
-                yield Problem(flag, value, f"must be at most --lr {o.lr:g}", f"nearest: {o.lr:g}")
-    if o.decoupled_lr is not None and o.decoupled is not None and o.decoupled.min_lr > o.decoupled_lr:
-        rule = f"must be at most --decoupled-lr {o.decoupled_lr:g}"
-        yield Problem("--decoupled-min-lr", o.decoupled.min_lr, rule, f"nearest: {o.decoupled_lr:g}")
+            yield from unless_at_most(flag, value, "--lr", o.lr)
+    if o.decoupled_lr is not None and o.decoupled is not None:
+        yield from unless_at_most("--decoupled-min-lr", o.decoupled.min_lr, "--decoupled-lr", o.decoupled_lr)
     yield from _decay_length(c, right, by_samples or by_iters)
     yield from _weight_decay(c)
 

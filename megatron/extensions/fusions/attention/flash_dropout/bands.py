@@ -35,7 +35,7 @@ class Band:
     key_places: Integers
     """Positions [m] in the whole sequence."""
     diagonal: bool
-    """Whether each query sees itself."""
+    """Whether each query attends to its own position."""
 
     @property
     def tile(self) -> Tile:

@@ -1,0 +1,9 @@
+"""Logs beside the console and `metrics.jsonl`: TensorBoard, Weights & Biases, samples, losses of data sets, sums.
+
+Flags: --tensorboard-dir, --wandb-project and its kin, --sample-log, --log-source-loss, --log-params-norm,
+--log-num-zeros-in-grad, --log-format megatron, --log-throughput.
+
+Read `flags` first. `dashboards` has the sinks of records, `megatron_tags` the names of their values, `megatron_lines`
+the format of the console's lines. `sample_log` writes the samples of each step; `meters` has losses of data sets, the
+norm of the parameters, and zeros in the gradient.
+"""

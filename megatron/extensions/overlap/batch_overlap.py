@@ -1,0 +1,102 @@
+"""Two passes of different micro-batches that run in turns: while a collective of one is under way, the other computes.
+
+Each pass runs in a thread of its own, and one of them at a time. A pass hands over where it has started a collective,
+and completes it when it takes over again. A backward pass is run by autograd and cannot return in the middle of it, so
+it needs a stack of its own; threads leave layers as they are and the graph of a micro-batch whole, recomputation
+included. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a backward; Megatron-LM cuts the graph at
+the same places instead.)
+
+Who runs is decided by what has been started, never by time: ranks that run the same passes start their collectives in
+the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Semaphore, Thread
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from megatron.core.collectives import PassPair
+from megatron.core.config.parallel import ModelParallelConfig
+
+
+class _Abandoned(BaseException):
+    """Ends a pass because the other one failed."""
+
+
+class BatchOverlap(PassPair):
+    """Runs two passes in turns."""
+
+    def __init__(self, config: ModelParallelConfig | None = None) -> None:
+        self._jobs: SimpleQueue[Callable[[], None]] | None = None
+        self._active = False
+
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Runs both; `first`, in the calling thread, begins. An exception of one ends the other, and is raised."""
+        assert not self._active, "two passes run in turns already"
+        self._active, self._turn = True, 0
+        self._finished = [False, False]
+        self._error: BaseException | None = None
+        self._may_run = Semaphore(0), Semaphore(0)
+        self._start(second)
+        try:
+            self._pass(0, first)
+            if not self._finished[1]:
+                self._may_run[0].acquire()
+        finally:
+            self._active = False
+        if self._error is not None:
+            raise self._error
+
+    def hand_over(self) -> None:
+        """Called by a pass that has started a collective: returns when the other pass has handed over, or ended.
+        Without another one it returns at once."""
+        if not self._active or self._finished[1 - self._turn]:
+            return
+        own = self._turn
+        self._switch(1 - own)
+        self._may_run[own].acquire()
+        if self._error is not None:
+            raise _Abandoned
+
+    def _switch(self, to: int) -> None:
+        self._turn = to
+        self._may_run[to].release()
+
+    def _pass(self, number: int, body: Callable[[], None], leave: Callable[[], object] = lambda: None) -> None:
+        try:
+            if self._error is None:
+                body()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = self._error or error
+        leave()
+        self._finished[number] = True
+        self._switch(1 - number)
+
+    def _start(self, body: Callable[[], None]) -> None:
+        """Has the second thread run a pass when its turn comes, on the caller's stream and under its dispatch modes."""
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            Thread(target=_work, args=(self._jobs,), name="batch-overlap", daemon=True).start()
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        modes = _get_current_dispatch_mode_stack()
+
+        def job() -> None:
+            self._may_run[1].acquire()
+            if stream is not None:
+                torch.cuda.set_stream(stream)
+            for mode in modes:
+                _push_mode(mode)
+            self._pass(1, body, lambda: [_pop_mode() for _ in modes])
+
+        self._jobs.put(job)
+
+
+def _work(jobs: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        jobs.get()()

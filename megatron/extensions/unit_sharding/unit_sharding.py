@@ -1,0 +1,280 @@
+"""ZeRO-2 and ZeRO-3: whole parameters and whole gradients of a unit exist only around its passes.
+
+A unit is a transformer layer, or a module outside of layers that has parameters of its own, such as the embedding and
+the output layer. Around each forward and backward pass of a unit (Rajbhandari et al., arXiv 1910.02054, section 5, P_g
+and P_p):
+
+- before it, its parameters are gathered, and the gather of the unit that comes next is started;
+- after it, they are dropped, unless the next pass is of the same unit, as at the end of a forward pass;
+- after its backward, its gradients are reduced over the ranks, while the next unit computes.
+
+Which unit comes next is remembered from the step before: a schedule asks for them in the same order in each step that
+has as many micro-batches, recomputation included. So all ranks of a group gather and reduce in one order. In the first
+step, and in an evaluation, nothing is gathered ahead.
+
+The weight gradients of a backward that is split (I and W) are reduced when its W has run, which needs no parameters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
+from megatron.core.distributed.grad_readiness import units_of
+from megatron.core.distributed.param_and_grad_buffer import WholeUnits
+from megatron.core.distributed.param_layout import Piece
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.recompute import computing_again
+from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
+
+AHEAD = 3
+"""Passes that the search for the unit to gather looks ahead; those of units in use are passed over."""
+
+IN_FLIGHT = 1
+"""Buckets whose gradients are reduced while others are computed."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module, and the buckets that its parameters lie in. Modules with a tied parameter share a bucket."""
+
+    module: nn.Module
+    buckets: list[UnitBucket]
+    number: int
+
+    @property
+    def used(self) -> bool:
+        """Whether a pass computes with its parameters now."""
+        return all(bucket.users for bucket in self.buckets)
+
+
+@dataclass
+class Order:
+    """The order in which units are asked for, learned from one step for the next ones."""
+
+    known: dict[int, list[Unit]] = field(default_factory=dict)
+    """By number of micro-batches."""
+
+    microbatches: int = 0
+    """Of the present step; 0 outside of steps."""
+
+    asked: list[Unit] = field(default_factory=list)
+
+    def begin(self, microbatches: int) -> None:
+        self.microbatches, self.asked = microbatches, []
+
+    def end(self) -> None:
+        if self.microbatches:
+            self.known[self.microbatches] = self.asked
+        self.begin(0)
+
+    def ask(self, unit: Unit) -> None:
+        if self.microbatches:
+            self.asked.append(unit)
+            expected = self.known.get(self.microbatches, [])
+            if expected[len(self.asked) - 1 : len(self.asked)] not in ([], [unit]):
+                del self.known[self.microbatches]  # another order: it is learned anew
+
+    def following(self, count: int) -> list[Unit]:
+        """The next `count` units, as far as they are known."""
+        if not self.microbatches:
+            return []
+        return self.known.get(self.microbatches, [])[len(self.asked) : len(self.asked) + count]
+
+
+class UnitSharding(WholeUnits):
+    """Hooks of the units of one rank's modules. With `shards_params` parameters come and go, else gradients alone.
+
+    Casts of parameters are dropped with them.
+    """
+
+    bucket = UnitBucket
+    buckets: list[UnitBucket]
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[nn.Parameter],
+        buckets: Sequence[UnitBucket],
+        shards_params: bool,
+        queue: WeightGradQueue | None,
+        casts: WeightCasts | None,
+    ) -> None:
+        super().__init__(modules, params, buckets, shards_params, queue, casts)
+        self.shards_params, self.queue, self.order = shards_params, queue, Order()
+        self._reducing: deque[UnitBucket] = deque()
+        bucket_of = {id(params[place.index]): bucket for bucket in buckets for place in bucket.layout.params}
+        for bucket in buckets:
+            for param in (params[place.index] for place in bucket.layout.params):
+                param.before_main_grad = partial(self._open, bucket)  # type: ignore[attr-defined]
+                if casts is not None:
+                    bucket.on_drop.append(partial(casts.forget, param))
+        self.units: list[Unit] = []
+        seen = set[int]()
+        for module, read in chain.from_iterable(map(units_of, modules)):
+            needed = list(dict.fromkeys(bucket_of[id(param)] for param in read if id(param) in bucket_of))
+            if needed and id(module) not in seen:
+                seen.add(id(module))
+                self.units.append(unit := Unit(module, needed, len(self.units)))
+                module.register_forward_pre_hook(partial(self._before_forward, unit))
+                after = partial(self._after_forward, unit)
+                after.takes_pending = True  # type: ignore[attr-defined]
+                module.register_forward_hook(after, always_call=True)
+        self._last_users: dict[UnitBucket, int] = {}
+        """The unit whose backward adds to a bucket last: of those that run here, the first in the model."""
+
+    def begin_step(self, microbatches: int) -> None:
+        self.order.begin(microbatches)
+        self.drop_grads()
+
+    def wait_grad_sync(self) -> None:
+        """Waits for the reductions that are under way."""
+        self._finish(0)
+
+    def finish_grad_sync(self) -> None:
+        for bucket in self.buckets:
+            if bucket.whole_grads and bucket not in self._reducing:
+                self._start(bucket)
+        self._finish(0)
+        self.order.end()
+        self.drop_params()
+
+    def drop_params(self) -> None:
+        for bucket in self.buckets:
+            bucket.drop_params()
+
+    def drop_grads(self) -> None:
+        self.wait_grad_sync()
+        for bucket in self.buckets:
+            bucket.drop_grads()
+
+    def sharded_params(self) -> Iterator[OptimizerPiece]:
+        for bucket in self.buckets if self.shards_params else ():
+            owned = {piece.index: piece for piece in bucket.owned_pieces}
+            for place in bucket.layout.params:
+                piece = owned.get(place.index, Piece(place.index, place.meta, 0, 0, bucket.owned_range[0]))
+                start = piece.offset - bucket.owned_range[0]
+                data = bucket.param_shard[start : start + piece.stop - piece.start]
+                yield OptimizerPiece("param", piece.meta, data, piece.start, piece.stop)
+
+    def _acquire(self, unit: Unit) -> None:
+        self.order.ask(unit)
+        for bucket in unit.buckets:
+            bucket.acquire()
+        ahead = next((other for other in self.order.following(AHEAD) if not other.used), None)
+        for bucket in ahead.buckets if ahead is not None else ():
+            bucket.start_gather()
+
+    def _release(self, unit: Unit) -> None:
+        keep = self.order.following(1) == [unit]
+        for bucket in unit.buckets:
+            bucket.release(keep)
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.shards_params:
+            self._acquire(unit)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Also called where a forward that is computed again stops early; `output` is then None."""
+        if self.shards_params:
+            output = _apart_from(unit, output)
+            self._release(unit)
+        if torch.is_grad_enabled() and not computing_again():
+            self._watch_backward(unit, args, output)
+        return output
+
+    def _watch_backward(self, unit: Unit, args: tuple[Any, ...], output: Any) -> None:
+        """Finds both ends of the unit's backward.
+
+        It begins when the gradient of an output is known, and has ended when that of the input is: autograd runs first
+        what was recorded last, so nothing of the unit is left then. Without an input that an operation has made, it has
+        ended with the whole backward pass. A layer may leave its last addition to the next norm, and has two outputs
+        then, one of which was made in its middle: of outputs the first gradient counts, of inputs that made last.
+        """
+        made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
+        if not made_by:
+            return
+        for bucket in unit.buckets:
+            self._last_users[bucket] = min(unit.number, self._last_users.get(bucket, unit.number))
+        inputs = [x for x in _differentiable(args) if x.grad_fn is not None]
+        at_end = not inputs
+        if inputs:
+            last = max(inputs, key=lambda x: x.grad_fn._sequence_nr())  # type: ignore[union-attr]
+            last.register_hook(lambda grad: self._after_backward(unit))
+        begun: list[bool] = []
+
+        def begin(grads: Any) -> None:  # keeps no tensor
+            if not begun:
+                begun.append(True)
+                self._before_backward(unit, at_end)
+
+        for node in made_by:
+            node.register_prehook(begin)
+
+    def _before_backward(self, unit: Unit, at_end: bool) -> None:
+        if self.shards_params and getattr(unit.module, "backward_reads_parameters", True):
+            self._acquire(unit)
+        if at_end:
+            Variable._execution_engine.queue_callback(partial(self._after_backward, unit))
+
+    def _after_backward(self, unit: Unit) -> None:
+        if self.shards_params and getattr(unit.module, "backward_reads_parameters", True):
+            self._release(unit)
+        if self.queue is None:
+            self._reduce(unit)
+        else:
+            self.queue.run_or_defer(partial(self._reduce, unit))
+
+    def _reduce(self, unit: Unit) -> None:
+        for bucket in unit.buckets if self.order.microbatches else ():
+            if bucket.whole_grads and self._last_users[bucket] == unit.number:
+                self._start(bucket)
+
+    def _start(self, bucket: UnitBucket) -> None:
+        if bucket in self._reducing:
+            self._finish(0)
+        self._finish(IN_FLIGHT - 1)
+        bucket.start_grad_sync()
+        self._reducing.append(bucket)
+
+    def _finish(self, left: int) -> None:
+        """Waits for the oldest reductions until no more than `left` are under way."""
+        while len(self._reducing) > left:
+            self._reducing.popleft().finish_grad_sync()
+
+    def _open(self, bucket: UnitBucket) -> None:
+        """Before a contribution to the gradients of a bucket."""
+        if bucket in self._reducing:
+            self._finish(0)
+        bucket.open_grads()
+
+
+def _apart_from(unit: Unit, output: Any) -> Any:
+    """The output, copied where it is a view of parameters that are about to be dropped."""
+    if isinstance(output, Tensor):
+        memory = output.untyped_storage()._cdata
+        return output.clone() if any(memory == b.params.untyped_storage()._cdata for b in unit.buckets) else output
+    if isinstance(output, tuple):
+        parts = [_apart_from(unit, part) for part in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else tuple(parts)
+    return output
+
+
+def _differentiable(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a module takes or returns that have gradients."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _differentiable(part)

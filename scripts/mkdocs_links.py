@@ -1,0 +1,13 @@
+"""A hook of mkdocs: links to files outside docs/ become their paths in the repository."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """[executor.py](../megatron/.../executor.py) -> executor.py (`megatron/.../executor.py`)"""
+    return LINK.sub(r"\1 (`\2`)", markdown)

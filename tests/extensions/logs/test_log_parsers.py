@@ -1,0 +1,77 @@
+"""A run with --log-format megatron and --tensorboard-dir: what parsers of Megatron-LM's logs and dashboards read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.forked import run_forked
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --mock-data --cpu "
+    "--train-iters 5 --global-batch-size 4 --eval-interval 2 --eval-iters 1 --save-interval 2 --log-interval 1 "
+    "--tp 2 --lr 1e-2 --log-format megatron --log-throughput --log-num-zeros-in-grad --log-params-norm"
+).split()
+NUMBER, STEPS, WITHIN = r"([-+0-9.eE]+)", ["1", "2", "3", "4", "5"], ["2", "4"]
+
+# What parsers do with a log, by what they look for: a search in each line, or one over a line from the iteration on.
+FOUND_IN_LINES = {
+    r"iteration\s+(\d+)/\s*5": STEPS,
+    r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*\] iteration\s+(\d+)/\s*\d+ \|": STEPS,
+    r"^ \[[^\]]+\] iteration +(\d+)/ +5 \| consumed samples: +\d+ \|": STEPS,
+    r"iteration\s+(\d+)/\s*\d+.*?elapsed time per iteration \(ms\): [\d.]+ \|": STEPS,
+    r"iteration\s+(\d+)/.*throughput per GPU \(TFLOP/s/GPU\): [0-9.]+ \|.*global batch size:\s+4 \|": STEPS,
+    r"iteration\s+(\d+)/.*learning rate: \d\.\d{6}E[-+]\d\d \|.*lm loss: \d\.\d+E[-+]\d+ \|": STEPS,
+    r"iteration\s+(\d+)/.*lm loss: [\d.E+-]+ \| loss scale: [\d.]+ \| grad norm: [\d.]+ \|": STEPS,
+    r"iteration\s+(\d+)/.*grad norm: [\d.]+ \| num zeros: [\d.]+ \| params norm: [\d.]+ \|": STEPS,
+    r"iteration\s+(\d+)/.*number of skipped iterations:\s*0 \| number of nan iterations:\s*0 \|": STEPS,
+    r"validation loss at iteration (\d+) \| lm loss value: [\d.E+-]+ \| lm loss PPL: [\d.E+-]+ \|": WITHIN,
+    r"validation loss at iteration (\d+) on validation set \| lm loss value: [\d.E+-]+ \|": ["5"],
+    r"validation loss at iteration (\d+) on test set \| lm loss value: [\d.E+-]+ \|": ["5"],
+    r"saving checkpoint at iteration\s+(\d+) to \S+": ["2", "4", "5"],
+    r"successfully saved checkpoint from iteration\s+(\d+)": ["2", "4", "5"],
+    r"number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): (\d+)": ["4560"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log")
+
+
+@pytest.fixture(scope="module")
+def log(folder: Path) -> str:
+    places = ["--save", str(folder / "run"), "--tensorboard-dir", str(folder / "board")]
+    return run_forked(2, [*FLAGS, *places], folder / "screen")
+
+
+@pytest.mark.parametrize("pattern", FOUND_IN_LINES)
+def test_patterns_of_parsers(log: str, pattern: str) -> None:
+    found = [match[1] for line in log.splitlines() if (match := re.search(pattern, line))]
+    assert found == FOUND_IN_LINES[pattern], log
+
+
+def test_fields_split_at_bars(log: str) -> None:
+    """What `grep -Eo 'name [^|]*'` and `cut -d'|'` leave is a name, a colon and a number."""
+    lines = [line for line in log.splitlines() if re.search(r"\] iteration +\d+/", line)]
+    fields = [dict(field.split(":", 1) for field in line.split("|")[1:-1]) for line in lines]
+    assert len(fields) == 5 and all(each.keys() == fields[0].keys() for each in fields)
+    losses = [float(each[" lm loss"]) for each in fields]
+    assert losses == [float(text) for text in re.findall(f"lm loss: {NUMBER}", log)] and losses[-1] < losses[0]
+    assert [float(each[" consumed samples"]) for each in fields] == [4, 8, 12, 16, 20]
+
+
+def test_tensorboard_has_the_records_under_the_tags_of_megatron(log: str, folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "board"))
+    events.Reload()
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
+    found = {event.step: event.value for event in events.Scalars("lm loss")}
+    assert found == pytest.approx(dict(zip(range(1, 6), losses, strict=True)), rel=1e-6)
+    wanted = {"lm loss validation", "learning-rate", "grad-norm vs samples", "num-zeros", "params-norm", "throughput"}
+    assert wanted <= set(events.Tags()["scalars"])

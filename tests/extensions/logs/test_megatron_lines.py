@@ -1,0 +1,91 @@
+"""Console lines in Megatron-LM's format."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+from megatron.extensions.logs.megatron_lines import MegatronLines, evaluation_lines, progress_line
+from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
+
+RECORD = {
+    "iteration": 10,
+    "consumed_samples": 80,
+    "consumed_tokens": 1280,
+    "step_time": 0.123456,
+    "tokens_per_second": 1234.5,
+    "seconds_left": 3723.4,
+    "tflops_per_device": 12.34,
+    "mfu": None,
+    "learning_rate": 1.5e-4,
+    "global_batch_size": 8,
+    "lm_loss": 3.25,
+    "grad_norm": 1.5,
+    "loss_scale": 1.0,
+    "skipped_iterations": 0,
+    "nan_iterations": 0,
+    "spike_iterations": 0,
+    "peak_memory_bytes": 2**30,
+}
+NOW = datetime(2030, 1, 2, 3, 4, 5)
+
+
+def test_progress_line_of_megatron() -> None:
+    assert progress_line(RECORD, 100, False, NOW) == (
+        " [2030-01-02 03:04:05] iteration       10/     100 | consumed samples:           80 | "
+        "elapsed time per iteration (ms): 123.5 | learning rate: 1.500000E-04 | global batch size:     8 | "
+        "lm loss: 3.250000E+00 | loss scale: 1.0 | grad norm: 1.500 | number of skipped iterations:   0 | "
+        "number of nan iterations:   0 |"
+    )
+    ahead = progress_line(RECORD | {"mtp_loss_1": 4.5, "mtp_loss_2": None}, 100, False, NOW)
+    assert "lm loss: 3.250000E+00 | mtp_1 loss: 4.500000E+00 | loss scale" in ahead and "mtp_2" not in ahead
+    more = RECORD | {"num_zeros": 7.0, "params_norm": 2.0}
+    line = progress_line(more, 100, True, NOW)
+    assert "(ms): 123.5 | throughput per GPU (TFLOP/s/GPU): 12.3 | learning rate" in line
+    assert "grad norm: 1.500 | num zeros: 7.0 | params norm: 2.000 | number of" in line
+
+
+def test_expressions_that_parsers_of_megatrons_logs_use_find_their_numbers() -> None:
+    line = progress_line(RECORD, 100, True, NOW)
+    for expression, found in (
+        (r"iteration\s+(\d+)\s*/\s*(\d+)", ("10", "100")),
+        (r"consumed samples:\s+(\d+)", ("80",)),
+        (r"elapsed time per iteration \(ms\): ([\d.]+)", ("123.5",)),
+        (r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", ("12.3",)),
+        (r"learning rate: ([\d.E+-]+)", ("1.500000E-04",)),
+        (r"lm loss: ([\d.E+-]+)", ("3.250000E+00",)),
+        (r"grad norm: ([\d.]+)", ("1.500",)),
+        (r"number of nan iterations:\s+(\d+)", ("0",)),
+    ):
+        assert re.search(expression, line).groups() == found, expression  # type: ignore[union-attr]
+
+
+def test_validation_lines_of_megatron() -> None:
+    ruler, line, end = evaluation_lines("", 10, 3.25).split("\n")
+    assert line == " validation loss at iteration 10 | lm loss value: 3.250000E+00 | lm loss PPL: 2.579034E+01 | "
+    assert ruler == end == "-" * (len(line) + 1)
+    assert " at iteration 10 on validation set | " in evaluation_lines("valid", 10, 3.25)
+    assert " at iteration 10 on test set | " in evaluation_lines("test", 10, 3.25)
+    assert "PPL: 4.851652E+08" in evaluation_lines("valid", 10, 1e4)
+
+
+def test_a_step_without_loss_prints_none() -> None:
+    """A parser finds no number, and no word in the place of one."""
+    line = progress_line(RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}, 100, True, NOW)
+    assert "loss:" not in line and "none" not in line and "grad norm" not in line
+
+
+def test_a_validation_at_the_end_is_printed_under_both_names() -> None:
+    def named(iteration: int, split: str = "valid", **training: bool) -> list[str]:
+        config = RunConfig(training=TrainingConfig(eval_interval=4, **training))  # type: ignore[arg-type]
+        lines = MegatronLines(config, 8).evaluation(iteration, split, "", 1.0)
+        return [re.findall(r"iteration \d+( on \w+)?", each)[0] for each in lines]
+
+    assert named(4) == [""] and named(8) == ["", " on validation"] and named(8, "test") == [" on test"]
+    assert named(4, skip_train=True) == [" on validation"]
+
+
+def test_lines_of_saves() -> None:
+    lines = MegatronLines(RunConfig(checkpoint=CheckpointConfig(save="a")), 100)
+    assert lines.saving(5, 1.0) == "saving checkpoint at iteration       5 to a in torch_dist format"
+    assert lines.saved(5, 1.0) == "  successfully saved checkpoint from iteration       5 to a"

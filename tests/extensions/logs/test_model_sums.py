@@ -1,0 +1,59 @@
+"""The logged norm of parameters and number of zero gradients count each element of the model once, at every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.extensions.logs.meters import ModelSums
+from megatron.testing.local_run import local_run
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from megatron.training.train_step import train_step
+from tests.harness import run_world
+
+# Without biases: those of keys have gradients that are zero but for rounding.
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 90 --lr 1e-2 --fp64 --cpu "
+    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --mock-data --num-workers 0 --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--log-params-norm --log-num-zeros-in-grad "
+)
+EXPERTS = MODEL + "--num-experts 4 --moe-aux-loss-coeff 0.01 "
+
+
+def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float]]:
+    """(what is logged after a step, the same counted parameter by parameter, which is right in one process)."""
+    config = resolve(parse_args(flags.split()), world_size)
+    with local_run(config, rank, world_size) as run:
+        train_step(run)
+        (meter,) = (meter for meter in run.meters if isinstance(meter, ModelSums))
+        sums = meter.take()
+        assert sums is not None
+        if world_size > 1:
+            dist.all_reduce(sums)
+        parameters = [p for stage in run.stages.values() for p in stage.parameters()]
+        trained = [p for p in parameters if p.requires_grad]
+        plain = {
+            "params_norm": torch.cat([p.flatten() for p in parameters]).norm().item(),
+            "num_zeros": float(sum((p.main_grad == 0).sum().item() for p in trained)),
+        }
+        return meter.report(sums, run.interval), plain
+
+
+@pytest.mark.parametrize(
+    ("flags", "layouts"),
+    [
+        (MODEL, ["--tp 2 --sequence-parallel", "--pp 2", "--no-use-distributed-optimizer", "--cp 2"]),
+        (MODEL + "--freeze word_embeddings ", ["--pp 2", ""]),
+        (EXPERTS, ["--ep 2", "--tp 2 --sequence-parallel --etp 1"]),
+    ],
+)
+def test_every_layout_counts_what_one_process_does(flags: str, layouts: list[str]) -> None:
+    logged, plain = run_world(1, counted, flags)[0]
+    assert logged == pytest.approx(plain, rel=1e-12)
+    assert "freeze" in flags or logged["num_zeros"] > 90 * 16 / 2  # rows of tokens that did not occur
+    for layout in layouts:
+        for found, _ in run_world(2, counted, flags + layout):
+            assert found == pytest.approx(logged, rel=1e-9)

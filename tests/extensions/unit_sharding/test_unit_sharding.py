@@ -1,0 +1,246 @@
+"""ZeRO-2 and ZeRO-3: what is whole when, what is sent, and which unit is gathered ahead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.distributed.param_layout import unit_of
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
+from megatron.extensions.unit_sharding.unit_sharding import Order
+from megatron.testing.local_run import local_run
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import notices, resolve_legal, validate
+from megatron.training.run import TrainingRun
+from megatron.training.train_step import train_step
+from tests.dist.test_collective_counts import recorded
+from tests.harness import run_world
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 1 --train-iters 4 --eval-iters 0 --num-workers 0 --lr 1e-2 "
+    "--cpu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --fp32"
+)
+MICROBATCHES = 3
+
+
+def config(flags: str, world_size: int) -> Any:
+    return resolve_legal(parse_args(f"{MODEL} {flags}".split()), world_size)
+
+
+def sharding(strategy: str) -> str:
+    return f"--data-parallel-sharding-strategy {strategy}"
+
+
+def units(run: TrainingRun) -> dict[str, list[UnitBucket]]:
+    """The buckets of each unit."""
+    found: dict[str, list[UnitBucket]] = {}
+    for bucket in run.ddp.units.buckets:
+        found.setdefault(unit_of(bucket.layout.params[0].meta.name), []).append(bucket)
+    return found
+
+
+class Watch:
+    """The most units that were whole at the same time, sampled whenever memory is taken."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.params, self.grads, self.run = 0, 0, run
+        for bucket in run.ddp.units.buckets:
+            for name in ("start_gather", "open_grads"):
+                setattr(bucket, name, self.watched(getattr(bucket, name)))
+
+    def watched(self, method: Any) -> Any:
+        def call() -> None:
+            method()
+            buckets = self.run.ddp.units.buckets
+            self.params = max(self.params, sum(bucket.whole_params for bucket in buckets))
+            self.grads = max(self.grads, sum(bucket.whole_grads for bucket in buckets))
+
+        return call
+
+
+def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+    """Collectives of the second step, the most units whole at once, and the memory left after it."""
+    with local_run(config(flags, world_size), rank, world_size) as run:
+        train_step(run)
+        watch = Watch(run)
+        with recorded() as calls:
+            train_step(run)
+        buckets = run.ddp.units.buckets
+        whole = [t for b in buckets for t in ((b.params, b.grads) if b.shards_params else (b.grads,))]
+        return {
+            "calls": Counter(calls),
+            "whole": (watch.params, watch.grads),
+            "held": sum(tensor.untyped_storage().nbytes() for tensor in whole),
+            "psi": sum(bucket.params.nbytes for bucket in buckets),
+            "sizes": {name: sum(b.params.nbytes for b in found) for name, found in units(run).items()},
+            "units": list(units(run)),
+        }
+
+
+def bytes_of(found: dict[str, Any], kind: str) -> int:
+    """Bytes of the collectives of a kind that carry buckets of units."""
+    sizes = set(found["sizes"].values())
+    return sum(nbytes * count for (name, nbytes), count in found["calls"].items() if name == kind and nbytes in sizes)
+
+
+def test_gradients_are_reduced_with_each_micro_batch_and_parameters_gathered_once_a_step() -> None:
+    flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads')}"
+    for found in run_world(2, steps, flags):
+        assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]  # on CPU a reduce-scatter
+        assert bytes_of(found, "all_gather") == found["psi"]
+        assert found["whole"][1] == 2, "one unit's gradients are added up while another's are reduced"
+        assert found["held"] == 0
+
+
+def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
+    """The backward gathers again all but the output layer, which is kept from the forward, and the embedding, whose
+    backward reads no parameters: 3 Psi less these (arXiv 1910.02054, section 7.2.2)."""
+    flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
+    for found in run_world(2, steps, flags):
+        assert found["units"] == [
+            "output_layer",
+            *(f"decoder.layers.{i}" for i in (3, 2, 1, 0)),
+            "embedding.word_embeddings",
+        ]
+        ends = found["sizes"]["output_layer"] + found["sizes"]["embedding.word_embeddings"]
+        assert bytes_of(found, "all_gather") == MICROBATCHES * (2 * found["psi"] - ends)
+        assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]
+        assert found["whole"] == (2, 2), "the unit that is computed, and the next one"
+        assert found["held"] == 0
+
+
+def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
+    """("gather" | "reduce", unit) where a collective is started, ("reduced", unit) where it is waited for, ("add",
+    unit) where a backward has computed a first gradient, and ("begin" | "end", unit) of each pass of its module."""
+    found: list[tuple[str, str]] = []
+    with local_run(config(flags, world_size), rank, world_size) as run:
+        for unit in run.ddp.units.units:
+            name = unit_of(unit.buckets[0].layout.params[0].meta.name)
+            hooks = {
+                "begin": (unit.module.register_forward_pre_hook, unit.module.register_full_backward_pre_hook),
+                "end": (unit.module.register_forward_hook, unit.module.register_full_backward_hook),
+            }
+            for event, kinds in hooks.items():
+                for register in kinds if "embedding" not in name else kinds[:1]:  # whose input has no gradient
+                    first = {"prepend": True} if event == "begin" else {}  # before what the unit's own hooks start
+                    register(lambda *_, event=event, name=name: found.append((event, name)), **first)
+        for name, buckets in units(run).items():
+            for bucket in buckets:
+                watch_collectives(bucket, name, found)
+        for _ in range(2):
+            train_step(run)
+        found.clear()
+        train_step(run)
+    return found
+
+
+def watch_collectives(bucket: UnitBucket, name: str, found: list[tuple[str, str]]) -> None:
+    gather, reduce, reduced, opened = (
+        bucket.start_gather,
+        bucket.start_grad_sync,
+        bucket.finish_grad_sync,
+        bucket.open_grads,
+    )
+
+    def open_grads() -> None:
+        found.extend([] if bucket.whole_grads else [("add", name)])
+        opened()
+
+    def start_gather() -> None:
+        found.extend([] if bucket.whole_params else [("gather", name)])
+        gather()
+
+    def start_grad_sync() -> None:
+        found.extend([("reduce", name)] if bucket.whole_grads else [])
+        reduce()
+
+    def finish_grad_sync() -> None:
+        found.extend([] if bucket._reduced is None else [("reduced", name)])
+        reduced()
+
+    for method in (start_gather, start_grad_sync, finish_grad_sync, open_grads):
+        setattr(bucket, method.__name__, method)
+
+
+def test_collectives_are_started_while_another_unit_computes() -> None:
+    """By order, not by time. Each gather but the step's first one is started within the pass before the one that needs
+    it, in the forward as in the backward; each reduction but the last one is under way when the next unit computes."""
+    flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
+    first, second = run_world(2, events, flags)
+    assert first == second, "all ranks start collectives in one order"
+    passes = [event for event in first if event[0] in ("begin", "end")]
+    gathers = [place for place, (event, _) in enumerate(first) if event == "gather"]
+    assert len(gathers) == MICROBATCHES * (2 * 6 - 2) and len(passes) == 2 * MICROBATCHES * (2 * 6 - 1)
+    for place in gathers[1:]:
+        before = [event for event in first[:place] if event[0] in ("begin", "end")]
+        after = [unit for event, unit in first[place:] if event == "begin"]
+        kind, computing = before[-1]
+        assert kind == "begin" and computing != first[place][1], f"nothing computes beside {first[place]} at {place}"
+        assert first[place][1] in after[:2], "a unit that is not needed next"
+    reductions = [place for place, (event, _) in enumerate(first) if event == "reduce"]
+    assert len(reductions) == 6 * MICROBATCHES
+    for place in reductions:
+        until = first.index(("reduced", first[place][1]), place)
+        begun = [unit for event, unit in first[place:until] if event in ("begin", "add")]
+        assert begun or place == reductions[-1], f"{first[place]} is waited for before another unit computes"
+
+
+def test_recomputed_layers_are_gathered_once_in_the_backward() -> None:
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    flags = f"--global-batch-size 2 {sharding('optim_grads_params')} {recompute}"
+    (found, _) = run_world(2, steps, flags)
+    ends = found["sizes"]["output_layer"] + found["sizes"]["embedding.word_embeddings"]
+    assert bytes_of(found, "all_gather") == 2 * found["psi"] - ends
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_pipelines_hold_few_units(schedule: str) -> None:
+    flags = f"--global-batch-size 8 --pp 2 --pipeline-schedule {schedule} {sharding('optim_grads_params')}"
+    for found in run_world(4, steps, flags):
+        assert found["whole"][0] <= 3 and found["held"] == 0
+
+
+def test_order_is_learned_and_given_up_when_it_changes() -> None:
+    order, (a, b, c) = Order(), "abc"
+    order.begin(2)
+    for unit in (a, b, c):
+        order.ask(unit)  # type: ignore[arg-type]
+        assert order.following(3) == []
+    order.end()
+    order.begin(2)
+    order.ask(a)  # type: ignore[arg-type]
+    assert order.following(3) == [b, c]
+    order.ask(c)  # type: ignore[arg-type]
+    assert order.following(3) == []
+    order.begin(1)
+    assert order.following(3) == []
+
+
+def test_a_model_to_be_sharded_is_built_without_memory() -> None:
+    live_memory = pytest.importorskip("megatron.extensions.planner.live_memory")
+    model = config("--global-batch-size 1", 1).model
+    with live_memory.LiveMemory() as live:
+        built = GPTModel(model, ModelParallelConfig(fp32=True), lazy=True)
+    whole = sum(parameter.nbytes for parameter in built.parameters())
+    assert live.now < whole / 100
+    assert live.peak - live.now <= max(parameter.nbytes for parameter in built.parameters())
+
+
+def test_rules() -> None:
+    def problems(flags: str) -> str:
+        read = parse_args(f"{MODEL} --global-batch-size 2 {flags}".split())
+        return "; ".join(map(str, validate(read, 2)))
+
+    three = sharding("optim_grads_params")
+    assert problems(three) == problems(sharding("no_shard")) == ""
+    assert "cannot be combined with --no-use-distributed-optimizer" in problems(
+        f"{three} --no-use-distributed-optimizer"
+    )
+    assert not config(f"--global-batch-size 2 {sharding('no_shard')}", 2).optimizer.use_distributed_optimizer
+    told = notices(parse_args(f"{MODEL} --global-batch-size 2 {three} --overlap-grad-reduce".split()), 2)
+    assert any("--overlap-grad-reduce" in str(notice) for notice in told)

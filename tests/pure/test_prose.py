@@ -1,0 +1,41 @@
+"""English: proselint on the pages, and the words to avoid, of plain_words.toml, in pages, code and messages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.limits import HANG
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+CODE = [*ROOT.glob("megatron/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("scripts/**/*.sh")]
+AVOIDED = tomllib.loads(Path(__file__).with_name("plain_words.toml").read_text())
+
+
+def test_plain_words() -> None:
+    found = []
+    for path in [*PAGES, *CODE]:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for pattern, better in AVOIDED.items():
+                if word := re.search(pattern, line, re.IGNORECASE):
+                    found.append(f"{path.relative_to(ROOT)}:{number}: {word[0]!r}: write {better}")
+    assert not found, "\n".join(found)
+
+
+def test_the_words_are_found() -> None:
+    assert len(AVOIDED) > 15
+    assert any(re.search(pattern, "In order to stop", re.IGNORECASE) for pattern in AVOIDED)
+
+
+def test_proselint() -> None:
+    pytest.importorskip("proselint")
+    config = Path(__file__).with_name("proselint.json")
+    command = [sys.executable, "-m", "proselint", "check", "--config", str(config), *map(str, PAGES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stdout + done.stderr
