@@ -318,6 +318,23 @@ def linear_format(config: Any) -> str | None:
     return next((name for name in LINEAR_FORMATS if LINEAR_FORMATS.facts(name).when(config)), None)
 
 
+@dataclass(frozen=True)
+class ShardingFacts:
+    gradients: bool = False
+    """ZeRO-2: whether a rank keeps the gradients of its shards alone."""
+
+    parameters: bool = False
+    """ZeRO-3: whether a rank keeps the parameters of its shards alone."""
+
+
+SHARDING_STRATEGIES: Registry[Any, ShardingFacts] = Registry(
+    "--data-parallel-sharding-strategy", ShardingFacts, "modules, params, buckets, shards_params, queue, casts"
+)
+"""A `megatron.core.distributed.param_and_grad_buffer.WholeUnits`: what a strategy does around the passes of layers."""
+
+SHARDING_STRATEGIES.register("no_shard", "megatron.core.distributed.param_and_grad_buffer:WholeUnits")
+SHARDING_STRATEGIES.register("optim", "megatron.core.distributed.param_and_grad_buffer:WholeUnits")
+
 PARAM_GATHERS: Registry[Any, WhenFacts] = Registry("gather of parameters", WhenFacts, "ddp")
 """`build(ddp)`: casts weights of linear layers before a `DistributedDataParallel` gathers them; None if it has none
 to cast. Its `cast_()` is called before the gathers. `when` is of the ModelParallelConfig; linear layers then have
