@@ -44,7 +44,6 @@ import torch
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action
@@ -54,6 +53,7 @@ from megatron.extensions.planner.activations import ActivationPlan, RankActivati
 from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.memory import states_of_rank
+from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
