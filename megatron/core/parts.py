@@ -35,13 +35,12 @@ ACTIVATIONS: Registry[Any, ActivationFacts] = Registry("--activation-func", Acti
 """`Activation(name, config, ctx)`: a function or module between the two linear layers of MLPs and experts. It sees a
 part of the width, so its parameters have `partial_over=("tp",)`."""
 
-ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
-ACTIVATIONS.register("gelu_tanh", "megatron.core.transformer.activations:build_gelu_tanh")
-ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
-ACTIVATIONS.register("xielu", "megatron.core.transformer.activations:XIELU")
+_ACTIVATIONS = "megatron.core.transformer.activations"
+for _plain in ("gelu", "gelu_tanh", "squared_relu"):
+    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain")
+ACTIVATIONS.register("xielu", f"{_ACTIVATIONS}:XIELU")
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
-    _function = f"megatron.core.transformer.activations:build_{_gated}"
-    ACTIVATIONS.register(_gated, _function, gated=True, bounded=True)
+    ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
 
 
 class HeadWidths(NamedTuple):
