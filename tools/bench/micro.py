@@ -150,7 +150,7 @@ def attention_call(
     name: str, ranks: int = 1, documents: bool = False, dropout: float = 0.0
 ) -> Callable[[RunConfig, Any], Call]:
     def make(config: RunConfig, device: Any) -> Call:
-        from megatron.core.attention.partition import rank_spans
+        from megatron.core.attention.tiles import rank_spans
         from megatron.extensions.fusions.attention.choice import attention_run, attention_shape
 
         shape = attention_shape(config)

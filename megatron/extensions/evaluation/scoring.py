@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.attention.partition import sequence_divisor
+from megatron.core.attention.tiles import sequence_divisor
 from megatron.core.batch import Batch
 from megatron.core.collectives import all_gather, all_reduce_
 from megatron.core.config.model import TransformerConfig
