@@ -17,7 +17,7 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import Balance
 from megatron.core.moe.router import SINKHORN_ITERATIONS
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.activations import squared_relu, swiglu
+from megatron.core.transformer.activations import FusedActivation, squared_relu
 from tests.gpt_cases import LLAMA
 from tests.harness import tp_context
 
@@ -214,6 +214,7 @@ def sinkhorn_matrix(logits: Tensor) -> Tensor:
 
 def mlp(config: TransformerConfig, part: nn.Module, x: Tensor, expert: int | None = None) -> Tensor:
     """The MLP of an expert, or of the shared one, with its biases if there are any."""
+    swiglu = FusedActivation("swiglu", False)
     functions = {"swiglu": swiglu, "gelu": F.gelu, "squared_relu": squared_relu, "quick_geglu": gated_by_quick_gelu}
     for linear, function in ((part.linear_fc1, functions[config.activation]), (part.linear_fc2, lambda y: y)):
         weight, bias = (p if p is None or expert is None else p[expert] for p in (linear.weight, linear.bias))

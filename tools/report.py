@@ -24,7 +24,6 @@ from megatron.training.config.output_files import why_not_written
 
 from .common import run_tool
 from .pictures import report_sections as sections
-from .pictures.page import html
 from .pictures.plot_memory import read_plan
 from .pictures.run_folder import CONFIG, RunFolder, read_run
 
@@ -70,12 +69,12 @@ def report(
 ) -> str:
     """The page of a run."""
     last = next((record["time"] for record in reversed(run.records) if "time" in record), None)
-    lead = html.paragraph(
+    lead = sections.html.paragraph(
         f"{run.path.resolve()}" + (f"; last record {sections.when(last)} UTC" if last else ""), "soft"
     )
     if other is not None:
-        lead += html.paragraph(f"compared with {other.path.resolve()}", "soft")
-    return html.page(
+        lead += sections.html.paragraph(f"compared with {other.path.resolve()}", "soft")
+    return sections.html.page(
         f"Run {run.name}",
         lead,
         {

@@ -7,9 +7,8 @@ No torch here: plans and tools read the same tags.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, product
 from math import prod
 from types import MappingProxyType
 
@@ -103,18 +102,6 @@ class ParamMeta:
     def matrix(self) -> bool:
         """Whether this multiplies activations, as opposed to a norm weight, a bias or a scalar."""
         return self.kind in ("matrices", "embeddings")
-
-    def linear_maps(self, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Boxes (offset, shape) of the global tensor that are each the weight of one linear map: all dimensions but
-        the last one number its rows. Weights that are `fused` count as one without `split`."""
-        spans = [[(i, 1) for i in range(size)] for size in self.global_shape[: self.stacked]]
-        spans += [[(0, size)] for size in self.global_shape[self.stacked :]]
-        if split and self.fused is not None:
-            assert sum(self.fused.sizes) == self.global_shape[self.fused.dim], f"{self.name}: {self.fused}"
-            cuts = accumulate(self.fused.sizes, initial=0)
-            spans[self.fused.dim] = [(start, stop - start) for start, stop in pairwise(cuts)]
-        for box in product(*spans):
-            yield tuple(start for start, _ in box), tuple(size for _, size in box)
 
     @property
     def numel(self) -> int:

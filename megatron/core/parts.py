@@ -35,13 +35,12 @@ ACTIVATIONS: Registry[Any, ActivationFacts] = Registry("--activation-func", Acti
 """`Activation(name, config, ctx)`: a function or module between the two linear layers of MLPs and experts. It sees a
 part of the width, so its parameters have `partial_over=("tp",)`."""
 
-ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
-ACTIVATIONS.register("gelu_tanh", "megatron.core.transformer.activations:build_gelu_tanh")
-ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
-ACTIVATIONS.register("xielu", "megatron.core.transformer.activations:XIELU")
+_ACTIVATIONS = "megatron.core.transformer.activations"
+for _plain in ("gelu", "gelu_tanh", "squared_relu"):
+    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain")
+ACTIVATIONS.register("xielu", f"{_ACTIVATIONS}:XIELU")
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
-    _function = f"megatron.core.transformer.activations:build_{_gated}"
-    ACTIVATIONS.register(_gated, _function, gated=True, bounded=True)
+    ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
 
 
 class HeadWidths(NamedTuple):
@@ -318,6 +317,23 @@ def linear_format(config: Any) -> str | None:
     """The format of products that a ModelParallelConfig asks for; None for that of the parameters."""
     return next((name for name in LINEAR_FORMATS if LINEAR_FORMATS.facts(name).when(config)), None)
 
+
+@dataclass(frozen=True)
+class ShardingFacts:
+    gradients: bool = False
+    """ZeRO-2: whether a rank keeps the gradients of its shards alone."""
+
+    parameters: bool = False
+    """ZeRO-3: whether a rank keeps the parameters of its shards alone."""
+
+
+SHARDING_STRATEGIES: Registry[Any, ShardingFacts] = Registry(
+    "--data-parallel-sharding-strategy", ShardingFacts, "modules, params, buckets, shards_params, queue, casts"
+)
+"""A `megatron.core.distributed.param_and_grad_buffer.WholeUnits`: what a strategy does around the passes of layers."""
+
+SHARDING_STRATEGIES.register("no_shard", "megatron.core.distributed.param_and_grad_buffer:WholeUnits")
+SHARDING_STRATEGIES.register("optim", "megatron.core.distributed.param_and_grad_buffer:WholeUnits")
 
 PARAM_GATHERS: Registry[Any, WhenFacts] = Registry("gather of parameters", WhenFacts, "ddp")
 """`build(ddp)`: casts weights of linear layers before a `DistributedDataParallel` gathers them; None if it has none

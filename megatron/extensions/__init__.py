@@ -46,6 +46,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
+    BuiltIn("unit_sharding", "ZeRO-2 and ZeRO-3: gradients and parameters sharded over data-parallel ranks"),
     BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
     BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),

@@ -160,7 +160,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
     # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
     once = training.eval_iters * training.eval_batch_size
     for_valid = None if training.full_validation else (plan.iterations // training.eval_interval + 1) * once
-    order.planned, order.anew, order.present = phase.planned, phase.starts_anew, []
+    order.planned, order.take_up, order.present = phase.planned, phase.take_up, []
     # What is no indexed dataset has every sample of the run under its number.
     size = phase.samples if config.data.dataset == "gpt" else plan.samples
     made = _build(config, (size, for_valid, once), demands)

@@ -118,8 +118,6 @@ class Pipeline:
     ) -> None:
         self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
         self.group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        self.shards = runtime.state.tp.size if config.parallel.sequence_parallel else 1
-        """Ranks that hold parts of a sequence's hidden states."""
         self.in_turns = config.parallel.pass_pair is not None
         self.validates = update_ahead(config.optimizer) is not None
         self.stages = stages
@@ -166,15 +164,6 @@ class Pipeline:
     def evaluate(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Forward passes only. The loss sum of each micro-batch on the last stage, else []."""
         return self.executor.run(self._actions(len(batches), True), batches)
-
-    def token_scores(self, batches: list[Batch]) -> list[torch.Tensor]:
-        """`GPTModel.token_scores` of each micro-batch on the last stage, else []. The micro-batches have one shape, any
-        that the layout can compute."""
-        b, s = batches[0].tokens.shape
-        shape = (s // self.shards, b, self.executor.p2p.shape[-1])
-        with self.executor.p2p.shaped(shape):
-            actions = self._actions(len(batches), True)
-            return self.executor.run(actions, batches, last_forward=GPTModel.token_scores)
 
     def _actions(self, num_microbatches: int, evaluate: bool, in_turns: bool = False) -> Sequence[Action]:
         chunks = self.layout.chunks

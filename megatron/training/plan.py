@@ -58,9 +58,9 @@ class Phase:
         """Field -> value of what must not change once it has begun; None if the checkpoint's configuration says it."""
         return None
 
-    def starts_anew(self, prefix: str) -> bool:
-        """Whether a source that earlier phases took from begins again."""
-        return False
+    def take_up(self, source: Any, prefix: str, format: Any) -> None:
+        """May change the order of a training source, a `SourceOrder` as the phases before left it, before this phase
+        takes samples of a `SampleFormat` from it."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import CONTEXT_PARALLEL
 from megatron.core.attention.flash_kernels import FlashCPUKernel
-from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
+from megatron.core.attention.tiles import rank_spans
 from megatron.core.parallel_state import Axis
 from tests.harness import run_world
 

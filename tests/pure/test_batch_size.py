@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.batch_size import (
     BatchSizes,
-    iterations_of_run,
     num_microbatches,
     parse_batch_schedule,
     samples_of_run,
 )
 from megatron.training.config.validation import resolve
+from megatron.training.plan import RunPlan
 
 
 def walk(sizes: BatchSizes, iterations: int) -> int:
@@ -76,7 +76,9 @@ def test_sizes_never_shrink(sizes: BatchSizes, consumed: int) -> None:
 def test_length_of_a_run(length: str, samples: int | None, iterations: int | None) -> None:
     argv = f"--global-batch-size 8 --seq-length 16 {length}"
     config = resolve(parse_args(argv.split()), 1)
-    assert (samples_of_run(config), iterations_of_run(config)) == (samples, iterations)
+    plan, _ = RunPlan.planned(config)
+    assert plan is not None and samples_of_run(config) == samples
+    assert plan.phases[0].end is None if iterations is None else plan.iterations == iterations
 
 
 @pytest.mark.parametrize(("given", "used"), [(100, 96), (96, 96), (9, 8), (7, 7)])
@@ -109,7 +111,8 @@ def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str)
     """4 and 4 samples, then 8 at a time."""
     flags += " --seq-length 16 --train-iters 9 --lr-warmup-iters 1 --lr-decay-iters 5 --lr-wsd-decay-iters 3"
     config = resolve(parse_args(flags.split()), 1)
-    assert (config.training.train_samples, iterations_of_run(config)) == (64, 9)
+    plan, _ = RunPlan.planned(config)
+    assert plan is not None and (config.training.train_samples, plan.iterations) == (64, 9)
     o = config.optimizer
     assert (o.lr_warmup_samples, o.lr_decay_samples, o.lr_wsd_decay_samples) == (4, 32, 16)
     assert (o.lr_warmup_iters, o.lr_decay_iters, o.lr_wsd_decay_iters) == (0, None, None)

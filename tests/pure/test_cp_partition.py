@@ -6,16 +6,19 @@ from random import Random
 
 import pytest
 
-from megatron.core.attention.partition import (
+from megatron.core.attention.tiles import (
     Documents,
     Spans,
+    Tile,
+    causal_tiles,
     chunk_order,
     document_starts,
+    halved,
+    joined,
     rank_spans,
     sequence_divisor,
     short_spans,
 )
-from megatron.core.attention.tiles import Tile, causal_tiles, halved, joined
 
 Pair = tuple[int, int, int]
 

@@ -13,7 +13,7 @@ from megatron.core.batch import Batch
 from megatron.core.models.gpt.embedding import rounded
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.activations import gated
+from megatron.core.transformer.activations import FusedActivation
 from megatron.core.transformer.norm import build_norm
 from tests.gpt_cases import FP64, GPT, LLAMA
 from tests.harness import tp_context
@@ -23,8 +23,8 @@ from tests.harness import tp_context
 def test_gated_gelu_and_its_gradient(kind: str, form: str) -> None:
     x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
     gate, up = x.chunk(2, dim=-1)
-    torch.testing.assert_close(gated(x, kind), F.gelu(gate, approximate=form) * up)
-    assert torch.autograd.gradcheck(lambda x: gated(x, kind), x)
+    torch.testing.assert_close(FusedActivation(kind, False)(x), F.gelu(gate, approximate=form) * up)
+    assert torch.autograd.gradcheck(lambda x: FusedActivation(kind, False)(x), x)
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from megatron.core.dist_checkpointing.path_kind import checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.testing.local_world import run_world
-from tools.bench.side_by_side import positive, write_figures
+from tools.bench.side_by_side import Spread, bench_parser, machine, positive, say_machine, write_figures
 
 BYTES = 12
 """Of a parameter and its moments in fp32."""
@@ -230,41 +229,32 @@ RATIOS = {
 
 
 def summary(nbytes: int, seconds: Seconds) -> dict[str, Any]:
-    """Median, least and most of every way's seconds, and of the ratios within each round."""
-
-    def spread(values: Sequence[float]) -> dict[str, float]:
-        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """The `Spread` of every way's seconds, and of the ratios within each round."""
 
     ratios = {
-        name: spread([a / b for a, b in zip(seconds[one], seconds[other], strict=True)])
+        name: asdict(Spread.of([a / b for a, b in zip(seconds[one], seconds[other], strict=True)]))
         for name, (one, other) in RATIOS.items()
     }
-    return {"bytes": nbytes, "seconds": {name: spread(seconds[key]) for name, key in ROWS.items()}, "ratios": ratios}
+    return {
+        "bytes": nbytes,
+        "seconds": {name: asdict(Spread.of(seconds[key])) for name, key in ROWS.items()},
+        "ratios": ratios,
+    }
 
 
 def conditions(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The machine and the versions."""
-    processor = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1] for line in processor if line.startswith("model name")), "unknown")
+    """The machine, its file system and what is saved."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     holding = [mount for mount in mounts if folder.resolve().is_relative_to(mount[0])]
-    return {
-        "cpu": model.strip(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "file_system": max(holding, key=lambda mount: len(mount[0]))[1],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "ranks": args.ranks,
-        "parameters": args.parameters,
-    }
+    system = max(holding, key=lambda mount: len(mount[0]))[1]
+    return machine() | {"file_system": system, "ranks": args.ranks, "parameters": args.parameters}
 
 
 def show(found: dict[str, Any], count: int) -> str:
     """The tables, in Markdown."""
     gigabytes = found["bytes"] / 1e9
-    lines = [", ".join(f"{key} {value}" for key, value in found["conditions"].items())]
+    where = found["conditions"]
+    lines = [f"{where['file_system']}, {where['ranks']} ranks, {where['parameters']:g} parameters"]
     lines += [
         f"{gigabytes:.2f} GB, median of {count} rounds (least to most)",
         "",
@@ -273,10 +263,10 @@ def show(found: dict[str, Any], count: int) -> str:
     ]
     for name, row in found["seconds"].items():
         rate = "" if "stall" in name else f"{gigabytes / row['median']:.2f}"
-        lines.append(f"| {name} | {row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f}) | {rate} |")
+        lines.append(f"| {name} | {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f}) | {rate} |")
     lines += ["", "| ratio | |", "|---|---|"]
     for name, row in found["ratios"].items():
-        lines.append(f"| {name} | {row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f}) |")
+        lines.append(f"| {name} | {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f}) |")
     return "\n".join(lines)
 
 
@@ -293,13 +283,11 @@ def refuse_to_swap(parameters: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, 5)
     parser.add_argument("--parameters", type=float, default=3e8)
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--rounds", type=positive, default=5, help="rounds to count, beside the first")
     parser.add_argument("--seconds", type=float, default=200, help="no round begins after so many")
     parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
-    parser.add_argument("--json", type=Path, help="where to write the figures as JSON, every round's among them")
     args = parser.parse_args()
     refuse_to_swap(args.parameters)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as name:
@@ -309,6 +297,7 @@ def main() -> None:
         )
     seconds = results[0][1]
     found = summary(sum(nbytes for nbytes, _ in results), seconds) | {"conditions": where, "rounds": seconds}
+    say_machine(where)
     print(show(found, len(seconds["own"])))
     write_figures(args.json, found)
 

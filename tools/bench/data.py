@@ -15,7 +15,6 @@ Every figure is of a process of its own; what is compared takes turns.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -38,7 +37,7 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from tools.bench.side_by_side import Spread, machine, positive, say_machine, write_json
+from tools.bench.side_by_side import Spread, bench_parser, machine, say_machine, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 MEGABYTES, VOCAB = 50, 32000
@@ -310,11 +309,9 @@ PARTS: dict[str, Callable[[Path, int], Iterator[Row]]] = {"preprocess": preproce
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, 3)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--folder", type=Path, help="where files of up to 3 GB go (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     facts = machine("numpy", "sentencepiece", "tokenizers", "gigatoken")
     say_machine(facts)

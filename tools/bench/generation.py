@@ -9,7 +9,6 @@ The model has Llama's layers, with random weights. Decoding is greedy, and every
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,17 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, positive, say_machine, write_json
+from tools.bench.side_by_side import (
+    Contestant,
+    Round,
+    Spread,
+    bench_parser,
+    interleaved,
+    machine,
+    positive,
+    say_machine,
+    write_json,
+)
 
 WAYS = ("one by one", "batched", "transformers")
 VOCABULARY = 8192
@@ -123,7 +132,7 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, 5)
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:], help="besides one by one")
     parser.add_argument("--prompts", type=positive, default=16)
     parser.add_argument("--rows", type=positive, default=16, help="texts at once")
@@ -134,8 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=positive, default=512)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=positive, default=1, help="of each process")
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     names = ("layers", "hidden", "prompts", "rows", "shortest", "longest", "new", "precision")
     work = Work(**{name: getattr(args, name) for name in names})

@@ -39,7 +39,17 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, groups_of, say_groups, spans_of
-from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, positive, say_machine, write_json
+from tools.bench.side_by_side import (
+    Contestant,
+    Round,
+    Spread,
+    bench_parser,
+    interleaved,
+    machine,
+    positive,
+    say_machine,
+    write_json,
+)
 from tools.bench.timing import Ceiling, ceiling_tokens, ceilings, wait_for
 
 if TYPE_CHECKING:
@@ -361,7 +371,7 @@ def compared_rows(found: Mapping[str, list[float] | str]) -> list[Any]:
 
 
 def parser_of_args() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, 5)
     parser.add_argument("--config", choices=SHAPES, required=True)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--fp8-format", default="hybrid")
@@ -375,7 +385,6 @@ def parser_of_args() -> argparse.ArgumentParser:
         "--memory-share", type=float, default=0.80, help="of what is free, to be planned with, as plans are estimates"
     )
     parser.add_argument("--steps", type=positive, default=3, help="of a round")
-    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")
     parser.add_argument("--device", nargs="+", default=[], help="device files, by which the planner predicts the step")
     parser.add_argument(
@@ -383,7 +392,6 @@ def parser_of_args() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser
 
 

@@ -10,7 +10,6 @@ published one, and its time that of `--dry-run --device`.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import sys
 import time
@@ -31,7 +30,7 @@ from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tools.bench.published_runs import published_runs
-from tools.bench.side_by_side import machine, say_machine, write_json
+from tools.bench.side_by_side import bench_parser, machine, say_machine, write_json
 
 GPT_3 = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
@@ -124,11 +123,10 @@ def searched(case: Case, device_memory: float | None, most: tuple[int | None, in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", default="", help="runs whose model and source have this in them: the first of them")
     parser.add_argument("--device-memory", type=float, help="GiB (default: what the device file says)")
     parser.add_argument("--all", action="store_true", help="search until nothing can be faster")
-    parser.add_argument("--json", type=Path, help="where to write the table")
     args = parser.parse_args(argv)
     facts: dict[str, Any] = machine("torch")
     say_machine(facts)

@@ -30,7 +30,6 @@ The loss is measured by itself: its memory beside the 16-bit logits, relative to
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -45,7 +44,6 @@ import torch
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action
@@ -55,6 +53,7 @@ from megatron.extensions.planner.activations import ActivationPlan, RankActivati
 from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.memory import states_of_rank
+from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
@@ -64,7 +63,7 @@ from megatron.training.initialize import local_runtime
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
-from tools.bench.side_by_side import machine, say_machine, write_json
+from tools.bench.side_by_side import bench_parser, machine, say_machine, write_json
 
 COMMON = (
     "--num-layers {layers} --hidden-size {hidden} --num-attention-heads 8 --seq-length {seq} --vocab-size {vocab} "
@@ -416,13 +415,12 @@ def say(row: Row, sizes: dict[str, int]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="NAME")
     for name, value in SMALL.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--loss-tokens", type=int, default=1024, help="s b of the loss that is measured")
     parser.add_argument("--loss-vocab", type=int, default=50304, help="its V")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     sizes = {name: getattr(args, name) for name in SMALL}
     facts = machine() | sizes

@@ -11,7 +11,6 @@ another process if this one has lost its device.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -28,7 +27,7 @@ if __package__ in (None, ""):
 
 from megatron.training.config.run_config import RunConfig
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
-from tools.bench.side_by_side import machine, positive, say_machine, write_json
+from tools.bench.side_by_side import bench_parser, machine, positive, say_machine, write_json
 from tools.bench.timing import Call, Part, Row, is_lost, products, timed
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def attention_call(
     name: str, ranks: int = 1, documents: bool = False, dropout: float = 0.0
 ) -> Callable[[RunConfig, Any], Call]:
     def make(config: RunConfig, device: Any) -> Call:
-        from megatron.core.attention.partition import rank_spans
+        from megatron.core.attention.tiles import rank_spans
         from megatron.extensions.fusions.attention.choice import attention_run, attention_shape
 
         shape = attention_shape(config)
@@ -367,15 +366,13 @@ def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, 5)
     parser.add_argument("--config", choices=SHAPES, default="llama-8b-layers")
     parser.add_argument("--cpu", action="store_true", help="a trial without a GPU, with --config tiny")
     parser.add_argument("--calls", type=positive, default=10, help="of a round")
-    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--only", nargs="+", help="groups of parts")
     parser.add_argument("--seconds", type=float, default=400.0, help="after which no other part begins")
     parser.add_argument("--skip", type=int, default=0, help="so many parts, the first ones")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     if args.cpu and args.config != "tiny":

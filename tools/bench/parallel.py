@@ -15,7 +15,6 @@ tensor parallelism whose layers leave their collectives out (its results are non
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from tools.bench.side_by_side import (
     Contestant,
     Round,
     Spread,
+    bench_parser,
     interleaved,
     machine,
     own_step,
@@ -337,12 +337,10 @@ def say(row: Row) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, 5)
     parser.add_argument("--ranks", type=positive, default=2, help="processes of each contestant, of one thread each")
     parser.add_argument("--steps", type=positive, default=1, help="of a round")
-    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these and one process, not all")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     names = [contestant.name for contestant in contestants(args.ranks, args.steps, [])]
     if unknown := set(args.only) - set(names):

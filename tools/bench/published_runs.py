@@ -1,16 +1,21 @@
-"""Predicted step times beside published ones, run by run.
+"""Predicted step times, or planned peaks of device memory, beside published ones, run by run.
 
     python tools/bench/published_runs.py
     python tools/bench/published_runs.py --only a100 --parts
+    python tools/bench/published_runs.py --memory --only zero-bubble --parts
 
 Prints each run's published and predicted step time and the error, then the median and the 90th percentile of errors,
 of runs that constants were fitted to and of those held out. The runs and their sources are in
 tests/fixtures/published_runs.yaml.
+
+With --memory, prints each run's published and planned peak of the rank that holds most, the scores of attention that
+the published program keeps and this one does not, as derived, and the relative error without and with them; then the
+median and the largest of the errors that count. Plans are those of `pretrain_gpt.py --dry-run`. The runs, their
+sources and what the published programs do otherwise are in tests/fixtures/published_memory.yaml.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +27,19 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.planner.dry_run.memory import RankMemory, memory_of_ranks
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.time.step_time import PlannerCache, StepTime, predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from tools.bench.side_by_side import write_figures
+from tools.bench.side_by_side import bench_parser, write_figures
 
-RUNS = Path(__file__).resolve().parents[2] / "tests/fixtures/published_runs.yaml"
+FIXTURES = Path(__file__).resolve().parents[2] / "tests/fixtures"
+RUNS, MEMORY = FIXTURES / "published_runs.yaml", FIXTURES / "published_memory.yaml"
+GIB = 1024**3
 
 
 @dataclass(frozen=True)
@@ -187,17 +196,93 @@ def summary(found: Sequence[Compared]) -> dict[str, dict[str, float]]:
     return sums
 
 
+@dataclass(frozen=True)
+class PlannedPeak:
+    """A run and the plan of the rank that holds most."""
+
+    run: PublishedRun
+    fullest: RankMemory
+
+    @property
+    def planned(self) -> float:
+        """GiB."""
+        return self.fullest.total / GIB
+
+    @property
+    def scores(self) -> float:
+        """GiB of scores that the published program keeps beside what is planned."""
+        run, held = self.run, self.fullest
+        pairs = zip(held.plan.stages, held.activations.in_flight, strict=True)
+        layers = sum(len(stage.layers) * microbatches for stage, microbatches in pairs)
+        heads = run.config().model.num_attention_heads // run.tp
+        return run.keeps_scores * layers * run.mbs * heads * run.length**2 / run.cp / GIB
+
+    @property
+    def published(self) -> float:
+        """GiB."""
+        return self.run.published["memory"]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the planned peak."""
+        return self.planned / self.published - 1
+
+    @property
+    def error_with_scores(self) -> float:
+        return (self.planned + self.scores) / self.published - 1
+
+
+def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[PlannedPeak]:
+    """Raises ValueError if a run's flags are not legal."""
+    for run in runs:
+        config = run.config()
+        ranks = memory_of_ranks(config, ParallelDims.from_config(config.parallel, run.gpus))
+        yield PlannedPeak(run, max(ranks, key=lambda rank: rank.total))
+
+
+def say_memory(runs: Sequence[PublishedRun], parts: bool) -> None:
+    """Prints the table of planned peaks."""
+    print(f"{'model':<13}{'source':<13}{'':<6}{'GPUs':>5}{'tokens':>8}{'batch':>6}  {'layout':<12}"
+          f"{'published':>11}{'planned':>11}{'error':>8}{'+ scores':>12}{'error':>8}")  # fmt: skip
+    counted: list[PlannedPeak] = []
+    for each in plan_peaks(runs):
+        run = each.run
+        print(
+            f"{run.model:<13}{run.source:<13}{run.precision:<6}{run.gpus:>5}{run.length:>8}{run.mbs:>6}  "
+            f"{run.layout:<12}{each.published:>7.2f} GiB{each.planned:>7.2f} GiB{each.error:>+8.1%}"
+            f"{each.scores:>8.2f} GiB{each.error_with_scores:>+8.1%}"
+            f"{'  not counted: ' if run.other else '  ' if run.differs else ''}{run.differs}",
+            flush=True,
+        )
+        if parts:
+            sizes = each.fullest.sizes.items()
+            shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes)
+            print(f"    pipeline rank {each.fullest.plan.pp_rank}: {shown}")
+        if not run.other:
+            counted.append(each)
+    for title, errors in (
+        ("planned", [abs(each.error) for each in counted]),
+        ("with scores", [abs(each.error_with_scores) for each in counted]),
+    ):
+        if errors:
+            print(f"{title}, {len(errors)} runs: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", default="", help="runs whose device, source, model or precision has this in it")
-    parser.add_argument("--parts", action="store_true", help="print what each predicted step is spent on")
-    parser.add_argument("--json", type=Path, help="where to write the table")
+    parser.add_argument(
+        "--parts", action="store_true", help="print what each step is spent on, or each plan consists of"
+    )
+    parser.add_argument("--memory", action="store_true", help="peaks of device memory")
     args = parser.parse_args(argv)
-    runs = [
-        run for run in published_runs() if args.only in " ".join((run.device, run.source, run.model, run.precision))
-    ]
+    table, words = (MEMORY, "source model") if args.memory else (RUNS, "device source model precision")
+    runs = [run for run in published_runs(table) if args.only in " ".join(getattr(run, word) for word in words.split())]
     if not runs:
-        parser.error(f"--only {args.only}: no run has this in its device, source, model or precision; see {RUNS}")
+        parser.error(f"--only {args.only}: no run has this in its {words.replace(' ', ', ')}; see {table}")
+    if args.memory:
+        say_memory(runs, args.parts)
+        return 0
     found = []
     print(f"{'model':<17}{'source':<14}{'':<6}{'':<6}{'GPUs':>6}{'tokens':>8}{'batch':>6}  {'layout':<22}"
           f"{'published':>10}{'predicted':>10}{'error':>8}  bound by")  # fmt: skip

@@ -12,7 +12,6 @@ are whole processes, compared in seconds; below 1 the newer one is faster.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from tools.bench.side_by_side import (
     Contestant,
     Round,
     Spread,
+    bench_parser,
     interleaved,
     machine,
     positive,
@@ -117,13 +117,11 @@ def compare_commands(what: str, seconds: Callable[[Path], float], before: Path, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, 7)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the older revision")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cells, not all")
     parser.add_argument("--steps", type=positive, default=2, help="of a round")
-    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--list", action="store_true", help="print the names of the cells and exit")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     commands = {
         name: command

@@ -52,6 +52,15 @@ def positive(text: str) -> int:
     return value
 
 
+def bench_parser(about: str | None, rounds: int = 0) -> argparse.ArgumentParser:
+    """A parser of --json, and of --rounds with this default where measurements are repeated."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds:
+        parser.add_argument("--rounds", type=positive, default=rounds)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser
+
+
 def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], float] = time.perf_counter) -> Round:
     """Tokens per second of so many steps."""
 

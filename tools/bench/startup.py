@@ -8,7 +8,6 @@ one that imports torch. The commands take turns. The phases of start-up are thos
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.side_by_side import Spread, machine, positive, say_machine, write_json
+from tools.bench.side_by_side import Spread, bench_parser, machine, say_machine, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -81,9 +80,7 @@ def phases_of(output: str) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser = bench_parser(__doc__, 5)
     args = parser.parse_args(argv)
     facts = machine()
     say_machine(facts)

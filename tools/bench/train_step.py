@@ -17,7 +17,6 @@ their own which take turns.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -35,6 +34,7 @@ from tools.bench.side_by_side import (
     Contestant,
     Round,
     Spread,
+    bench_parser,
     interleaved,
     machine,
     own_step,
@@ -200,16 +200,14 @@ def say(row: Row) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, 5)
     parser.add_argument("--style", nargs="+", choices=STYLES, default=list(STYLES))
     parser.add_argument("--dtype", nargs="+", choices=FORMATS, default=["float32", "bfloat16"])
     parser.add_argument("--mode", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of each process (default: all cores)")
     parser.add_argument("--steps", type=positive, default=3, help="of a round")
-    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--profile", action="store_true", help="print where our time goes instead")
     parser.add_argument("--own", action="store_true", help="this program alone, all --dtype in turns, processor time")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     if args.own and args.json:
         parser.error("--json: has no figures of --own, which prints them; leave one of both out")

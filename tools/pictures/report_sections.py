@@ -1,27 +1,44 @@
-"""The sections of a run's report: each takes the run as far as it could be read, and says what is missing."""
+"""The sections of a run's report: each takes the run as far as it could be read, and says what is missing.
+
+The page, page.html, needs no network: styles and pictures are inline, and every text of the run is escaped.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
 
-from .drawing import Series, byte_text, curves, short_number, time_text
-from .page import figures, html
+from .drawing import Series, byte_text, curves, inline, short_number, time_text
 from .plot_memory import in_order, measured_bars, memory_picture, planned_bars, told
 from .plot_ranks import RankMap, lines, map_of_trace, rank_picture
 from .plot_trace import chosen, phases_picture, timeline_picture
 from .plot_trace import told as step_told
 from .run_folder import CONFIG, RunFolder, number
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MOST_ROWS = 200
 IN_SIGHT = 20
+
+html: Any = (
+    Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template("page.html").module
+)
+"""The macros of page.html."""
+
+
+def figures(pictures: Iterable[Figure | None], wide: bool = False) -> Markup:
+    """Pictures beside each other as far as there is room; wide ones below each other, in their own size."""
+    return html.pictures([inline(picture) for picture in pictures if picture is not None], wide)
 
 
 def summary(run: RunFolder) -> Markup:

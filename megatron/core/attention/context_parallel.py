@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention.partition import Spans, chunk_order, rank_spans, short_spans
 from megatron.core.attention.tile_kernels import Causal, Rows, key_rows, query_rows
-from megatron.core.attention.tiles import Tile, causal_tiles, joined
+from megatron.core.attention.tiles import Spans, Tile, causal_tiles, chunk_order, joined, rank_spans, short_spans
 from megatron.core.attention.varlen import add_sinks_, packed_attention, sinks_grad
 from megatron.core.collectives import RingExchange, all_gather_sequence, swap_blocks
 from megatron.core.parallel_state import Axis

@@ -19,8 +19,8 @@ from megatron.core.attention.context_parallel import (
     ulysses_attention,
 )
 from megatron.core.attention.flash_kernels import flash_kernel
-from megatron.core.attention.partition import cut_documents
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
+from megatron.core.attention.tiles import cut_documents
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import site_key

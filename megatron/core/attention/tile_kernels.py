@@ -18,8 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.attention.partition import Documents
-from megatron.core.attention.tiles import Tile
+from megatron.core.attention.tiles import Documents, Tile
 from megatron.core.attention.varlen import PackedKernel
 from megatron.core.dropout import attention_dropout
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention.partition import Documents
+from megatron.core.attention.tiles import Documents
 from megatron.core.host_to_device import integers_on
 
 

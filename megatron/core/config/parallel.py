@@ -13,6 +13,7 @@ from megatron.core.parts import (
     MICROBATCH_RUNNERS,
     PASS_PAIRS,
     PIPELINE_SCHEDULES,
+    SHARDING_STRATEGIES,
 )
 
 
@@ -209,9 +210,7 @@ class DDPConfig:
     overlap_param_gather: bool = False
     """Overlap the gather of updated parameters with the next forward pass, bucket by bucket."""
 
-    data_parallel_sharding_strategy: str | None = flag(
-        None, choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
-    )
+    data_parallel_sharding_strategy: str | None = flag(None, choices=SHARDING_STRATEGIES)
     """What data-parallel ranks shard: nothing, optimizer state (ZeRO-1), gradients too, reduced with each micro-batch
     (ZeRO-2), parameters too, gathered layer by layer (ZeRO-3); default: as --use-distributed-optimizer says."""
 
@@ -221,9 +220,10 @@ class DDPConfig:
     @property
     def shards_gradients(self) -> bool:
         """ZeRO-2 or ZeRO-3: a rank keeps the gradients of its shards alone."""
-        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+        strategy = self.data_parallel_sharding_strategy
+        return strategy in SHARDING_STRATEGIES and SHARDING_STRATEGIES.facts(str(strategy)).gradients
 
     @property
     def shards_parameters(self) -> bool:
         """ZeRO-3: a rank keeps the parameters of its shards alone."""
-        return self.data_parallel_sharding_strategy == "optim_grads_params"
+        return self.shards_gradients and SHARDING_STRATEGIES.facts(str(self.data_parallel_sharding_strategy)).parameters

@@ -45,8 +45,8 @@ class TrainingOrder:
     planned: tuple[int | None, ...] = ()
     """Samples that were planned for the present phase before its plan was made longer."""
 
-    anew: Callable[[str], bool] = lambda prefix: False
-    """Whether a source starts anew in the present phase."""
+    take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
+    """Called with each source that the present phase takes from, and its prefix, before it does."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
@@ -270,7 +270,8 @@ class _Builder:
         source = order.sources.get(key)
         if source is None:
             source = SourceOrder(indexed, documents, seed=self.seed, split=split, cache=files)
-        found = source.view(self.format, planned, order.anew(prefix))
+        order.take_up(source, prefix, self.format)
+        found = source.view(self.format, planned)
         order.sources[key] = source
         order.present.append(source)
         return found

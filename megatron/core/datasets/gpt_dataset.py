@@ -241,33 +241,6 @@ class GPTDataset(TextDataset):
             number, offset = int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
         return f"{Path(self.indexed.prefix).name}:{number}+{offset}"
 
-    def rest(self, taken: int, cache: IndexCache) -> Pieces:
-        """The parts of the token stream that are no inputs of the first `taken` samples, as pieces of documents in the
-        order of the stream. They are index files too, which one process of a node makes."""
-        made_of = {"segment": self.fingerprint, "taken": taken}
-        names = ("documents", "starts", "lengths")
-        documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: self._rest(taken))
-        return Pieces(documents, starts, lengths, content_hash(made_of))
-
-    def _rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        length, index = self.format.seq_length, self.index
-        lengths = self.indexed.lengths if self.pieces is None else self.pieces.lengths
-        ends = np.cumsum(lengths[index.document_index], dtype=np.int64)
-        begins = np.append(0, ends[:-1])
-        numbers = np.sort(index.shuffle_index[taken:]).astype(np.int64)
-        left = np.append(numbers, self.samples)  # the last: what is behind all samples
-        first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # of each run of neighbouring samples
-        runs, stops = left[first] * length, np.append((left[first[1:] - 1] + 1) * length, ends[-1])
-        run = np.searchsorted(runs, begins, side="right") - 1
-        inside = (run >= 0) & (begins < stops[run])
-        starts = np.unique(np.concatenate((runs, begins[inside])))
-        where = np.searchsorted(ends, starts, side="right")
-        sizes = np.minimum(ends[where], stops[np.searchsorted(runs, starts, side="right") - 1]) - starts
-        documents, offsets = index.document_index[where].astype(np.int64), starts - begins[where]
-        if self.pieces is not None:
-            documents, offsets = self.pieces.documents[documents], offsets + self.pieces.starts[documents]
-        return documents, offsets, sizes
-
     def _read(self, number: int, start: int, stop: int) -> NDArray:
         """Tokens [start, stop) of a document or piece, at most to its end."""
         if self.pieces is None:

@@ -6,7 +6,8 @@ order and repeat some samples and lose others. Here an order that has begun neve
 
 - The first is Megatron-LM's order of as many samples as the run planned when it began.
 - Where the segments end, another follows: further epochs, shuffled from a seed of their own.
-- Where the sequence length changes, the tokens that no sample has had as inputs are cut anew and come first.
+
+An extension may give a source another order between two phases of a run (`Phase.take_up`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class SourceOrder:
         self, indexed: IndexedDataset, documents: range | Pieces, *, seed: int, split: str, cache: IndexCache
     ) -> None:
         self.indexed, self.documents, self.seed, self.split, self.cache = indexed, documents, seed, split, cache
-        self._segments: list[GPTDataset] = []
-        self._taken = 0
+        self.segments: list[GPTDataset] = []
+        self.taken = 0
+        """Samples of the segments that are taken."""
         self._begun = 0
 
     @property
@@ -40,49 +42,38 @@ class SourceOrder:
             return self.documents.tokens
         return int(self.indexed.lengths[self.documents.start : self.documents.stop].sum(dtype=np.int64))
 
-    def view(self, format: SampleFormat, planned: Sequence[int | None], anew: bool = False) -> TextDataset:
+    def view(self, format: SampleFormat, planned: Sequence[int | None]) -> TextDataset:
         """The samples that come next, at least as many as the last of `planned` says, or (None) one epoch.
 
-        `planned` are the numbers that were asked for in turn, as the plan of the run was made longer. `anew` begins a
-        new order, as if no sample was taken. Raises ValueError where a GPTDataset does."""
-        if anew:
-            self._segments, self._taken = [], 0
-        if self._segments and self._segments[0].format.seq_length != format.seq_length:
-            rest = self._rest()
-            self._segments, self._taken = [], 0
-            if rest is not None and rest.tokens > format.seq_length:
-                self._add(rest, None, format)
+        `planned` are the numbers that were asked for in turn, as the plan of the run was made longer. Raises ValueError
+        where a GPTDataset does."""
         for asked in planned:
-            left = sum(map(len, self._segments)) - self._taken
-            if asked is None and not self._segments:
-                self._add(self.documents, None, format)
+            left = sum(map(len, self.segments)) - self.taken
+            if asked is None and not self.segments:
+                self.add(self.documents, None, format)
             elif asked is not None and asked > left:
-                self._add(self.documents, asked - left, format)
-        if not self._taken and len(self._segments) == 1:
-            return self._segments[0]
-        return _View(self._segments, self._taken)
+                self.add(self.documents, asked - left, format)
+        if not self.taken and len(self.segments) == 1:
+            return self.segments[0]
+        return _View(self.segments, self.taken)
 
     def take(self, samples: int) -> None:
         """Says that so many samples of the view are taken."""
-        self._taken += samples
+        self.taken += samples
 
-    def _add(self, documents: range | Pieces, samples: int | None, format: SampleFormat) -> None:
+    def restart(self) -> None:
+        """Begins a new order, as if no sample was taken."""
+        self.segments, self.taken = [], 0
+
+    def add(self, documents: range | Pieces, samples: int | None, format: SampleFormat) -> None:
+        """Adds a segment of at least `samples` samples, or (None) one epoch."""
         seed = self.seed
         if self._begun:  # the first segment has the run's seed, as in Megatron-LM
             drawn = blake2b(f"{self.seed} {self._begun}".encode(), digest_size=4).digest()
             seed = int.from_bytes(drawn, "little")
         self._begun += 1
         rules = {"seed": seed, "split": self.split, "cache": self.cache}
-        self._segments.append(GPTDataset(self.indexed, documents, samples, format, **rules))  # type: ignore[arg-type]
-
-    def _rest(self) -> Pieces | None:
-        """What is left of the segment that is partly taken; None if none is."""
-        taken = self._taken
-        for segment in self._segments:
-            if taken < len(segment):
-                return segment.rest(taken, self.cache) if taken else None
-            taken -= len(segment)
-        return None
+        self.segments.append(GPTDataset(self.indexed, documents, samples, format, **rules))  # type: ignore[arg-type]
 
 
 class _View(TextDataset):

@@ -22,14 +22,13 @@ from megatron.core.distributed.param_and_grad_buffer import (
     Bucket,
     ParamAndGradBuffer,
     SmallGrads,
-    UnitBucket,
+    WholeUnits,
     have_values,
 )
-from megatron.core.distributed.param_layout import DEFAULT, GroupOf, Piece, launch_order, plan_buffers
-from megatron.core.distributed.unit_sharding import UnitSharding
+from megatron.core.distributed.param_layout import DEFAULT, GroupOf, launch_order, plan_buffers
 from megatron.core.init import alloc_storage, has_storage
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.parts import PARAM_GATHERS, param_gather
+from megatron.core.parts import PARAM_GATHERS, SHARDING_STRATEGIES, param_gather
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
@@ -53,7 +52,7 @@ class DistributedDataParallel:
     parameters outside of a forward pass.
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
-    passes of their unit (`UnitSharding`); `queue` is where split backwards leave weight gradients,
+    passes of their unit; `queue` is where split backwards leave weight gradients,
     `casts` are the kept casts of parameters. `initialize` sets the values of parameters that have no memory yet
     (`GPTModel(lazy=True)`). Call `gather_params_` before you read such parameters.
 
@@ -99,6 +98,7 @@ class DistributedDataParallel:
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
+        strategy: type[WholeUnits] = SHARDING_STRATEGIES[ddp_config.data_parallel_sharding_strategy or "optim"]
         self.buffers = [
             ParamAndGradBuffer(
                 layout,
@@ -110,6 +110,7 @@ class DistributedDataParallel:
                 ddp_config.shards_parameters,
                 initialize,
                 copies[layout.expert],
+                strategy.bucket,
             )
             for layout in self.layouts
         ]
@@ -118,10 +119,11 @@ class DistributedDataParallel:
             for param in self.params:
                 param.main_grad_rounding = round_into  # type: ignore[attr-defined]
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
-        self._reduced_whole = [bucket for bucket in self.buckets if not isinstance(bucket, UnitBucket)]
+        by_unit = {bucket for buffer in self.buffers if buffer.layout.by_unit for bucket in buffer.buckets}
+        self._reduced_whole = [bucket for bucket in self.buckets if bucket not in by_unit]
         """Buckets whose gradients are reduced once a step, in launch order."""
-        of_units = [bucket for bucket in self.buckets if isinstance(bucket, UnitBucket)]
-        self.units = UnitSharding(self.modules, self.params, of_units, ddp_config.shards_parameters, queue, casts)
+        of_units = [bucket for bucket in self.buckets if bucket in by_unit]
+        self.units = strategy(self.modules, self.params, of_units, ddp_config.shards_parameters, queue, casts)
         self.param_gather: Any = None if gather is None else PARAM_GATHERS[gather](self)
         """Casts weights before they are gathered; None where all are gathered in their own format."""
         self._started = 0
@@ -243,15 +245,7 @@ class DistributedDataParallel:
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
         """Live views of the parameters that this rank holds shards of alone; an empty one where it has no element."""
-        for bucket in self.buckets:
-            if not (isinstance(bucket, UnitBucket) and bucket.shards_params):
-                continue
-            owned = {piece.index: piece for piece in bucket.owned_pieces}
-            for place in bucket.layout.params:
-                piece = owned.get(place.index, Piece(place.index, place.meta, 0, 0, bucket.owned_range[0]))
-                start = piece.offset - bucket.owned_range[0]
-                data = bucket.param_shard[start : start + piece.stop - piece.start]
-                yield OptimizerPiece("param", piece.meta, data, piece.start, piece.stop)
+        return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
         """All-gathers every `main_grad` after a sync that left shards. For tests and diagnosis."""

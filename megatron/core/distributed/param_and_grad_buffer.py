@@ -7,20 +7,19 @@ of a unit has flat tensors of its own, whose memory comes and goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from megatron.core.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
-from megatron.core.init import alloc_storage, free_storage, has_storage
+from megatron.core.init import has_storage
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.weight_grad import is_stale, mark_stale
-
-WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced gradients of a unit"
-"""Ranges of profiles: the time in which a rank waits and does not compute. On GPUs that of the host, which is none."""
+from megatron.core.tensor_parallel.linear_gemms import WeightCasts
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, is_stale, mark_stale
 
 
 class Bucket:
@@ -123,130 +122,41 @@ class Bucket:
             start_all_gather(self.grad_shard, self.axis, out=self.grads).wait()
 
 
-class UnitBucket(Bucket):
-    """Bucket of one unit, of which this rank keeps the shard of the gradients (ZeRO-2), and of the parameters (ZeRO-3).
+class WholeUnits:
+    """What a strategy does around the passes of units, transformer layers and modules outside of them: nothing where
+    gradients and parameters are whole all the time. Strategies that shard them derive from it."""
 
-    Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
-    `grad_shard`, whole parameters between a first `acquire` and the last `release`. Their memory is taken and given
-    back under the same views, so that what autograd has saved of a parameter is valid whenever it is whole.
-    """
+    bucket = Bucket
+    """Class of the buckets of units."""
 
-    def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
-        super().__init__(layout, buffer)
-        self.shards_params = buffer.shard_params
-        self.whole_params, self.whole_grads = True, False
-        self.users = 0
-        """Passes that compute with the parameters now."""
-        self.on_drop: list[Callable[[], None]] = []
-        """Called when whole parameters are dropped."""
-        self._reduced: Pending | None = None
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[nn.Parameter],
+        buckets: Sequence[Any],
+        shards_params: bool,
+        queue: WeightGradQueue | None,
+        casts: WeightCasts | None,
+    ) -> None:
+        """`buckets` are those of units; `queue` holds back weight gradients of split backwards; `casts` are copies of
+        parameters."""
+        self.buckets = list(buckets)
 
-    def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
-        if not sharded:
-            return super().memory(data, sharded)
-        first, stop = (end // self.layout.num_shards for end in (self.layout.start, self.layout.stop))
-        return data.new_zeros(self.layout.stop - self.layout.start), data[first:stop]
-
-    def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        self.owners = list(owners)
-        free_storage(self.grads)
-        if self.shards_params:
-            self.param_shard.copy_(self.params.chunk(self.axis.size)[self.axis.rank])
-            self.drop_params()
-
-    def start_gather(self) -> None:
-        """Starts to make the parameters whole, where they are not and no gather is under way. Collective."""
-        if not self.whole_params:
-            alloc_storage(self.params)
-            self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
-            self.whole_params = True
-
-    def acquire(self) -> None:
-        """Makes the parameters whole for one more pass. Collective where they are not whole."""
-        self.users += 1
-        self.start_gather()
-        with record_function(WAIT_GATHERED):
-            self.finish_param_sync()
-
-    def release(self, keep: bool) -> None:
-        """Ends the use of one pass: after the last one the memory is given back, unless the next pass is to `keep`
-        it."""
-        self.users -= 1
-        if not self.users and not keep:
-            self.drop_params()
-
-    def drop_params(self) -> None:
-        """Gives back the memory of whole parameters, as when they have changed. None may be in use."""
-        assert self.users == 0, "parameters in use"
-        if self.shards_params and self.whole_params:
-            self.finish_param_sync()
-            free_storage(self.params)
-            self.whole_params = False
-            for drop in self.on_drop:
-                drop()
-
-    def start_param_sync(self) -> None:
-        if self.shards_params:
-            self.drop_params()
-        else:
-            super().start_param_sync()
-
-    def open_grads(self) -> None:
-        """Makes room for contributions to whole gradients: the first one of each parameter writes over it."""
-        self.finish_grad_sync()
-        if not self.whole_grads:
-            alloc_storage(self.grads)
-            start = self.layout.start
-            ends = [start, *(place.stop for place in self.layout.params)]
-            starts = [*(place.start for place in self.layout.params), self.layout.stop]
-            for stop, following in zip(ends, starts, strict=True):
-                self.grads[stop - start : following - start].zero_()
-            for owner in self.owners:
-                mark_stale(owner, True)
-            self.whole_grads = True
-
-    def zero_stale_grads(self) -> None:
-        """Zeroes whole gradients to which nothing has been added."""
-        for owner in self.owners:
-            if is_stale(owner):
-                mark_stale(owner, False)
-                owner.main_grad.zero_()  # type: ignore[attr-defined]
-
-    def start_grad_sync(self) -> None:
-        """Starts to reduce what has been added to whole gradients, if anything has. Collective over the axis."""
-        self.finish_grad_sync()
-        if self.whole_grads:
-            self.zero_stale_grads()
-            whole = self.grads if self.reduce_dtype == self.grads.dtype else self.grads.to(self.reduce_dtype)
-            self._reduced = start_reduce_scatter(whole, self.axis)
+    def begin_step(self, microbatches: int) -> None:
+        """Expects the passes of `microbatches` micro-batches; after 0 no gradient is reduced before the end."""
 
     def finish_grad_sync(self) -> None:
-        """Waits for `start_grad_sync`, adds its sum to `grad_shard` and gives back the memory of whole gradients."""
-        if self._reduced is not None:
-            with record_function(WAIT_REDUCED):
-                reduced = self._reduced.wait()
-            self.grad_shard.add_(reduced)
-            self._reduced = None
-            self.drop_grads()
+        """Reduces what is left of the gradients of a step, and drops whole parameters, which are about to change."""
+
+    def drop_params(self) -> None:
+        """Drops whole parameters, as when they have changed."""
 
     def drop_grads(self) -> None:
-        """Gives back the memory of whole gradients."""
-        assert self._reduced is None, "gradients on their way"
-        if self.whole_grads:
-            for owner in self.owners:
-                mark_stale(owner, False)
-            free_storage(self.grads)
-            self.whole_grads = False
+        """Forgets whole gradients."""
 
-    def gather_params_(self) -> None:
-        self.start_gather()
-        super().gather_params_()
-
-    def gather_grads_(self) -> None:
-        self.open_grads()
-        super().gather_grads_()
-        for owner in self.owners:
-            mark_stale(owner, False)
+    def sharded_params(self) -> Iterator[OptimizerPiece]:
+        """Live views of the parameters that this rank holds shards of alone; an empty one where it has no element."""
+        return iter(())
 
 
 def have_values(params: Sequence[Tensor]) -> None:
@@ -264,7 +174,8 @@ class ParamAndGradBuffer:
     the same; `initialize` sets the values of those that have no memory yet, one bucket at a time. `param.data` becomes
     a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`.
     Reductions over ranks use `reduce_dtype`.
-    `copies` are ranks that hold the same shards, whose gradients are added up once a step.
+    `copies` are ranks that hold the same shards, whose gradients are added up once a step. `of_unit` is the class of
+    the buckets of units.
     """
 
     def __init__(
@@ -278,6 +189,7 @@ class ParamAndGradBuffer:
         shard_params: bool = False,
         initialize: Callable[[Sequence[Tensor]], None] = have_values,
         copies: Axis = ALONE,
+        of_unit: type[Bucket] = Bucket,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
         self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, shard_grads, reduce_dtype
@@ -287,7 +199,7 @@ class ParamAndGradBuffer:
         self.grad_data = torch.zeros(layout.kept(True), dtype=grad_dtype, device=sample.device)
         self.buckets: list[Bucket] = []
         for bucket_layout in layout.buckets:
-            bucket = (UnitBucket if layout.by_unit else Bucket)(bucket_layout, self)
+            bucket = (of_unit if layout.by_unit else Bucket)(bucket_layout, self)
             unset: list[nn.Parameter] = []
             for place in bucket_layout.params:
                 param = params[place.index]

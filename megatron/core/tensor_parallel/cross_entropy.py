@@ -42,21 +42,6 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(logits, labels, tp, vocab_size, overwrite, compiled, z_loss_coeff)
 
 
-@torch.no_grad()
-def vocab_parallel_argmax(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-    """The most likely token: logits [s, b, V/t] -> ids [s, b] int64, of ranks with equal logits the lowest.
-
-    Two numbers a token are gathered, not the logits. Columns from `vocab_size` on are padding."""
-    start, stop = local_rows(logits.shape[-1] * tp.size, tp)
-    columns = max(0, min(vocab_size, stop) - start)
-    best = torch.full((2, *logits.shape[:-1]), -torch.inf, dtype=torch.float64, device=logits.device)
-    if columns:
-        values, ids = logits[..., :columns].max(-1)
-        best[0], best[1] = values, ids + start
-    values, ids = all_gather(best[None], tp).unbind(1)  # each [tp, s, b]
-    return ids.masked_fill(values < values.amax(0), torch.inf).amin(0).long()
-
-
 LOSS_AND_GRADIENT = "loss_and_gradient_"
 """A kernel, (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n], that leaves the gradients of
 the losses in place of the logits. Plain torch has no operation like it: it computes the gradient in the backward."""

@@ -1,6 +1,6 @@
 """Activation functions of MLPs and experts.
 
-Each is built by `build_*(name, config, ctx)`; one with parameters of its own is a module that makes them under `name`.
+Each is built by a function (name, config, ctx); one with parameters of its own is a module that makes them so named.
 """
 
 from __future__ import annotations
@@ -57,37 +57,15 @@ def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Ac
     return ACTIVATIONS[config.activation](name, config, ctx)
 
 
-def build_gelu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return FusedActivation("gelu", True) if ctx.compiled else F.gelu
+def build_plain(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
+    """A function of `FUNCTIONS` that keeps the width."""
+    kind = config.activation
+    return FusedActivation(kind, True) if ctx.compiled else FUNCTIONS[kind][0]
 
 
-def build_gelu_tanh(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return FusedActivation("gelu_tanh", True) if ctx.compiled else gelu_tanh
-
-
-def build_squared_relu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return FusedActivation("squared_relu", True) if ctx.compiled else squared_relu
-
-
-def build_swiglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return build_gated("swiglu", config, ctx)
-
-
-def build_geglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return build_gated("geglu", config, ctx)
-
-
-def build_geglu_tanh(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return build_gated("geglu_tanh", config, ctx)
-
-
-def build_quick_geglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return build_gated("quick_geglu", config, ctx)
-
-
-def build_gated(kind: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """A gated function with --activation-func-clamp-value and --glu-linear-offset."""
-    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+def build_gated(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
+    """A gated function of `FUNCTIONS` with --activation-func-clamp-value and --glu-linear-offset."""
+    kind, clamp, offset = config.activation, config.activation_func_clamp_value, config.glu_linear_offset
     plain = clamp is None and offset == 0
     return FusedActivation(kind if plain else Bounded(kind, clamp, offset), ctx.compiled)
 
@@ -226,16 +204,6 @@ class _ActivationFunction(torch.autograd.Function):
         x_rows, grad_rows = (rows.reshape(groups, -1, rows.shape[-1]) for rows in (x, grad))
         dx, of_bias = region(_biased_backward, ctx.compiled)(x_rows, bias, grad_rows, ctx.kind)
         return dx.view(x.shape), of_bias, None, None
-
-
-def gated(x: Tensor, kind: str, compiled: bool = False) -> Tensor:
-    """x [..., 2f], gate before up -> [..., f] (arXiv:2002.05202)"""
-    return FusedActivation(kind, compiled)(x)
-
-
-def swiglu(x: Tensor, compiled: bool = False) -> Tensor:
-    """SiLU(gate) * up; x [..., 2f] -> [..., f]"""
-    return gated(x, "swiglu", compiled)
 
 
 class XIELU(nn.Module):

@@ -15,7 +15,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.evaluation.flags import EvalTasksConfig
 from megatron.extensions.evaluation.generation import Limits, continue_prompts, eos_ids
-from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, next_tokens
+from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, next_tokens, scores_by
 from megatron.extensions.evaluation.suite import ContinuePrompts, Results, Suite, record_of, table
 from megatron.extensions.inference.generation import Engine, Request, StageRunner
 from megatron.training.hooks import Callback, Log, Task
@@ -78,7 +78,7 @@ def scorer_of(run: TrainingRun) -> Scorer:
     config, runtime = run.config, run.runtime
     budget = config.options(EvalTasksConfig).eval_tasks_batch_tokens
     return Scorer(
-        forward=run.pipeline.token_scores,
+        forward=scores_by(run.pipeline.executor, config.parallel, runtime.state),
         lengths=lengths_of_batches(config.model.seq_length, config.parallel),
         budget=budget or config.training.micro_batch_size * config.model.seq_length,
         state=runtime.state,

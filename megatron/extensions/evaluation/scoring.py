@@ -8,18 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.attention.partition import sequence_divisor
+from megatron.core.attention.tiles import sequence_divisor
 from megatron.core.batch import Batch
-from megatron.core.collectives import all_reduce_
+from megatron.core.collectives import all_gather, all_reduce_
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.vocabulary import local_rows
 from megatron.extensions.evaluation.rows import Round, Row, batch_lengths, plan_rounds
 
 
@@ -52,7 +54,7 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 @dataclass(frozen=True)
 class Scorer:
     """Runs rows through a model in batches. `forward` takes micro-batches of one shape, as each rank holds them, and
-    returns `GPTModel.token_scores` of each on the ranks of the last stage, and [] elsewhere."""
+    returns `token_scores` of each on the ranks of the last stage, and [] elsewhere."""
 
     forward: Callable[[list[Batch]], list[Tensor]]
     lengths: tuple[int, ...]
@@ -125,16 +127,50 @@ def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
 def stage_scores(
     stages: Mapping[int, GPTModel], model: TransformerConfig, parallel: ModelParallelConfig, state: ParallelState
 ) -> Callable[[list[Batch]], list[Tensor]]:
-    """`Scorer.forward` of a rank's stages that no training run holds; as `Pipeline.token_scores` is that of a run's."""
+    """`Scorer.forward` of a rank's stages that no training run holds."""
     layout, parameter = pipeline_layout(model, parallel), next(next(iter(stages.values())).parameters())
-    shards = state.tp.size if parallel.sequence_parallel else 1
     p2p = PipelineP2P(state.pp, (0, 0, model.hidden_size), parameter.dtype, parameter.device, lanes=state.lanes)
-    executor = PipelineExecutor(stages, layout, p2p)
+    return scores_by(PipelineExecutor(stages, layout, p2p), parallel, state)
+
+
+def scores_by(
+    executor: PipelineExecutor, parallel: ModelParallelConfig, state: ParallelState
+) -> Callable[[list[Batch]], list[Tensor]]:
+    """`Scorer.forward` by the executor of a rank's stages. Micro-batches have any shape that the layout can compute."""
+    shards = state.tp.size if parallel.sequence_parallel else 1
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
 
     def forward(batches: list[Batch]) -> list[Tensor]:
         b, s = batches[0].tokens.shape
-        lists = pipeline_lists(parallel.schedule, state.pp.size, len(batches), layout.chunks, True)
-        with p2p.shaped((s // shards, b, model.hidden_size)):
-            return executor.run(lists[state.pp.rank], batches, last_forward=GPTModel.token_scores)
+        lists = pipeline_lists(parallel.schedule, state.pp.size, len(batches), executor.layout.chunks, True, group)
+        with executor.p2p.shaped((s // shards, b, executor.p2p.shape[-1])):
+            return executor.run(lists[state.pp.rank], batches, last_forward=token_scores)
 
     return forward
+
+
+@torch.no_grad()
+def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor:
+    """[2, b, s] fp64, by the last stage: the log-likelihood of each label, and the most likely token in its place. The
+    same on all tensor-parallel ranks; no rank holds the logits of the others."""
+    size = model.config.vocab_size
+    assert size is not None
+    logits = model.local_logits(hidden, batch)
+    greedy = most_likely(logits, model.tp, size)
+    loss = vocab_parallel_cross_entropy(logits, batch.labels.t(), model.tp, size, model.compiled)
+    return torch.stack((-loss.double(), greedy.double())).transpose(1, 2)
+
+
+@torch.no_grad()
+def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
+    """The most likely token: logits [s, b, V/t] -> ids [s, b] int64, of ranks with equal logits the lowest.
+
+    Two numbers a token are gathered, not the logits. Columns from `vocab_size` on are padding."""
+    start, stop = local_rows(logits.shape[-1] * tp.size, tp)
+    columns = max(0, min(vocab_size, stop) - start)
+    best = torch.full((2, *logits.shape[:-1]), -torch.inf, dtype=torch.float64, device=logits.device)
+    if columns:
+        values, ids = logits[..., :columns].max(-1)
+        best[0], best[1] = values, ids + start
+    values, ids = all_gather(best[None], tp).unbind(1)  # each [tp, s, b]
+    return ids.masked_fill(values < values.amax(0), torch.inf).amin(0).long()

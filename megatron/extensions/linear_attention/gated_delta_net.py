@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.attention.context_parallel import heads_to_sequence, sequence_to_heads
-from megatron.core.attention.partition import Documents
+from megatron.core.attention.tiles import Documents
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region

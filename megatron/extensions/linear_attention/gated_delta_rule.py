@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention.partition import Documents
+from megatron.core.attention.tiles import Documents
 from megatron.core.attention.varlen import cumulative_lengths
 
 CHUNK = 64

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
+from itertools import accumulate, pairwise, product
 from math import prod
 
 from megatron.core.boxes import boxes_of_flat_range, overlap
@@ -113,7 +114,7 @@ class MatrixPlan:
         """Numbers of the matrices that are gathered at the same time."""
 
     def _matrices_of(self, meta: ParamMeta, splits: Callable[[str], bool], blockwise: bool) -> Iterator[Matrix]:
-        whole = meta.linear_maps(meta.fused is not None and splits(meta.fused.name))
+        whole = linear_maps(meta, meta.fused is not None and splits(meta.fused.name))
         if not blockwise:
             yield from (Matrix(meta, offset, shape) for offset, shape in whole)
             return
@@ -201,3 +202,16 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
     """Whether weights that are fused under a name (`ParamMeta.fused`) are updated as matrices of their own."""
     return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
+
+
+def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes (offset, shape) of the global tensor that are each the weight of one linear map: all dimensions but
+    the last one number its rows. Weights that are `fused` count as one without `split`."""
+    spans = [[(i, 1) for i in range(size)] for size in meta.global_shape[: meta.stacked]]
+    spans += [[(0, size)] for size in meta.global_shape[meta.stacked :]]
+    if split and meta.fused is not None:
+        assert sum(meta.fused.sizes) == meta.global_shape[meta.fused.dim], f"{meta.name}: {meta.fused}"
+        cuts = accumulate(meta.fused.sizes, initial=0)
+        spans[meta.fused.dim] = [(start, stop - start) for start, stop in pairwise(cuts)]
+    for box in product(*spans):
+        yield tuple(start for start, _ in box), tuple(size for _, size in box)

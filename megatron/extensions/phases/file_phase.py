@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.datasets.gpt_dataset import SampleFormat
+from megatron.core.datasets.source_order import SourceOrder
 from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.phase_file import DATA, LR_LENGTHS, LR_SHAPE, POSITIONS, SIZES, PhaseEntry, read_phases
+from megatron.extensions.phases.source_change import cut_anew
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.flags import config_of_sections, flat_values
 from megatron.training.config.problem import Problem
@@ -61,9 +64,11 @@ class FilePhase(Phase):
     def values(self) -> dict[str, Any]:
         return values_of(self.config, self.entry)
 
-    def starts_anew(self, prefix: str) -> bool:
+    def take_up(self, source: SourceOrder, prefix: str, format: SampleFormat) -> None:
         anew = self.entry.anew
-        return anew if isinstance(anew, bool) else prefix in anew
+        if anew if isinstance(anew, bool) else prefix in anew:
+            source.restart()
+        cut_anew(source, format)
 
 
 def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], BatchSizes] | None, list[Problem]]:

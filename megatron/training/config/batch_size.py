@@ -111,14 +111,6 @@ def samples_of_run(config: RunConfig) -> int | None:
     return samples if training.train_samples is None else min(samples, training.train_samples)
 
 
-def iterations_of_run(config: RunConfig) -> int | None:
-    """Steps of a resolved run; None where it is one epoch, whose length the data knows."""
-    if config.training.train_iters is not None:
-        return config.training.train_iters
-    samples = samples_of_run(config)
-    return None if samples is None else BatchSizes.from_config(config).iterations(samples)
-
-
 def shape_line(m: TransformerConfig) -> str:
     """Layers, width, heads, MLP."""
     heads = f"{m.num_attention_heads} heads of {m.head_dim}"

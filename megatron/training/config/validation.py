@@ -129,11 +129,13 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     for extension in EXTENSION_SECTIONS.values():
         config = extension.resolved(config)
     training = _resolve_training(config, world_size)
+    files = config.tokenizer.vocab_file or config.tokenizer.merge_file
     config = replace(
         config,
         parallel=_filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size)),
         model=_resolve_model(config, vocab_size),
-        tokenizer=_resolve_tokenizer(config),
+        # GPT-2's files name their tokenizer, as in Megatron-LM, whose default it is.
+        tokenizer=_filled(config.tokenizer, tokenizer_type="GPT2BPETokenizer" if files else None),
         training=training,
         optimizer=_resolve_optimizer(config, training),
     )
@@ -180,12 +182,6 @@ def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
         kv_channels=model.hidden_size // model.num_attention_heads if own_heads else None,
         max_position_embeddings=model.seq_length or None,
     )
-
-
-def _resolve_tokenizer(config: RunConfig) -> Any:
-    """GPT-2's files name their tokenizer, as in Megatron-LM, whose default it is."""
-    files = config.tokenizer.vocab_file or config.tokenizer.merge_file
-    return _filled(config.tokenizer, tokenizer_type="GPT2BPETokenizer" if files else None)
 
 
 def _resolve_training(config: RunConfig, world_size: int) -> Any:

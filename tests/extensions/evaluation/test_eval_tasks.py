@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_argmax
 from megatron.core.tokenizers import ByteTokenizer
 from megatron.extensions.evaluation.generation import Limits, continue_prompts
 from megatron.extensions.evaluation.metrics import FILTERS, choice_scores, exact_match, mean_of_tasks, standard_error
 from megatron.extensions.evaluation.prompts import build_samples
 from megatron.extensions.evaluation.rows import Row, batch_lengths, continuation_row, plan_rounds, rolling_rows
-from megatron.extensions.evaluation.scoring import Score
+from megatron.extensions.evaluation.scoring import Score, most_likely
 from megatron.extensions.evaluation.suite import Suite
 from megatron.extensions.evaluation.task_file import read_tasks
 from megatron.training.config.arguments import parse_args
@@ -242,7 +241,7 @@ def test_functions_and_folders_of_data(tmp_path: Path) -> None:
 
 def test_the_most_likely_token_leaves_padding_out() -> None:
     logits = torch.tensor([[[0.0, 2.0, 2.0, 9.0]]])
-    assert vocab_parallel_argmax(logits, Axis(), 3).tolist() == [[1]]
+    assert most_likely(logits, Axis(), 3).tolist() == [[1]]
 
 
 def test_an_evaluation_of_tasks_alone_needs_no_data() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.core.attention.context_parallel import Ring, local_attention
 from megatron.core.attention.context_parallel import _merge_ as merge_
-from megatron.core.attention.partition import Documents, rank_spans
 from megatron.core.attention.tile_kernels import (
     Causal,
     Dropout,
@@ -25,7 +24,7 @@ from megatron.core.attention.tile_kernels import (
     key_rows,
     query_rows,
 )
-from megatron.core.attention.tiles import Tile, causal_tiles
+from megatron.core.attention.tiles import Documents, Tile, causal_tiles, rank_spans
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import attention_dropout

@@ -17,8 +17,8 @@ from megatron.testing.local_run import local_run
 from megatron.testing.parity import TOLERANCE
 from megatron.testing.snapshot import differences, train_in_world
 from megatron.training.train_step import train_step
-from tests.dist.test_unit_sharding import Watch, sharding
-from tests.dist.test_unit_sharding import config as config_of
+from tests.extensions.unit_sharding.test_unit_sharding import Watch, sharding
+from tests.extensions.unit_sharding.test_unit_sharding import config as config_of
 from tests.gpt_cases import GPT
 from tests.harness import run_world
 from tests.parity.matrix.combination import Combination

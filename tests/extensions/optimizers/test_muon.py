@@ -42,7 +42,7 @@ class MuonOracle(Oracle):
         self.boxes = {}
         for name, meta in self.metas.items():
             if meta.role != "embedding" and meta.matrix:
-                for offset, shape in meta.linear_maps():
+                for offset, shape in matrix_plan.linear_maps(meta):
                     cuts = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
                     matrix = self.params[name][cuts].detach().reshape(-1, shape[-1]).clone().requires_grad_()
                     self.boxes[matrix] = name, cuts
@@ -231,4 +231,4 @@ def test_matrices_of_delta_nets() -> None:
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters()}
     whole = config.optimizer.whole_roles
     assert {name for name, meta in metas.items() if meta.role not in whole} == {"conv1d.weight"}
-    assert len(list(metas["in_proj.weight"].linear_maps())) == 1
+    assert len(list(matrix_plan.linear_maps(metas["in_proj.weight"]))) == 1

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Rows, TorchKernel
-from megatron.core.attention.tiles import Tile, causal_tiles, joined
+from megatron.core.attention.tiles import Tile, causal_tiles, joined, rank_spans
 from megatron.extensions.planner.as_on_gpus import PlannedKernel, planned_kernels_of
 from megatron.extensions.planner.live_memory import LiveMemory
 

@@ -24,8 +24,7 @@ from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 from tests.extensions import needs
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
-from tools.bench.published_memory import MEMORY, plan_peaks
-from tools.bench.published_runs import compare, published_runs
+from tools.bench.published_runs import MEMORY, compare, plan_peaks, published_runs
 
 GPU_BYTES = Path(__file__).parents[2] / "fixtures" / "gpu_bytes.json"
 
@@ -222,7 +221,7 @@ def test_published_runs_that_cost_little() -> None:
 
 
 def test_published_memory_of_a_pipeline() -> None:
-    """All rows: python tools/bench/published_memory.py."""
+    """All rows: python tools/bench/published_runs.py --memory."""
     every = list(published_runs(MEMORY))
     assert all(run.published.keys() == {"memory"} for run in every)
     [found] = plan_peaks([run for run in every if run.model == "gpt-6.2b" and run.vp == 1])

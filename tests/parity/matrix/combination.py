@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.parts import RECOMPUTED_PARTS
+from megatron.core.parts import RECOMPUTED_PARTS, SHARDING_STRATEGIES
 from megatron.training.config.flags import home_of, spelling_table
 
 COMMON = (
@@ -174,6 +174,7 @@ def _is_there(choice: str) -> bool:
     """Whether the flags of a choice, and the parts it recomputes, are not those of a deleted extension."""
     words = choice.split()
     gone = any(home_of(word) and word not in spelling_table() for word in words)
+    gone |= "--data-parallel-sharding-strategy" in words and words[-1] not in SHARDING_STRATEGIES
     return not gone and ("mla_up_proj" not in words or "mla_up_proj" in RECOMPUTED_PARTS)
 
 

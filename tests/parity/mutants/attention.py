@@ -11,8 +11,7 @@ from torch import Tensor
 from megatron.core import collectives as mappings
 from megatron.core.attention import context_parallel, core_attention, tile_kernels
 from megatron.core.attention.core_attention import alibi_slopes
-from megatron.core.attention.partition import Documents, cut_documents
-from megatron.core.attention.tiles import Tile
+from megatron.core.attention.tiles import Documents, Tile, cut_documents
 from megatron.core.attention.varlen import add_sinks_
 from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig

@@ -6,37 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core import collectives
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
-from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants, nothing
-
-
-def _own_shard_alone(x: Tensor, axis: Axis, out: Tensor) -> collectives.Pending:
-    return collectives.Pending(out.zero_().chunk(axis.size)[axis.rank].copy_(x))
-
-
-def _opened_empty(self: UnitBucket) -> None:
-    self.drop_grads()
-    _true_open_grads(self)
-
-
-def _added_twice(self: UnitBucket) -> None:
-    if self._reduced is not None:
-        self.grad_shard.add_(self._reduced.wait())
-    _true_finish_grad_sync(self)
-
-
-def _replaced(self: UnitBucket) -> None:
-    if self._reduced is not None:
-        self.grad_shard.zero_()
-    _true_finish_grad_sync(self)
 
 
 def _updated_twice(*args: Any) -> list[Any]:
@@ -45,8 +22,6 @@ def _updated_twice(*args: Any) -> list[Any]:
 
 
 _true_rules = distrib_optimizer._build_rules
-
-_true_open_grads, _true_finish_grad_sync = UnitBucket.open_grads, UnitBucket.finish_grad_sync
 
 
 def _local_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:
@@ -97,34 +72,12 @@ MUTANTS: Mutants = {
         [(ParamMeta, "is_first_replica", _count_all)],
         [Combination.of(world="2", tp="2"), Combination.of(world="2", pp="2")],
     ),
-    "parameters that are gathered before an update read after it": (
-        [(UnitBucket, "drop_params", lambda self: None)],
-        [
-            Combination.of(world="2", optimizer="parameters"),
-            Combination.of(world="4", pp="2", schedule="zb-h1", optimizer="parameters"),
-        ],
-    ),
-    "a gather of other ranks' shards left out": (
-        [(param_and_grad_buffer, "start_all_gather", _own_shard_alone)],
-        [Combination.of(world="2", optimizer="parameters", style="llama")],
-    ),
-    "gradients of a unit dropped before all of them have been reduced": (
-        [(UnitBucket, "open_grads", _opened_empty)],
-        [
-            Combination.of(world="2", optimizer="gradients"),
-            Combination.of(world="4", ep="2", mlp="moe", optimizer="parameters"),
-        ],
-    ),
     "gradients not added up over instances": (
         [(param_and_grad_buffer.ParamAndGradBuffer, "start_copies_sync", lambda self: [])],
         [
             Combination.of(world="4", optimizer="parameters", instances="2"),
             Combination.of(world="2", instances="2"),
         ],
-    ),
-    "a shard of gradients added twice": (
-        [(UnitBucket, "finish_grad_sync", _added_twice)],
-        [Combination.of(world="2", optimizer="parameters"), Combination.of(world="2", optimizer="gradients")],
     ),
     "a shard updated twice": (
         [(distrib_optimizer, "_build_rules", _updated_twice)],
@@ -133,9 +86,5 @@ MUTANTS: Mutants = {
             Combination.of(world="4", optimizer="gradients", instances="2"),
             Combination.of(world="2", optimizer="parameters", update="muon"),
         ],
-    ),
-    "only the last micro-batch in a shard of gradients": (
-        [(UnitBucket, "finish_grad_sync", _replaced)],
-        [Combination.of(world="4", pp="2", schedule="zb-v", optimizer="gradients")],
     ),
 }

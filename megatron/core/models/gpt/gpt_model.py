@@ -19,7 +19,6 @@ from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts, build_format
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -139,22 +138,12 @@ class GPTModel(nn.Module):
         return loss + (further - further.detach())
 
     @torch.no_grad()
-    def token_scores(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """[2, b, s] fp64, for the last stage: the log-likelihood of each label, and the most likely token in its place.
-        The same on all tensor-parallel ranks; no rank holds the logits of the others."""
-        assert self.config.vocab_size is not None
-        logits = self._local_logits(hidden, batch)
-        greedy = vocab_parallel_argmax(logits, self.tp, self.config.vocab_size)
-        loss = vocab_parallel_cross_entropy(logits, batch.labels.t(), self.tp, self.config.vocab_size, self.compiled)
-        return torch.stack((-loss.double(), greedy.double())).transpose(1, 2)
-
-    @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
         """Logits [b, s, vocab_size] over the true vocabulary, gathered, for the last stage.
 
         With a cache, the batch's tokens follow those it holds, and are added to it.
         """
-        return self.whole_logits(self._local_logits(hidden, batch, cache)).transpose(0, 1)
+        return self.whole_logits(self.local_logits(hidden, batch, cache)).transpose(0, 1)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """[s, b, V/tp], padding included -> [s, b, vocab_size]"""
@@ -169,7 +158,7 @@ class GPTModel(nn.Module):
         assert hidden is not None, "only the first stage takes no hidden states"
         return self.decoder(hidden, context)
 
-    def _local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """[s, b, V/tp], padding included"""
+    def local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
+        """Logits [s, b, V/tp], padding included, for the last stage."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))

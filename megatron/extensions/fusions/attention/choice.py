@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import dropout_kernel, kernels_of
-from megatron.core.attention.partition import Spans, rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout
+from megatron.core.attention.tiles import Spans, rank_spans
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import ATTENTION_BACKENDS
 from megatron.extensions.fusions.kernel_choice import Choice, compare, device_clock

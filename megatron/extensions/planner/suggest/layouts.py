@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.core.parts import SHARDING_STRATEGIES
+
 RECOMPUTATION = ("none", "selective", "full")
 """What layers compute again in the backward, from the least to the most."""
 
-SHARDING = ("optim", "optim_grads", "optim_grads_params")
+SHARDING = tuple(name for name in ("optim", "optim_grads", "optim_grads_params") if name in SHARDING_STRATEGIES)
 """What data-parallel ranks shard: ZeRO-1 to ZeRO-3. Each takes less memory than the one before, and no less time."""
 
 OFFLOADING = ("none", "states", "activations")

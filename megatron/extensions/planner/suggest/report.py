@@ -16,7 +16,7 @@ from megatron.extensions.planner.device_file import read_device
 from megatron.extensions.planner.dry_run.memory import GIB, Fit, RankMemory, fullest, gib
 from megatron.extensions.planner.dry_run.plan import DeviceError, PredictedStep, share_text
 from megatron.extensions.planner.suggest.costs import LayoutCosts
-from megatron.extensions.planner.suggest.layouts import CHUNKS, OFFLOADING, RECOMPUTATION, SHARDING, Layout
+from megatron.extensions.planner.suggest.layouts import CHUNKS, OFFLOADING, RECOMPUTATION, Layout
 from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.extensions.planner.time.replay import placement
@@ -27,7 +27,12 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import plan_of
 
 CROSSING = {"tp": "TP", "cp": "CP", "ep": "EP"}
-ZERO = dict(zip((*SHARDING, "no_shard"), ("ZeRO-1", "ZeRO-2", "ZeRO-3", "states not sharded"), strict=True))
+ZERO = {
+    "optim": "ZeRO-1",
+    "optim_grads": "ZeRO-2",
+    "optim_grads_params": "ZeRO-3",
+    "no_shard": "states not sharded",
+}
 
 
 @dataclass(frozen=True)

@@ -97,19 +97,14 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.qk_layernorm_scope == "all" and m.qk_layernorm and m.normalization != "RMSNorm":
         rule = f"is an RMSNorm, and --normalization is {m.normalization}"
         yield Problem("--qk-layernorm-scope", "all", rule, "use head, or --normalization RMSNorm")
-    yield from _position_scales(m)
+    coeff = m.attention_temperature_coeff
+    if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
+        yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
     if m.apply_layernorm_1p and m.normalization not in ("LayerNorm", "RMSNorm"):
         rule = f"is not known to --normalization {m.normalization}"
         yield Problem("--apply-layernorm-1p", None, rule, "remove it, or use LayerNorm or RMSNorm")
     if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
-
-
-def _position_scales(m: TransformerConfig) -> Iterator[Problem]:
-    """What depends on whether a layer has a rotary embedding."""
-    coeff = m.attention_temperature_coeff
-    if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
-        yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:

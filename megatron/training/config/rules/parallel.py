@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.attention.partition import sequence_divisor
+from megatron.core.attention.tiles import sequence_divisor
 from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.training.config.problem import Problem, divides, multiples, unless_at_most
 from megatron.training.config.rules.model import window_heads

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.distributed.param_layout import unit_of
-from megatron.core.distributed.unit_sharding import Order
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
+from megatron.extensions.unit_sharding.unit_sharding import Order
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve_legal, validate

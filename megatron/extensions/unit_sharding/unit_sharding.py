@@ -28,11 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.grad_readiness import units_of
-from megatron.core.distributed.param_and_grad_buffer import UnitBucket
+from megatron.core.distributed.param_and_grad_buffer import WholeUnits
+from megatron.core.distributed.param_layout import Piece
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.recompute import computing_again
+from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
 
 AHEAD = 3
 """Passes that the search for the unit to gather looks ahead; those of units in use are passed over."""
@@ -89,11 +92,14 @@ class Order:
         return self.known.get(self.microbatches, [])[len(self.asked) : len(self.asked) + count]
 
 
-class UnitSharding:
+class UnitSharding(WholeUnits):
     """Hooks of the units of one rank's modules. With `shards_params` parameters come and go, else gradients alone.
 
-    `queue` holds back weight gradients of split backwards; `casts` are copies of parameters that are dropped with them.
+    Casts of parameters are dropped with them.
     """
+
+    bucket = UnitBucket
+    buckets: list[UnitBucket]
 
     def __init__(
         self,
@@ -101,10 +107,11 @@ class UnitSharding:
         params: Sequence[nn.Parameter],
         buckets: Sequence[UnitBucket],
         shards_params: bool,
-        queue: WeightGradQueue | None = None,
-        casts: WeightCasts | None = None,
+        queue: WeightGradQueue | None,
+        casts: WeightCasts | None,
     ) -> None:
-        self.buckets, self.shards_params, self.queue, self.order = list(buckets), shards_params, queue, Order()
+        super().__init__(modules, params, buckets, shards_params, queue, casts)
+        self.shards_params, self.queue, self.order = shards_params, queue, Order()
         self._reducing: deque[UnitBucket] = deque()
         bucket_of = {id(params[place.index]): bucket for bucket in buckets for place in bucket.layout.params}
         for bucket in buckets:
@@ -127,7 +134,6 @@ class UnitSharding:
         """The unit whose backward adds to a bucket last: of those that run here, the first in the model."""
 
     def begin_step(self, microbatches: int) -> None:
-        """Expects the passes of `microbatches` micro-batches; after 0 no gradient is reduced before the end."""
         self.order.begin(microbatches)
         self.drop_grads()
 
@@ -136,7 +142,6 @@ class UnitSharding:
         self._finish(0)
 
     def finish_grad_sync(self) -> None:
-        """Reduces what is left of the gradients of a step, and drops whole parameters, which are about to change."""
         for bucket in self.buckets:
             if bucket.whole_grads and bucket not in self._reducing:
                 self._start(bucket)
@@ -145,15 +150,22 @@ class UnitSharding:
         self.drop_params()
 
     def drop_params(self) -> None:
-        """Drops whole parameters, as when they have changed."""
         for bucket in self.buckets:
             bucket.drop_params()
 
     def drop_grads(self) -> None:
-        """Forgets whole gradients."""
         self.wait_grad_sync()
         for bucket in self.buckets:
             bucket.drop_grads()
+
+    def sharded_params(self) -> Iterator[OptimizerPiece]:
+        for bucket in self.buckets if self.shards_params else ():
+            owned = {piece.index: piece for piece in bucket.owned_pieces}
+            for place in bucket.layout.params:
+                piece = owned.get(place.index, Piece(place.index, place.meta, 0, 0, bucket.owned_range[0]))
+                start = piece.offset - bucket.owned_range[0]
+                data = bucket.param_shard[start : start + piece.stop - piece.start]
+                yield OptimizerPiece("param", piece.meta, data, piece.start, piece.stop)
 
     def _acquire(self, unit: Unit) -> None:
         self.order.ask(unit)
