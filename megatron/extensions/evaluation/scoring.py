@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.vocabulary import local_rows
+from megatron.core.tensor_parallel.embedding import local_rows
 from megatron.extensions.evaluation.rows import Round, Row, batch_lengths, plan_rounds
 
 
