@@ -73,6 +73,10 @@ class TrainingData:
             watch(step, taken)
         return put_on_device(taken, self.model, self.runtime)
 
+    def evaluated(self, split: str) -> dict[str, DataIterator]:
+        """The data sets of "valid" or "test" of the present phase, by name."""
+        return self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
+
     def add_source_ids(self) -> None:
         """Makes all micro-batches from now on say which data set each sample is of."""
         for each in self._iterators():

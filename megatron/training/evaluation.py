@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
@@ -17,16 +16,16 @@ from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 
 
-def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log: Log) -> None:
-    """Evaluates the data sets of `valid` or `test`, and logs the loss of each and its perplexity, unless the run is
-    asked to stop meanwhile. If all of them have names, the loss without a name is that of all tokens. Each validation
-    reads the next samples. Collective."""
+def evaluate(run: TrainingRun, split: str, log: Log) -> None:
+    """Evaluates the data sets of "valid" or "test" of the present phase, and logs the loss of each and its perplexity,
+    unless the run is asked to stop meanwhile. If all of them have names, the loss without a name is that of all tokens.
+    Each validation reads the next samples. Collective."""
     training, runtime, iteration = run.config.training, run.runtime, run.progress.iteration
     number = max(0, iteration - 1) // training.eval_interval if split == "valid" else 0
     runtime.watchdog.doing(f"evaluation ({split}) at iteration {iteration}")
     sums: dict[str, tuple[float, float]] = {}
     of_meters: Record = {}
-    for name, iterator in sets.items():
+    for name, iterator in run.data.evaluated(split).items():
         whole = training.full_validation and split == "valid"
         steps = len(iterator.dataset) // training.eval_batch_size if whole else training.eval_iters
         first_sample = 0 if whole else number * steps * training.eval_batch_size

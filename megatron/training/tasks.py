@@ -94,13 +94,13 @@ def _report(run: TrainingRun, log: RunLog) -> None:
 def _evaluation(run: TrainingRun, log: RunLog) -> Iterator[Task]:
     if run.data.valid:
         interval = run.config.training.eval_interval
-        validate = partial(evaluate, run, "valid", run.data.valid, log)
+        validate = partial(evaluate, run, "valid", log)
         yield Task("validation", interval, validate, at_end=True, may_stop=True, evaluates=True)
 
 
 def _test(run: TrainingRun, log: RunLog) -> Iterator[Task]:
     if run.data.test is not None:
-        test = partial(evaluate, run, "test", {"": run.data.test}, log)
+        test = partial(evaluate, run, "test", log)
         yield Task("test", None, test, evaluates=True, at_finish=True)
 
 
