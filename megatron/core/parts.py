@@ -315,7 +315,7 @@ ValueError if the device cannot compute it."""
 
 def linear_format(config: Any) -> str | None:
     """The format of products that a ModelParallelConfig asks for; None for that of the parameters."""
-    return next((name for name in LINEAR_FORMATS if LINEAR_FORMATS.facts(name).when(config)), None)
+    return next(iter(LINEAR_FORMATS.wanted(config)), None)
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ buckets of their own, of which it takes those that it wants (`Bucket.gather_byte
 
 def param_gather(config: Any) -> str | None:
     """The gather of parameters that a ModelParallelConfig asks for; None for one in their own format."""
-    return next((name for name in PARAM_GATHERS if PARAM_GATHERS.facts(name).when(config)), None)
+    return next(iter(PARAM_GATHERS.wanted(config)), None)
 
 
 UPDATE_HOOKS: Registry[Any, WhenFacts] = Registry("hook of updates", WhenFacts, "config, modules, shards, state")
@@ -359,7 +359,7 @@ then have VALIDATE, where ranks learn whether the update stands."""
 
 def update_ahead(config: Any) -> str | None:
     """The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""
-    return next((name for name in UPDATES_AHEAD if UPDATES_AHEAD.facts(name).when(config)), None)
+    return next(iter(UPDATES_AHEAD.wanted(config)), None)
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,10 @@ class Registry(Collection[str], Generic[P, F]):
         """What is known of a part without importing it. Raises ValueError as `registry[name]` does."""
         return self._entry(name).facts
 
+    def wanted(self, *args: Any) -> list[str]:
+        """The parts that a run wants, for kinds whose facts have a `when`: those of which `when(*args)` is true."""
+        return [name for name, entry in self._known.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
+
     def where(self, name: str) -> str:
         """File and line of its registration."""
         return self._entry(name).where

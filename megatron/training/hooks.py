@@ -253,7 +253,7 @@ class Parts:
 
     def with_registered(self, config: RunConfig) -> Parts:
         """These, after those that extensions have registered."""
-        callbacks = [registered(name, config) for name in CALLBACKS if CALLBACKS.facts(name).when(config)]
+        callbacks = [registered(name, config) for name in CALLBACKS.wanted(config)]
         metrics = {name: METRICS[name](config) for name in METRICS}
         return Parts((*callbacks, *self.callbacks), metrics | dict(self.metrics))
 

@@ -49,7 +49,7 @@ class RunSaver:
 
         self.exporters: list[Exporter] = []
         if self.writer is not None:
-            wanted = [name for name in EXPORTERS if EXPORTERS.facts(name).when(checkpointer.config)]
+            wanted = EXPORTERS.wanted(checkpointer.config)
             self.exporters = [EXPORTERS[name](checkpointer.config, self.writer.held) for name in wanted]
 
     def prepare(self) -> None:

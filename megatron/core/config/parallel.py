@@ -149,12 +149,12 @@ class ModelParallelConfig(PrecisionConfig, Section):
     @property
     def microbatch_runner(self) -> str | None:
         """Entry of MICROBATCH_RUNNERS that runs micro-batches in place of the executor; None for none."""
-        return next((name for name in MICROBATCH_RUNNERS if MICROBATCH_RUNNERS.facts(name).when(self)), None)
+        return next(iter(MICROBATCH_RUNNERS.wanted(self)), None)
 
     @property
     def pass_pair(self) -> str | None:
         """Entry of PASS_PAIRS by which forward and backward passes run in turns; None where one follows another."""
-        return next((name for name in PASS_PAIRS if PASS_PAIRS.facts(name).when(self)), None)
+        return next(iter(PASS_PAIRS.wanted(self)), None)
 
     def compiles(self, device_type: str) -> bool:
         """Whether regions are compiled for devices of this type ("cuda", "cpu")."""

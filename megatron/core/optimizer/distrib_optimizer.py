@@ -200,7 +200,7 @@ class DistributedOptimizer:
         on_host = [shard for shard in self.shards if shard.on_host]
         self.host_update = _build_host_update(config, ddp, on_host, host_threads)
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
-        hooks = [name for name in UPDATE_HOOKS if UPDATE_HOOKS.facts(name).when(config)]
+        hooks = UPDATE_HOOKS.wanted(config)
         self._hooks = [UPDATE_HOOKS[name](config, ddp.modules, owned_shards, state) for name in hooks]
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Updates made so far, on the device."""

@@ -101,5 +101,5 @@ def metrics_file(config: RunConfig) -> Path:
 def open_sinks(config: RunConfig, iteration: int) -> list[Sink]:
     """Opens every sink that the configuration asks for, in a run that starts after `iteration`. Call it on one rank
     only."""
-    wanted = [name for name in SINKS if SINKS.facts(name).when(config)]
+    wanted = SINKS.wanted(config)
     return [JsonLinesSink(metrics_file(config), iteration), *(SINKS[name](config, iteration) for name in wanted)]

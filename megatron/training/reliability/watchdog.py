@@ -67,7 +67,7 @@ class Watchdog:
 
     def watch(self, config: RunConfig) -> None:
         """Builds what extensions have watched in a run of this configuration. Once connected."""
-        wanted = [name for name in WATCHES if WATCHES.facts(name).when(config, self.launch)]
+        wanted = WATCHES.wanted(config, self.launch)
         self._watches = [WATCHES[name](config, self) for name in wanted]
 
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
