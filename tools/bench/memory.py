@@ -273,7 +273,8 @@ def activations_of(run: TrainingRun, units: WholeUnits) -> tuple[int, int, int]:
             nonlocal kept
             if action.kind in COMPUTE:
                 if run.runtime.launch.world_size > 1:
-                    run.ddp.units.wait_grad_sync()
+                    if units.buckets:
+                        run.ddp.units.wait_grad_sync()
                     live.settle()
                 results = {result.untyped_storage()._cdata for result in executor.results()}
                 others = results | units.memory

@@ -105,7 +105,7 @@ def addends(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         found.append(addend)
         return fused.RESIDUAL_GEMM.run(x, weight, addend, *args)
 
-    kernel = replace(fused.RESIDUAL_GEMM, run=noted, takes=lambda *operands: True)
+    kernel = replace(fused.RESIDUAL_GEMM, run=noted, suits=lambda *operands: True)
     monkeypatch.setattr(parts, "_kernel", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
     return found
 
