@@ -70,7 +70,8 @@ BUILT_IN: tuple[BuiltIn, ...] = (
 """The one list of built-in extensions."""
 
 INDEX = Path(__file__).with_name("flag_index.txt")
-"""A line for each extension, `name: --flag --flag`, by which flags of a deleted one are told from typing errors.
+"""A line for each extension, `name: --flag --flag=value`: flags of it, and values of other flags that it registers, by
+which those of a deleted one are told from typing errors.
 `python -m tests.pure.test_arguments` writes it."""
 
 
@@ -82,7 +83,7 @@ def load() -> None:
 
 
 def home_of(flag: str) -> str | None:
-    """The extension that a flag belongs to, whether it is there or not; None for a flag of no extension."""
+    """The extension that a flag, or a `--flag=value`, belongs to, whether it is there or not; None for one of none."""
     return _homes().get(flag)
 
 

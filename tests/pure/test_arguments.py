@@ -13,6 +13,7 @@ import yaml
 
 from megatron import extensions
 from megatron.core.parts import LINEAR_ATTENTIONS
+from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
 from megatron.training.config.commands import COMMANDS
 from megatron.training.config.flags import (
@@ -62,6 +63,13 @@ def index() -> str:
         folder = Path(COMMANDS.where(name).rpartition(":")[0]).parent
         if folder.parent == extensions.INDEX.parent:
             spellings.setdefault(folder.name, []).extend(COMMANDS.facts(name).options)
+    for flag in all_flags():
+        if isinstance(choices := flag.spec.choices, Registry):
+            for name in choices:
+                folder = Path(choices.where(name).rpartition(":")[0]).parent
+                own = spellings.setdefault(folder.name, []) if folder.parent == extensions.INDEX.parent else [flag.name]
+                if flag.name not in own:
+                    own.append(f"{flag.name}={name}")
     return "".join(f"{name}: {' '.join(sorted(spellings[name]))}\n" for name in sorted(spellings))
 
 

@@ -53,7 +53,6 @@ from megatron.extensions.planner.activations import ActivationPlan, RankActivati
 from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.memory import states_of_rank
-from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
@@ -224,7 +223,7 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Measured:
 class WholeUnits:
     """Bytes of whole parameters and whole gradients of units: the most of each that there were."""
 
-    def __init__(self, buckets: Sequence[UnitBucket]) -> None:
+    def __init__(self, buckets: Sequence[Any]) -> None:
         self.buckets, self.parameters, self.gradients = buckets, 0, 0
         for bucket in buckets:
             bucket.start_gather = self._after(bucket.start_gather)  # type: ignore[method-assign]

@@ -219,8 +219,7 @@ class FlagReader(GivenOptions):
         import difflib
 
         if (home := home_of(name)) is not None:
-            remedy = f"restore megatron/extensions/{home} and its line in megatron/extensions/__init__.py, or remove it"
-            self._refuse(name, texts, f"is a flag of the extension {home}, which is not installed", remedy)
+            self._refuse(name, texts, f"is a flag of the extension {home}, which is not installed", _restore(home))
             return
         known = [*spelling_table(), *foreign_flags().spellings(), *options()]
         plain = "--" + name.lstrip("-").replace("_", "-").lower()
@@ -255,6 +254,9 @@ class FlagReader(GivenOptions):
         elif feature := foreign_flags().values_not_built.get(flag.name, {}).get(illegal[0]):
             rule = f"asks for {feature}, which is not built"
             self.wrong(flag, name, texts, rule, f"use {' or '.join(choices)}")
+        elif (home := home_of(f"{flag.name}={illegal[0]}")) is not None:
+            rule = f"is a value of the extension {home}, which is not installed"
+            self.wrong(flag, name, texts, rule, f"{_restore(home)}; without it: {', '.join(choices)}")
         else:
             import difflib
 
@@ -407,3 +409,7 @@ def plain(node: Any) -> Any:
 def texts_of(value: Any) -> list[str]:
     """A plain YAML value as the texts of a flag."""
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+
+def _restore(extension: str) -> str:
+    return f"restore megatron/extensions/{extension} and its line in megatron/extensions/__init__.py, or remove it"
