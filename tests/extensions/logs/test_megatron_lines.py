@@ -7,26 +7,8 @@ from datetime import datetime
 
 from megatron.extensions.logs.megatron_lines import MegatronLines, evaluation_lines, progress_line
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
+from tests.pure.test_log_format import RECORD
 
-RECORD = {
-    "iteration": 10,
-    "consumed_samples": 80,
-    "consumed_tokens": 1280,
-    "step_time": 0.123456,
-    "tokens_per_second": 1234.5,
-    "seconds_left": 3723.4,
-    "tflops_per_device": 12.34,
-    "mfu": None,
-    "learning_rate": 1.5e-4,
-    "global_batch_size": 8,
-    "lm_loss": 3.25,
-    "grad_norm": 1.5,
-    "loss_scale": 1.0,
-    "skipped_iterations": 0,
-    "nan_iterations": 0,
-    "spike_iterations": 0,
-    "peak_memory_bytes": 2**30,
-}
 NOW = datetime(2030, 1, 2, 3, 4, 5)
 
 
