@@ -60,7 +60,14 @@ LONGEST = (
 """Files that take longest. They run first, so that workers that run side by side end together."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the campaigns, unless --all or a path on the command line asks for them, and sorts the longest files
+    first."""
+    everything = {"tests", str(config.rootpath), str(config.rootpath / "tests")}
+    if not config.getoption("--all") and everything.issuperset(config.args):
+        campaigns = [item for item in items if item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if item not in set(campaigns)]
     items.sort(key=lambda item: LONGEST.index(item.location[0]) if item.location[0] in LONGEST else len(LONGEST))
 
 
@@ -90,6 +97,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the campaigns too, which a path does that names them")
     parser.addoption("--whole", action="store_true", help="run whole grids of layouts where a part is the default")
 
 

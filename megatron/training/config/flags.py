@@ -229,8 +229,9 @@ def all_flags() -> tuple[Flag, ...]:
     return tuple(flag for section, cls in sections().items() for flag in _flags_of(section, cls))
 
 
-def _flags_of(section: str, cls: type) -> Iterator[Flag]:
-    hints = get_type_hints(cls)
+@cache
+def _flags_of(section: str, cls: type) -> tuple[Flag, ...]:
+    hints, found = get_type_hints(cls), []
     for field in _fields_in_order(cls):
         spec = field.metadata.get("flag", FlagSpec())
         if spec is not None:
@@ -238,7 +239,8 @@ def _flags_of(section: str, cls: type) -> Iterator[Flag]:
                 spec = replace(spec, many=True)
             owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", ()))
             needs = conditions(vars(owner).get("NO_EFFECT_WITHOUT", ()))
-            yield Flag(section, field.name, _kind(hints[field.name]), field.default, spec, needs)
+            found.append(Flag(section, field.name, _kind(hints[field.name]), field.default, spec, needs))
+    return tuple(found)
 
 
 def value_of(config: RunConfig, flag: Flag) -> Any:
