@@ -320,6 +320,9 @@ def linear_format(config: Any) -> str | None:
 
 @dataclass(frozen=True)
 class ShardingFacts:
+    about: str
+    """What is sharded, for --help."""
+
     gradients: bool = False
     """ZeRO-2: whether a rank keeps the gradients of its shards alone."""
 
@@ -332,8 +335,9 @@ SHARDING_STRATEGIES: Registry[Any, ShardingFacts] = Registry(
 )
 """A `megatron.core.distributed.param_and_grad_buffer.WholeUnits`: what a strategy does around the passes of layers."""
 
-SHARDING_STRATEGIES.register("no_shard", "megatron.core.distributed.param_and_grad_buffer:WholeUnits")
-SHARDING_STRATEGIES.register("optim", "megatron.core.distributed.param_and_grad_buffer:WholeUnits")
+_WHOLE_UNITS = "megatron.core.distributed.param_and_grad_buffer:WholeUnits"
+SHARDING_STRATEGIES.register("no_shard", _WHOLE_UNITS, about="nothing")
+SHARDING_STRATEGIES.register("optim", _WHOLE_UNITS, about="optimizer state (ZeRO-1)")
 
 PARAM_GATHERS: Registry[Any, WhenFacts] = Registry("gather of parameters", WhenFacts, "ddp")
 """`build(ddp)`: casts weights of linear layers before a `DistributedDataParallel` gathers them; None if it has none

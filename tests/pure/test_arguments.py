@@ -399,6 +399,9 @@ def test_help_about_words_and_the_version(capsys: pytest.CaptureFixture[str]) ->
     assert "--help all prints all" in short and "\n  parallelism and precision; model;" in short
     group = said(capsys, "--help", "checkpoints")
     assert group.startswith("checkpoints:\n  --save PATH") and "--lr" not in group and "--keep-last" in group
+    sharding = " ".join(said(capsys, "--help", "data-parallel-sharding-strategy").split())
+    assert "optim: optimizer state (ZeRO-1)." in sharding
+    assert ("ZeRO-2" in sharding) == ("optim_grads" in sharding)
     assert said(capsys, "--version").startswith("pretrain_gpt 0.")
 
 

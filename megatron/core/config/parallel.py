@@ -211,8 +211,7 @@ class DDPConfig:
     """Overlap the gather of updated parameters with the next forward pass, bucket by bucket."""
 
     data_parallel_sharding_strategy: str | None = flag(None, choices=SHARDING_STRATEGIES)
-    """What data-parallel ranks shard: nothing, optimizer state (ZeRO-1), gradients too, reduced with each micro-batch
-    (ZeRO-2), parameters too, gathered layer by layer (ZeRO-3); default: as --use-distributed-optimizer says."""
+    """State that data-parallel ranks shard; default: optim, or no_shard with --no-use-distributed-optimizer."""
 
     grad_reduce_in_bf16: bool = flag(False, excludes="--fp64")
     """Reduce gradients in bfloat16: half the bytes, sums over ranks with 8 bits. Accumulation stays in fp32."""

@@ -30,10 +30,12 @@ class OverlapFlags:
     memory of the GPUs of one node (symmetric)."""
 
     overlap_moe_expert_parallel_comm: bool = flag(
-        False, needs="--num-experts: all-to-alls are those of experts; remove it"
+        False,
+        needs="--num-experts: all-to-alls are those of experts; add --num-experts, or remove "
+        "--overlap-moe-expert-parallel-comm",
     )
-    """Run a forward and a backward pass of different micro-batches in turns, so that each computes while all-to-alls of
-    experts of the other one are under way; with --pipeline-schedule interleaved or zb-h2."""
+    """Alternate between the forward pass of one micro-batch and the backward pass of another, so that each computes
+    while the other waits for an all-to-all of experts; with --pipeline-schedule interleaved or zb-h2."""
 
 
 def overlaps(linear: Any, ctx: Any) -> bool:

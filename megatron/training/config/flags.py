@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.config.flag_spec import Condition, Conditions, FlagSpec, Section, conditions
 from megatron.core.config.model import TransformerConfig
-from megatron.core.registry import imported
+from megatron.core.registry import Registry, imported
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -480,9 +480,13 @@ def help_text(
 
 
 def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[str, str]:
-    """How a flag is written, and its help."""
+    """How a flag is written, and its help, with what its choices say about themselves."""
     default = " (required)" if flag.field in required else _default(flag)
-    return _usage(flag), field_docs(cls).get(f"{cls.__name__}.{flag.field}", "") + default
+    text, choices = field_docs(cls).get(f"{cls.__name__}.{flag.field}", ""), flag.spec.choices
+    for name in choices if isinstance(choices, Registry) else ():
+        if about := getattr(choices.facts(name), "about", ""):
+            text += f" {name}: {about}."
+    return _usage(flag), text + default
 
 
 def _usage(flag: Flag) -> str:

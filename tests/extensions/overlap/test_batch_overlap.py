@@ -129,6 +129,12 @@ def test_legal() -> None:
     assert problems(f"{EXPERTS} {OVERLAP} --ep 2 --global-batch-size 8", 4) == []
 
 
+def test_without_experts_the_remedy_is_named() -> None:
+    dense = EXPERTS.replace("--num-experts 8 ", "")
+    remedy = "add --num-experts, or remove --overlap-moe-expert-parallel-comm"
+    assert any(remedy in problem for problem in problems(f"{dense} --overlap-moe-expert-parallel-comm", 1))
+
+
 @pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("interleaved", 2), ("zb-h2", 2)])
 def test_one_micro_batch_has_nobody_to_take_turns_with(schedule: str, pp: int) -> None:
     chunks = PIPELINE_SCHEDULES.facts(schedule).chunks
