@@ -1,10 +1,9 @@
 # Sourced by the other scripts, from the repository root.
 # shellcheck shell=bash
 
-# Sets PYTHON to an interpreter that has what the given requirements file lists: that of .venv in the repository, made
-# on first use and brought up to date whenever the file has changed. To use an environment of your own (a container, a
-# cluster module), set PYTHON to its interpreter: nothing is installed then, and it must import the modules named behind
-# the requirements file.
+# Sets PYTHON to an interpreter with the packages of the given requirements file: that of .venv in the repository, which is
+# created on first use and updated whenever the file has changed. To use your own environment (a container, a cluster
+# module), set PYTHON to its interpreter. Nothing is installed then; it must import the modules named after the file.
 ensure_environment() {
     local requirements="$1" venv=.venv installed
     if [[ -n "${PYTHON:-}" ]]; then

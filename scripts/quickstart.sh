@@ -7,7 +7,7 @@
 #   bash scripts/quickstart.sh --clean     starts over
 #
 # All output goes to runs/quickstart (or OUT=FOLDER). The default of 250 iterations shows the loss falling and text that
-# looks like Python; TRAIN_ITERS=2000 writes better text. CORPUS_MB=2 takes so many MB of source only.
+# looks like Python; TRAIN_ITERS=2000 writes better text. CORPUS_MB=2 limits the corpus to 2 MB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# Trains on hosts without a scheduler, and goes on by itself with those that are left when one is lost, and with it when
-# it comes back. The same command on every host, again after a reboot (from a systemd unit with Restart=always, or cron):
+# Trains on several hosts without a scheduler. If a host is lost, the run continues on the others; if it returns, it joins
+# again. Run the same command on every host, and again after a reboot (from a systemd unit with Restart=always, or cron):
 #
 #   HOSTS="node1 node2 node3 node4" scripts/train_gpt_elastic.sh pretrain_gpt.py --save runs/a --load runs/a ...
 #
-# HOSTS are the hosts that may take part, in the same order everywhere, by names under which they see each other. --save
-# and --load are one folder that all see. Data parallelism follows the number of hosts: the model-parallel sizes must divide
-# the ranks of MIN_HOSTS hosts and more, and --global-batch-size the replicas. Where they do not, the run ends once on all
-# hosts, with code 2, and says what must be a multiple of what; start it again with other sizes, or when the host is back.
+# HOSTS lists the hosts that may take part, in the same order everywhere, by names that every host can resolve. --save and
+# --load name one folder that all hosts see. Data parallelism follows the number of hosts: the model-parallel sizes must
+# divide the ranks of MIN_HOSTS hosts and more, and --global-batch-size the replicas. If they do not, the run ends once on
+# all hosts, with code 2 and the rule; start it again with other sizes, or when the host is back.
 #
-#   MIN_HOSTS        fewest hosts to go on with; by default more than half, so that of two halves that have lost sight of
-#                    each other one waits, and 1 of 2 hosts, where the lease on --save decides (docs/reliability.md)
-#   GPUS_PER_NODE    processes of each host; by default one for each GPU
-#   THIS_HOST        which of HOSTS this one is, where `hostname` says something else
-#   PORT             29400, at which they meet
-#   MAX_RESTARTS     10 restarts by torchrun; beyond, it is started anew
-#   MAX_FRUITLESS    10 starts in a row without a newer checkpoint end it
+#   MIN_HOSTS        fewest hosts to continue with. Default: more than half, so that two halves of a cluster cannot both
+#                    continue; 1 of 2 hosts, where the lease on --save decides (docs/reliability.md)
+#   GPUS_PER_NODE    processes of each host. Default: one for each GPU
+#   THIS_HOST        this host's name in HOSTS. Default: `hostname`
+#   PORT             port of the rendezvous. Default: 29400
+#   MAX_RESTARTS     restarts by torchrun (10); after these, this script starts torchrun again
+#   MAX_FRUITLESS    consecutive starts without a newer checkpoint (10), after which the run ends
 #
-# torchrun starts the ranks again on the hosts that it still sees. What torchrun cannot do, go on without the host that
-# holds its rendezvous, is done here: the hosts that are left meet at the first of them. Ctrl-C or SIGTERM saves and ends
-# all; that of one host alone ends it there, and the others go on.
+# torchrun restarts the ranks on the hosts that it still sees. If the host of its rendezvous is lost, this script meets the
+# others at the first remaining host. Ctrl-C or SIGTERM at torchrun saves and ends all hosts; at this script of one host it
+# ends that host alone, and the others continue.
 set -euo pipefail
 
 cd "${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}"
@@ -158,7 +158,7 @@ while true; do
     [[ -z "$stopped" ]] || exit 75
     conf="is_host=$([[ "$at" == "$here" ]] && echo 1 || echo 0),join_timeout=60,last_call_timeout=${LAST_CALL:-6}"
     conf+=",read_timeout=$((${#wait_first[@]} ? 6 : 15)),close_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
-    say "meets the others at $at:$port, $min_hosts to ${#hosts[@]} hosts"
+    say "joins the rendezvous at $at:$port, $min_hosts to ${#hosts[@]} hosts"
     LAUNCH="$PYTHON -m megatron.extensions.resilience.torchrun --nnodes $min_hosts:${#hosts[@]}"
     LAUNCH+=" --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-10} --rdzv-backend c10d-open"
     LAUNCH+=" --rdzv-endpoint $at:$port --rdzv-id elastic --rdzv-conf $conf --local-addr $here"
@@ -188,14 +188,14 @@ while true; do
     fi
     launcher="" watcher="" name="$(outcome name)"
     if [[ -z "$stopped" && -e "$scratch/moves" ]]; then
-        say "nobody has met here: $(cat "$scratch/moves") has a rendezvous too"
+        say "no other host has joined here: moves to the rendezvous of $(cat "$scratch/moves")"
         continue
     fi
     case "$stopped:$name:$code" in
         1:*) say "stopped" && exit 75 ;;
         :DONE:0) say "done: $(outcome why)" && exit 0 ;;
         :CALLBACK_FAILED:*) say "done, but $(outcome why)" && exit 3 ;;
-        :BAD_CONFIGURATION:*) say "the configuration cannot run on the hosts that are there" && exit 2 ;;
+        :BAD_CONFIGURATION:*) say "the configuration cannot run on the present hosts" && exit 2 ;;
         *:0) # stopped; or rank 0 was elsewhere, and knows how the run ended: if it goes on, there is a rendezvous
             sleep 5
             [[ "$(meeting 0)" != "$here" ]] || { say "done, or stopped: see where rank 0 was" && exit 0; } ;;

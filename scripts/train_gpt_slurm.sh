@@ -18,26 +18,26 @@
 #   sbatch --nodes 2 scripts/train_gpt_slurm.sh pretrain_gpt.py --save runs/a --load runs/a --num-layers 24 ...
 #   GPUS_PER_NODE=2 sbatch --nodes 1 --gpus-per-node 0 --cpus-per-task 2 scripts/train_gpt_slurm.sh pretrain_gpt.py --cpu ...
 #
-# Options of sbatch win over those above. Submit from the repository, or set REPO to it; the repository, --save and LOG_DIR
-# (runs/slurm-JOB) lie on a file system that all nodes see. Job arrays work; each task needs a --save of its own.
+# Options of sbatch win over those above. Submit from the repository, or set REPO to it. All nodes must see the repository,
+# --save and LOG_DIR (runs/slurm-JOB). Job arrays work; each task needs its own --save.
 #
-# One submission trains to the end. A run that a signal or the time limit ends saves, and the job goes back to the queue and
-# on from there. For that --save and --load have to be one folder. --signal above comes at least 240 s before the end of the
-# job: make it longer than saving takes. (--exit-margin-in-mins, 3 by default, is the second net.)
+# One submission trains to the end. If a signal or the time limit ends the run, it saves, and the job is requeued and
+# resumes. For that, --save and --load must name one folder. --signal above arrives at least 240 s before the end of the
+# job: choose more than a save takes. (--exit-margin-in-mins, 3 by default, is a second safeguard.)
 #
-#   scancel --signal=USR1 JOB   saves, and goes back to the queue; so do USR2, TERM, and preemption with GraceTime
-#   touch SAVE/exit             saves, and ends
-#   scancel JOB                 ends at once; the latest checkpoint is what is left
+#   scancel --signal=USR1 JOB   saves and requeues the job; so do USR2, TERM, and preemption with GraceTime
+#   touch SAVE/exit             saves and ends
+#   scancel JOB                 ends at once, without a save
 #
-# With `sbatch --no-kill`, the job keeps its other nodes when one is lost, and the run goes on with these from the latest
+# With `sbatch --no-kill`, the job keeps its other nodes when one is lost, and the run continues on them from the latest
 # checkpoint, with fewer replicas: the model-parallel sizes must divide their ranks, and --global-batch-size the replicas.
-# Where they do not, or the lost node is the first one, which runs this script, the job goes back to the queue.
+# If they do not, or if the lost node is the first one, which runs this script, the job is requeued.
 #
-# A crash is tried again too. The job ends for good, with state FAILED, after MAX_CRASHES (3) crashes or MAX_FRUITLESS (10)
-# starts in a row that left no newer checkpoint, and at once if the configuration cannot run. Start it again with the same
-# sbatch, or `scontrol requeue JOB`, when the cause is gone. MAX_RESTARTS (0) has torchrun start the ranks again inside the
-# job first. The log (NAME-JOB.log) tells of each start and end, LOG_DIR/node-N.log is what the ranks of a node say, and
-# LOG_DIR/outcome how the run stands (megatron/training/reliability/run_status.py).
+# A crash is retried too. The job ends with state FAILED after MAX_CRASHES (3) crashes or MAX_FRUITLESS (10) consecutive
+# starts without a newer checkpoint, and at once if the configuration cannot run. Remove the cause, and start it again with
+# the same sbatch or `scontrol requeue JOB`. With MAX_RESTARTS (0), torchrun first restarts the ranks inside the job. The
+# log (NAME-JOB.log) lists each start and end, LOG_DIR/node-N.log is the output of a node's ranks, and LOG_DIR/outcome the
+# status of the run (megatron/training/reliability/run_status.py).
 set -euo pipefail
 
 cd "${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}"
@@ -117,15 +117,15 @@ requeue() {
     latest="$(latest_checkpoint)"
     state="$(job_state)"
     if [[ ! "$state" =~ ^(RUNNING/.*|COMPLETING/TimeLimit|/)$ ]]; then
-        say "not put back into the queue: the job is $state"
+        say "not requeued: the job is $state"
         exit 75
     fi
-    say "back to the queue, to go on from iteration $latest"
+    say "requeues the job, to resume from iteration $latest"
     for pause in 10 10 0; do
         scontrol requeue "$job" && exit 75
         sleep "$pause" # the controller may be starting again
     done
-    end 75 "SLURM does not take it back; the same sbatch goes on from iteration $latest"
+    end 75 "SLURM refuses the requeue; the same sbatch command resumes from iteration $latest"
 }
 
 # shellcheck disable=SC2317,SC2329  # called by trap
@@ -203,7 +203,7 @@ shrink() {
     local left
     left="$(job_field NodeList)"
     [[ "$(job_field JobState)" == RUNNING && "$left" != "$nodelist" && "$left" =~ [a-z0-9] ]] || return 1
-    say "lost a node of $nodelist: goes on with $left from iteration $(latest_checkpoint)"
+    say "lost a node of $nodelist: continues on $left from iteration $(latest_checkpoint)"
     nodelist="$left" nodes="$(scontrol show hostnames "$left" | wc -l)" lost=$((lost + 1))
     unset SLURM_TASKS_PER_NODE SLURM_NTASKS SLURM_NPROCS # of all nodes
     export SLURM_OVERLAP=1                               # the step before has its processors until the lost node answers
@@ -218,14 +218,14 @@ while true; do
         CALLBACK_FAILED:*) end 3 "done, but $why" ;;
         BAD_CONFIGURATION:*)
             ((lost > 0)) || end 2 "the configuration cannot run: see $log_dir"
-            say "the configuration cannot run on the nodes that are left: see $log_dir"
+            say "the configuration cannot run on the remaining nodes: see $log_dir"
             ;;
         TO_BE_RESUMED:* | KILLED:*) say "ended to be resumed: $why" ;;
         FAILED:*) crashed=1 && say "crashed: $why" ;;
-        *) crashed=1 && say "crashed without a word, srun ended with $code: see $log_dir" ;;
+        *) crashed=1 && say "crashed without a report; srun ended with code $code: see $log_dir" ;;
     esac
     if [[ -n "$name" && ("$(outcome save)" != "$(outcome load)" || -z "$(outcome save)") ]]; then
-        end 1 "nothing to go on from: --save and --load have to name one folder"
+        end 1 "nothing to resume from: --save and --load must name one folder"
     fi
     count "$crashed"
     if ((crashes >= ${MAX_CRASHES:-3})); then

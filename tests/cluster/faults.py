@@ -259,7 +259,7 @@ def named_fault(fault: Fault, args: argparse.Namespace) -> str:
         begin(run)
         whole = args.hosts * args.ranks
         if fault.early:
-            run.wait(lambda: all("meets the others" in text for text in run.screens()), "start of the scripts")
+            run.wait(lambda: all("joins the rendezvous" in text for text in run.screens()), "start of the scripts")
         elif fault.hold:
             run.wait(run.held.exists, f"being held at {fault.hold}")
         else:

@@ -137,7 +137,7 @@ def test_a_cancelled_job_stays_cancelled(batch: Batch, state: str, back: bool) -
 @pytest.mark.parametrize("loads", ["", "/elsewhere"])
 def test_what_would_begin_anew_does_not_come_back(batch: Batch, loads: str) -> None:
     code, back, said = batch.start("TO_BE_RESUMED", saves="4", LOADS=loads)
-    assert (code, back) == (1, False) and "--save and --load have to name one folder" in said
+    assert (code, back) == (1, False) and "--save and --load must name one folder" in said
 
 
 def test_a_task_of_an_array_puts_back_itself_alone(batch: Batch) -> None:
@@ -155,9 +155,9 @@ def test_the_step_knows_what_slurm_does_not_hand_on(batch: Batch) -> None:
     ("then", "code", "back", "said"),
     [
         ("DONE", 0, False, "done: because"),
-        ("TO_BE_RESUMED", 75, True, "back to the queue, to go on from iteration 10"),
-        ("FAILED", 75, True, "back to the queue, to go on from iteration 10"),
-        ("BAD_CONFIGURATION", 75, True, "back to the queue, to go on from iteration 10"),
+        ("TO_BE_RESUMED", 75, True, "requeues the job, to resume from iteration 10"),
+        ("FAILED", 75, True, "requeues the job, to resume from iteration 10"),
+        ("BAD_CONFIGURATION", 75, True, "requeues the job, to resume from iteration 10"),
     ],
 )
 def test_a_job_that_loses_a_node_goes_on_with_the_others(

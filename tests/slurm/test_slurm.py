@@ -53,7 +53,7 @@ def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undi
     fields = job.ended()
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), job.log
     assert "start 1: ended to be resumed: SIGUSR1 on rank " in job.log
-    assert "start 1: back to the queue, to go on from iteration 4" in job.log
+    assert "start 1: requeues the job, to resume from iteration 4" in job.log
     assert job.log.rstrip().endswith("start 2: done")
     assert_same_end(job, undisturbed)
 
@@ -63,7 +63,7 @@ def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]
     job = jobs["limit"]
     fields = job.ended()
     assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.log
-    assert "back to the queue, to go on from iteration 4" in job.log and "SIGUSR1" in job.log
+    assert "requeues the job, to resume from iteration 4" in job.log and "SIGUSR1" in job.log
     assert_same_end(job, undisturbed)
 
 
@@ -105,7 +105,7 @@ def test_a_cancelled_job_stays_cancelled(more_jobs: dict[str, Job]) -> None:
     command("scancel", job.id)
     fields = job.ended()
     assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0"), job.log
-    assert "not put back into the queue: the job is COMPLETING/None" in job.log
+    assert "not requeued: the job is COMPLETING/None" in job.log
 
 
 def test_a_signal_to_the_batch_script_reaches_the_ranks(more_jobs: dict[str, Job], undisturbed: Path) -> None:
