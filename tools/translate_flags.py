@@ -7,8 +7,8 @@
 Prints the flags of this program, and below them what changed and why, and where results differ from Megatron-LM's. A
 script is read, not run: variables that it assigns are replaced by their values or defaults, others stay as they are.
 Branches are read if their tests hold or are not known; stderr names the flags of the latter. Exit code 1 if a flag has
-no translation, 2 if the file is no launch script. --list prints what becomes of every flag that this program does not
-have itself.
+no translation, 2 if the file is no launch script. --list prints the translation of every flag that this program lacks,
+and all results that differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 from megatron.extensions import megatron_flags
-from megatron.extensions.megatron_flags.megatron_differences import differences_met
+from megatron.extensions.megatron_flags.megatron_differences import DIFFERENCES, differences_met
 from megatron.training.config.arguments import config_of, read_flags
 from megatron.training.config.reading import FlagReader, Reading, tokens_of
 from megatron.training.config.run_config import RunConfig
@@ -50,7 +50,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("script", nargs="?", type=Path, help="launch script; instead, give flags behind --")
     parser.add_argument("flags", nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, behind --")
     parser.add_argument(
-        "--list", action="store_true", help="print all flags that are read as others, ignored or refused"
+        "--list",
+        action="store_true",
+        help="print all flags that are read as others, ignored or refused, and differences",
     )
     argv = sys.argv[1:] if argv is None else list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
@@ -87,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
-    """A line for each flag or value that is read as another one, for each reason of no effect, for each feature."""
+    """A line for each flag or value that is read as another one, reason of no effect, feature, and difference."""
     yield "Read as other flags ({} stands for the values):"
     yield from (f"  {flag} -> {ours}" for flag, ours in sorted((tables["usual"] | tables["replaced"]).items()))
     for flag, (option, before, after) in tables["exchanged"].items():
@@ -110,6 +112,8 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
     for flag, values in tables["values_not_built"].items():
         yield from (f"  {flag} {value}: {feature}" for value, feature in values.items())
     yield from (f"  {flag} with several values: {what}" for flag, what in tables["several_not_built"].items())
+    yield "\nResults that differ from Megatron-LM's under equal flags:"
+    yield from (f"  {difference}" for difference in DIFFERENCES)
 
 
 def resolved(reader: FlagReader) -> RunConfig:

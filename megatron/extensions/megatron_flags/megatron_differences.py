@@ -1,7 +1,6 @@
 """Known differences between the results of Megatron-LM and of this program under equal flags. No torch.
 
-Each is told where flags meet it, by `--dry-run` and `tools/translate_flags.py`, and is a row of a table of
-docs/migrating_from_megatron.md.
+`--dry-run` and `tools/translate_flags.py` print those that the given flags meet, `tools/translate_flags.py --list` all.
 """
 
 from __future__ import annotations
@@ -30,12 +29,6 @@ class Difference:
     def __str__(self) -> str:
         more = f" (docs/{self.page}.md)" if self.page else ""
         return f"{self.subject}: {self.here}{more}; Megatron-LM: {self.megatron}".replace("`", "")
-
-    @property
-    def row(self) -> str:
-        """Its line of a table in docs/migrating_from_megatron.md."""
-        more = f" ([{self.page}.md]({self.page}.md))" if self.page else ""
-        return f"| {self.subject} | {self.here}{more} | {self.megatron} |"
 
 
 def differences_met(config: RunConfig, given: Given) -> Iterator[str]:

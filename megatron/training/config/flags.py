@@ -483,9 +483,9 @@ def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[s
     """How a flag is written, and its help, with what its choices say about themselves."""
     default = " (required)" if flag.field in required else _default(flag)
     text, choices = field_docs(cls).get(f"{cls.__name__}.{flag.field}", ""), flag.spec.choices
-    for name in choices if isinstance(choices, Registry) else ():
-        if about := getattr(choices.facts(name), "about", ""):
-            text += f" {name}: {about}."
+    if isinstance(choices, Registry):
+        told = ((name, getattr(choices.facts(name), "about", "")) for name in choices)
+        text += "".join(f" {name}: {about}." for name, about in told if about)
     return _usage(flag), text + default
 
 
