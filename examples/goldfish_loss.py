@@ -19,9 +19,9 @@ from megatron.training.extensions import extension_flags
 @dataclass(frozen=True)
 class GoldfishConfig:
     goldfish_k: int = 4
-    """Leave out one token in so many."""
+    """Leave out one token in k."""
     goldfish_h: int = 13
-    """Tokens that the hash is of."""
+    """Number of tokens that the hash covers."""
 
 
 @LOSSES.register("goldfish", multi_token=True)

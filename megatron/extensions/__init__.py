@@ -71,7 +71,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
 
 INDEX = Path(__file__).with_name("flag_index.txt")
 """A line for each extension, `name: --flag --flag=value`: flags of it, and values of other flags that it registers, by
-which those of a deleted one are told from typing errors.
+which those of a deleted one are distinguished from typing errors.
 `python -m tests.pure.test_arguments` writes it."""
 
 

@@ -1,8 +1,8 @@
 """What extensions add to a run: callbacks, meters, periodic tasks and metrics. No torch.
 
-A `Callback` is an extension's object in a run: it is told what happens, and may bring meters (what is counted during
-passes and reported at log lines), periodic tasks and state that checkpoints keep. The built-in extensions use nothing
-else. `Parts` adds objects of a program's own.
+A `Callback` is an extension's object in a run: its methods are called on events, and it may add meters (counts during
+passes, reported at log lines), periodic tasks and state in checkpoints. The built-in extensions use nothing else.
+`Parts` adds objects of a program's own.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Task:
-    """Something that a run does every so many iterations."""
+    """A periodic task of a run."""
 
     name: str
     interval: int | None
@@ -162,7 +162,7 @@ class Task:
     evaluates: bool = False
     """Whether it evaluates the model: --skip-train performs it once."""
     before_step: bool = False
-    """Whether it is performed before a step, and not after one."""
+    """Performed before a step instead of after one, also before a run's first; its time counts only with `counts`."""
     at_finish: bool = False
     """Whether it is performed once all iterations are trained and saved."""
 
@@ -208,11 +208,11 @@ class Callback:
         """Once this rank's stages are built, before gradients and states have memory. Collective."""
 
     def meters(self, run: Any) -> Sequence[Meter]:
-        """What it counts in `run`, a `TrainingRun` that is built and has loaded its checkpoint. Collective."""
+        """Its meters in `run`, a `TrainingRun` that is built and has loaded its checkpoint. Collective."""
         return ()
 
     def tasks(self, run: Any, log: Log) -> Sequence[Task]:
-        """What it does every so many iterations of `run`, a `TrainingRun`."""
+        """The periodic tasks that it adds to `run`, a `TrainingRun`."""
         return ()
 
     def state(self) -> Any:

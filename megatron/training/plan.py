@@ -120,7 +120,7 @@ class RunPlan:
         return given if given is not None else self.sizes.iterations(self.samples)
 
     def at(self, consumed_samples: int) -> Phase:
-        """The phase of the step that starts after so many samples; the last one from the run's end on."""
+        """The phase of the step that starts after `consumed` samples; the last one from the run's end on."""
         return self.phases[sum(consumed_samples >= phase.first_sample for phase in self.phases[1:])]
 
     def trained(self, consumed_samples: int) -> Phase:
@@ -128,7 +128,7 @@ class RunPlan:
         return self.at(max(0, consumed_samples - 1))
 
     def tokens(self, consumed_samples: int) -> int:
-        """Tokens of the first so many samples of the run."""
+        """Tokens of the samples consumed so far."""
         phase = self.trained(consumed_samples)
         return phase.first_token + (consumed_samples - phase.first_sample) * phase.config.model.seq_length
 

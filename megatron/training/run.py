@@ -47,7 +47,7 @@ class TrainingRun(RunView):
     """Where this process started."""
 
     tasks: Sequence[Task] = ()
-    """What it does every so many iterations, in this order."""
+    """The periodic tasks, in the order in which they are performed."""
 
     interval: Interval = field(default_factory=Interval)
     """The steps since the last log line."""

@@ -286,7 +286,7 @@ def main() -> None:
     parser = bench_parser(__doc__, 5)
     parser.add_argument("--parameters", type=float, default=3e8)
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--seconds", type=float, default=200, help="no round begins after so many")
+    parser.add_argument("--seconds", type=float, default=200, help="no round begins after this many seconds")
     parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
     args = parser.parse_args()
     refuse_to_swap(args.parameters)

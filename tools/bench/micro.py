@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=positive, default=10, help="of a round")
     parser.add_argument("--only", nargs="+", help="groups of parts")
     parser.add_argument("--seconds", type=float, default=400.0, help="after which no other part begins")
-    parser.add_argument("--skip", type=int, default=0, help="so many parts, the first ones")
+    parser.add_argument("--skip", type=int, default=0, help="number of first parts to skip")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     if args.cpu and args.config != "tiny":
@@ -401,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row.group:<10} {row.name:<46} {row.result}", flush=True)
         write_json(args.json, facts, rows, ended=False)
         if row.failed is not None and is_lost(device):
-            print("the device is lost to this process: another one goes on", flush=True)
+            print("the device is lost to this process: another process continues", flush=True)
             rows += rows_of_another_process(argv, number, args.seconds - (time.perf_counter() - began))
             break
     write_json(args.json, facts, rows)

@@ -1,4 +1,4 @@
-"""What a run has left in its --save folder, read missing and damaged files passed over. No torch."""
+"""Reads the --save folder of a run; missing and damaged files are noted and skipped. No torch."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def read_run(
 
 
 def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[Record]:
-    """Objects of a file, one a line; a line that is none is passed over and noted."""
+    """Objects of a file, one a line; a line that is none is skipped and noted."""
     if not path.is_file():
         if required:
             run.notes.append(f"{path.name}: not there, so nothing is known of the run's metrics")
@@ -167,7 +167,7 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
                 yield record
     if damaged:
         where = ", the last one: the run was killed while it wrote" if last and damaged == 1 else ""
-        run.notes.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} passed over{where}")
+        run.notes.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} skipped{where}")
 
 
 def _read_metrics(run: RunFolder, path: Path) -> None:

@@ -30,7 +30,7 @@ class DiagnosisConfig:
     logits, routers; 0: none."""
 
     layer_growth_threshold: float = flag(1.2, at_least=0, no_effect_without="--log-layer-stats")
-    """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
+    """--log-layer-stats: report a layer, or a tensor-parallel rank, whose statistic grows by this factor over
     the last 10 records while others' does not; 0: never."""
 
     check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")

@@ -33,7 +33,8 @@ class EvalTasksConfig:
     """Tokens in one forward pass of one model replica; default: micro-batch-size * seq-length."""
 
     eval_tasks_samples: str | None = flag(None, path="local", writes="folder")
-    """Folder for what each document came out as: a file of JSON lines for each evaluation."""
+    """Folder for the result of each document (log-likelihoods, generated text, scores): a file of JSON lines for each
+    evaluation."""
 
 
 CALLBACKS.register(

@@ -25,7 +25,7 @@ from megatron.training.run import TrainingRun
 
 
 class EvalTasks(Callback):
-    """--eval-tasks: evaluates tasks on the training model every so many iterations."""
+    """--eval-tasks: evaluates tasks on the training model every --eval-tasks-interval iterations."""
 
     def on_setup(self, runtime: Runtime) -> None:
         """Reads the tasks. Raises ValueError with every problem of their files."""

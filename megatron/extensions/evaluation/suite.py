@@ -62,7 +62,7 @@ class Results:
     """Of all tasks, then of all groups."""
 
     samples: list[dict[str, Any]]
-    """What each document came out as."""
+    """The result of each document."""
 
 
 @dataclass

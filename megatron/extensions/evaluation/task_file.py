@@ -29,7 +29,7 @@ KEYS = {
     *("fewshot_delimiter", "fewshot_config", "num_fewshot", "output_type", "metric_list", "generation_kwargs"),
     *("filter_list", "repeats", "metadata", "should_decontaminate", "doc_to_decontamination_query", "unsafe_code"),
 }
-"""Keys of a task. The last four change no score and are passed over."""
+"""Keys of a task. The last four change no score and are ignored."""
 
 FEWSHOT_KEYS = {
     *("sampler", "split", "samples", "fewshot_indices", "doc_to_text", "doc_to_target", "doc_to_choice"),
@@ -116,7 +116,7 @@ class Group:
 
 def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> tuple[list[Task], list[Group]]:
     """The tasks and groups of files and folders, in the order given. In a folder, files that only others include (no
-    `task`, or a name that begins with _) are passed over.
+    `task`, or a name that begins with _) are ignored.
 
     `num_fewshot` replaces the files' count, but for tasks that say 0. Raises ValueError with all problems, a line each.
     """

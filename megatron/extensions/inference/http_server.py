@@ -156,7 +156,7 @@ class ApiServer:
             raise ApiError(503 if self.loop.stopping.is_set() else 429, str(error)) from None
         except ApiError:
             raise
-        except Exception as error:  # a mistake of this program: the client is told, and the log
+        except Exception as error:  # a bug of this program: reported to the client and the log
             self.log("".join(traceback.format_exception(error)))
             raise ApiError(500, f"{type(error).__name__}: {error}") from None
         progress = self._progress(request, call, job, events)

@@ -148,7 +148,7 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
 
 
 def _places(buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Any], args: Mapping[str, Any]) -> list[int]:
-    """Where each parameter begins in the flat tensors of its buffer.
+    """The offset of each parameter in the flat tensors of its buffer.
 
     The size tells whether the buffer is divided into buckets, and whether tied embeddings have one of their own.
     """
@@ -166,7 +166,7 @@ def _places(buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Any], ar
 def layout_of(
     parameters: Sequence[tuple[str, int]], bucket_size: int | None, tied_apart: bool
 ) -> tuple[list[int], int]:
-    """Where each parameter of so many elements begins, and the length of the whole.
+    """The offset of each parameter, given their numbers of elements, and the length of the whole.
 
     Buffers are filled from the last parameter to the first. Parameters are aligned within their bucket. A bucket ends
     once it has `bucket_size` elements; its end is not padded.

@@ -44,7 +44,7 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
     """The configuration of a run with these arguments. Raises ValueError for a model that cannot be expressed.
 
     `padding_counts`: rows of the embedding that only pad the vocabulary count as tokens. Megatron-LM's loss includes
-    them and ours does not, so that a run goes on exactly only if they are tokens.
+    them and ours does not, so that a run continues exactly only if they are tokens.
     """
     problems = [f"{name} {args[name]}: {what}" for name, what in WITHOUT_EQUAL.items() if args.get(name)]
     positions = args.get("position_embedding_type", "learned_absolute")

@@ -77,7 +77,7 @@ class Slots:
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
-    """Lets torch's operations on the host use so many threads; torchrun leaves one to each rank."""
+    """Sets the number of threads of torch's operations on the host; torchrun leaves one to each rank."""
     before = torch.get_num_threads()
     if number in (None, before):
         yield

@@ -37,7 +37,7 @@ from megatron.extensions.planner.fake_stage import (
 from megatron.extensions.planner.live_memory import LiveMemory
 
 MEASURED_LAYERS = 3
-"""Of more equal layers that are recomputed together so many are measured; what each further one adds is the same."""
+"""Number of identical layers measured per recomputed group; each further one adds the same."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class ActivationPlans:
 def activations_of_ranks(
     batch: MicroBatch, microbatches: int, plans: ActivationPlans | None = None
 ) -> list[RankActivations]:
-    """By pipeline rank, for steps of so many micro-batches. `plans` keeps what is measured between calls."""
+    """By pipeline rank, for steps of this number of micro-batches. `plans` keeps what is measured between calls."""
     model, parallel = batch.model, batch.parallel
     layout, plan = pipeline_layout(model, parallel), (plans or ActivationPlans()).of(batch)
     stages = [plan.stage(stage) for stage in pipeline_stages(model, parallel)]

@@ -1,6 +1,6 @@
 """The memory of the tensors that operations make, counted while it lives: what an allocator would say, on CPU as well.
 
-Not seen is what a kernel takes and gives back within one operation.
+Temporary memory inside a single kernel is not counted.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 
 SECONDS = 5.0
-"""After so many seconds no further change is planned: the other ranks wait for the report."""
+"""Seconds after which no further change is planned, because the other ranks wait for the report."""
 
 Change = Mapping[str, Any]
 """Field of the configuration -> value."""

@@ -31,13 +31,13 @@ PAUSE = 1.0
 """Seconds without a beat of its own after which this process counts as having stood still."""
 
 SLACK = 4 * BEAT
-"""Hosts silent for nearly the timeout are told with those that are: they were lost at one moment."""
+"""Hosts silent for nearly the timeout are reported with those beyond it: they were lost at one moment."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
 """Kinds of findings that give seconds for each host."""
 
 FULL_MESH = 16
-"""Up to so many hosts watch all others."""
+"""Up to this number of hosts, each watches all others."""
 
 LINGER = 10.0
 """Seconds in which this host ends after another one has said that the run has failed there. Longer, and the reason has

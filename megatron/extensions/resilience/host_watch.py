@@ -32,13 +32,13 @@ from megatron.training.reliability.watchdog import Watchdog
 
 ADVICE_HOST = (
     "look at the power, cable and switch of the named host; the latest checkpoint is complete, and the same command "
-    "goes on from it, on the hosts that are left (fewer ranks, if the model-parallel sizes fit them), or on another in "
-    "its place; scripts/train_gpt_elastic.sh and scripts/train_gpt_slurm.sh do so by themselves; if hosts may stand "
-    "still for longer, raise --host-heartbeat-timeout-seconds"
+    "resumes from it, on the remaining hosts (fewer ranks, if the model-parallel sizes fit them), or with another host "
+    "in its place; scripts/train_gpt_elastic.sh and scripts/train_gpt_slurm.sh do so automatically; if hosts may pause "
+    "for longer, raise --host-heartbeat-timeout-seconds"
 )
 PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
-"""Of so many ranks each is looked up as it comes, of more ranks once all have come."""
+"""Up to this number, ranks are looked up one by one as they arrive; more ranks are looked up once all have arrived."""
 
 PEACE = 60.0
 """Seconds that a rank may stay at one place of a step after the run has ended without a failure on another host."""
@@ -237,7 +237,7 @@ class HostWatch:
         return place.startswith("step") and now - self._since > PEACE
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
-        """The report on hosts whose run has ended so many seconds ago, while it goes on here."""
+        """The report on hosts whose run ended the given seconds ago, while this host still trains."""
         fine = "without a failure, while this rank is in a step"
         how = "by a failure whose report has not come here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())

@@ -1,4 +1,4 @@
-"""Lease on the --save folder: of two runs, or two halves of a cluster that cannot see each other, only one goes on.
+"""Lease on the --save folder: of two runs, or two halves of a cluster that cannot see each other, only one continues.
 
 Rank 0 holds the file SAVE/.lease, written anew every two seconds. A start that finds another's lease takes it over if
 its process is gone from this machine, or, where the process is elsewhere or stopped, if it has not been renewed
@@ -38,7 +38,7 @@ class LeaseError(RuntimeError):
 
     advice = (
         "end one of the two runs, or give them different folders; if hosts of one run have lost sight of each other, "
-        "the other half goes on: join it when they see each other again, as scripts/train_gpt_elastic.sh does by itself"
+        "the other half continues: join it when they see each other again, as scripts/train_gpt_elastic.sh does"
     )
 
 

@@ -38,7 +38,7 @@ from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
 
 AHEAD = 3
-"""Passes that the search for the unit to gather looks ahead; those of units in use are passed over."""
+"""Passes that the search for the unit to gather looks ahead; those of units in use are skipped."""
 
 IN_FLIGHT = 1
 """Buckets whose gradients are reduced while others are computed."""

@@ -16,7 +16,7 @@ from megatron.training.config.run_config import RunConfig
 class BatchSizes:
     """The global batch size at every point of a run.
 
-    What counts is the number of samples consumed before the step, so a resumed run goes on with the same sizes.
+    What counts is the number of samples consumed before the step, so a resumed run continues with the same sizes.
     """
 
     final: int

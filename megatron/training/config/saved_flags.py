@@ -109,7 +109,7 @@ def of_earlier_versions(sections: dict[str, dict[str, Any]]) -> dict[str, dict[s
 def saved_metadata(load: Path) -> dict[str, Any] | None:
     """What the latest checkpoint in a folder holds besides tensors; None if there is none.
 
-    One that cannot be read is passed over for the one before it, as when it is loaded. ValueError if none can be, or if
+    One that cannot be read is skipped for the one before it, as when it is loaded. ValueError if none can be, or if
     they are another program's."""
     if PATH_KINDS.facts(kind_of(load)).convert:
         raise ValueError(f"--load {refusal(load)}")

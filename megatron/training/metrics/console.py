@@ -47,7 +47,7 @@ class LogLines:
         return f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
 
     def saved(self, iteration: int, seconds: float) -> str:
-        """The line of a save that has succeeded after so many seconds."""
+        """The line of a save that succeeded after `seconds`."""
         return f" saved checkpoint at iteration {iteration} to {self.config.checkpoint.save} in {seconds:.2f} s"
 
 

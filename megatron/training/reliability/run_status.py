@@ -73,7 +73,7 @@ class Outcome:
         try:
             with whole_file(self.file) as new:
                 new.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
-        except OSError as error:  # the run goes on, and to its own end
+        except OSError as error:  # the run continues
             print(f"cannot write {VARIABLE} {self.file}: {error}", flush=True)
 
 

@@ -143,7 +143,7 @@ def test_all_sections_of_a_run(run: Path) -> None:
         "no end recorded: still running, or killed",
         "41 of 400",
         "2.5000 at 40",
-        "metrics.jsonl: 1 damaged line passed over, the last one: the run was killed while it wrote",
+        "metrics.jsonl: 1 damaged line skipped, the last one: the run was killed while it wrote",
         "4 ranks on 2 nodes",
         "PP: 1 group of 4, crosses nodes, up to 2 nodes each; such as ranks 0-3",
         "iteration 3, pipeline of ranks 0, 1, 2, 3: planned: ",
@@ -194,7 +194,7 @@ REMAINS: dict[str, tuple[dict[str, str], str]] = {
     "an empty file": ({"metrics.jsonl": ""}, "has no record with an iteration"),
     "lines that are no records": (
         {"metrics.jsonl": "\x00\x01\n[1]\n{}\n" + '"text"\n', "run_config.yaml": "a: [1"},
-        "3 damaged lines passed over",
+        "3 damaged lines skipped",
     ),
     "a list for a configuration": (
         {"run_config.yaml": "- 1\n- 2\n", "run_events.jsonl": '{"event": 3}\n{"event": "end"}'},
@@ -206,7 +206,7 @@ REMAINS: dict[str, tuple[dict[str, str], str]] = {
             f'{{"iteration": {LARGE * 9}}}',
             "run_events.jsonl": '{"event": "start", "world_size": 0}',
         },
-        "1 damaged line passed over",
+        "1 damaged line skipped",
     ),
     "losses that are all NaN": (
         {"metrics.jsonl": '{"iteration": 1, "lm_loss": "NaN", "tokens_per_second": "NaN"}'},

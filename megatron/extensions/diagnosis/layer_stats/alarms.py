@@ -235,7 +235,7 @@ class LayerAlarms:
                 shown = ", ".join(f"{norm:.9g}" for norm in weights)
                 line = (
                     f"{name} should be equal on all tensor-parallel ranks and is not: its norms are {shown}. Ranks "
-                    "have diverged; --check-replicas tells where"
+                    "have diverged; --check-replicas names the parameter"
                 )
             elif facts.sharded and facts.random and (pair := _equal(weights)):
                 line = (

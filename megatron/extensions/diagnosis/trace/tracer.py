@@ -186,7 +186,7 @@ class Tracer(Callback):
         self._writer.start()
 
     def _write(self, dumps: list[RankTrace], last: int, say: Callable[[str], None]) -> None:
-        """Writes the file while training goes on."""
+        """Writes the file while training continues."""
         path = trace_path(self.config, self._first, last)
         try:
             write_trace(assemble(dumps, self._facts(last), self._lists()), path)

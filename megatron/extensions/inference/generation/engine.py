@@ -26,7 +26,7 @@ class Request:
     """Token ids, at least one."""
 
     max_new_tokens: int = 64
-    """At most so many; the longest text that the model can be run on is a limit too."""
+    """Maximum number of new tokens; the longest text that the model can be run on is a limit too."""
 
     sampling: Sampling = field(default_factory=Sampling)
 

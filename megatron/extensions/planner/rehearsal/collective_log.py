@@ -73,7 +73,7 @@ RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
-"""Files of the library that are passed over in call sites, beside those of the planner."""
+"""Library files that call sites leave out, beside those of the planner."""
 
 
 class CollectiveLog:
@@ -246,7 +246,7 @@ def places_of(trace: TracebackType | None) -> Iterator[str]:
 
 @cache
 def _place(filename: str) -> str | None:
-    """A file as it is shown; None if it is passed over."""
+    """A file as it is shown; None if it is left out."""
     path = Path(filename)
     if "site-packages" in path.parts or filename.startswith("<") or any(path.is_relative_to(each) for each in PASSED):
         return None

@@ -231,8 +231,8 @@ class Rehearsal:
 def rehearsal_of(
     config: RunConfig, world_size: int, microbatches: int, device_memory: int | None = None, whole: bool = False
 ) -> Rehearsal:
-    """The rehearsal of a resolved and validated configuration whose steps have so many micro-batches. Unless `whole`,
-    as many of them are rehearsed as it takes for each stage to hold as many at once as in the whole step."""
+    """The rehearsal of a resolved and validated configuration with `microbatches` in a step. Unless `whole`, it covers
+    only as many as each stage needs to hold the maximum of the whole step at once."""
     config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training
     number = microbatches if whole else enough_microbatches(config, microbatches)

@@ -58,7 +58,7 @@ class Report:
     def verdict(self) -> Iterator[str]:
         """Problems, ranks of which nothing is known, or that nothing was found."""
         if self.lost:
-            yield "Not rehearsed, so that nothing is known of them:"
+            yield "Not rehearsed:"
             yield from (f"  {line}" for line in _lost_lines(self.lost))
         if self.problems:
             yield "A run would fail:"

@@ -1,6 +1,6 @@
 """Lower bounds on the step time and the memory of a layout, and the search that they guide. No torch.
 
-Every bound leaves something out and adds nothing, so that no layout is passed over that is among the best.
+Every bound leaves something out and adds nothing, so that none of the best layouts is left out.
 """
 
 from __future__ import annotations

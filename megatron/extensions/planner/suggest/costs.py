@@ -135,7 +135,7 @@ class LayoutCosts:
         return self._possible(Family(tp, cp, ep, expert_tp, 1, "none", False), lcm(tp * cp, ep * expert_tp))
 
     def _possible(self, family: Family, ranks: int) -> bool:
-        """Whether a family has a legal layout on so many ranks, whatever the batch."""
+        """Whether a family has a legal layout on this number of ranks, whatever the batch."""
         config = self._probe(family)
         parallel = replace(config.parallel, data_parallel_size=None)
         training = replace(config.training, global_batch_size=None, num_microbatches=None, rampup_batch_size=None)

@@ -136,7 +136,7 @@ def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
             f"{gib(fullest(each.memory).total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
             f"{f', {gib(each.host)} GiB of the host' if each.host else ''}{' (given)' if each.given else ''}"
         )
-    yield "flags, to be put behind those of the run:"
+    yield "flags, to append to those of the run:"
     for number, each in enumerate(found, 1):
         if each.given:
             yield f"{number:<4}those of the run"
@@ -200,7 +200,7 @@ def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
     if effort.bound is not None and (not found or effort.bound < found[-1].step.seconds):
         why = "interrupted" if effort.interrupted else "ended early"
         yield (
-            f"{why}: layouts that it has not come to may take as little as {effort.bound:.4g} s; --suggest all "
+            f"{why}: layouts that were not evaluated may take as little as {effort.bound:.4g} s; --suggest all "
             "searches until none can be faster"
         )
 

@@ -18,11 +18,11 @@ from megatron.extensions.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""Where nothing fits, so many layouts with the lowest bounds on memory are measured to name the nearest one."""
+"""Layouts that are measured to name the nearest one if nothing fits: those with the lowest bounds on memory."""
 
 
 MOST_OF_A_SHAPE = 4
-"""A search that may end early predicts so many layouts of one `Layout.shape`, those with the lowest bounds."""
+"""Layouts of one `Layout.shape` that a search that may end early predicts: those with the lowest bounds."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Effort:
     """Layouts of those, and their ways of saving memory, whose memory was bounded."""
 
     bounded_closely: int = 0
-    """Of those, next in line by their bound on the time: their states were planned."""
+    """Of those, the ones whose states were planned, as they were next by their bound on the time."""
 
     predicted: int = 0
     measured: int = 0
@@ -84,7 +84,7 @@ class Effort:
     """Of those measured, what they offload does not fit the host's memory."""
 
     bound: float | None = None
-    """Where a search ended early: seconds of a step below which no layout can go that it has not come to."""
+    """After a search that ended early: a lower bound on the step time of every layout that it did not evaluate."""
 
     interrupted: bool = False
     """Whether it was asked to end."""
@@ -117,10 +117,10 @@ class LayoutSearch:
     """Bytes of a device."""
 
     most_predicted: int | None = None
-    """After so many predictions the search ends early, with the fastest of the layouts that it has come to."""
+    """Number of predictions after which the search ends early, with the fastest layout found so far."""
 
     most_timed: int | None = None
-    """Of so many families, those with the lowest bounds, the layers are timed; others are passed over."""
+    """Number of families whose layers are timed, those with the lowest bounds; others are left out."""
 
     progress: Callable[[Effort], None] = lambda effort: None
     """Is called at every step of the search."""
@@ -130,7 +130,7 @@ class LayoutSearch:
     _predicted: list[Timed] = field(default_factory=list)
     _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
     _passed_over: float = inf
-    """The lowest bound of what was passed over, as enough families had been timed, or layouts of a shape predicted."""
+    """The lowest bound of the layouts left out, as enough families were timed or layouts of a shape predicted."""
 
     _fitting: dict[Family, list[Layout]] = field(default_factory=dict)
     """The layouts of a family that may fit, until they are taken."""
@@ -170,7 +170,7 @@ class LayoutSearch:
                 break
 
     def nearest(self) -> Found | None:
-        """Where nothing fits, the legal layout whose fullest rank exceeds the limit least; None if none is legal."""
+        """The legal layout whose fullest rank exceeds the limit least, for when nothing fits; None if none is legal."""
         best: Found | None = None
         measured = 0
         for _, _, layout in sorted(self._too_large):

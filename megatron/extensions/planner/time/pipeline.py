@@ -50,7 +50,7 @@ class Schedule:
     """Whether no rank waits for the others between two steps: ends are then those of a step behind another one."""
 
     def times(self, costs: StageCosts, microbatches: int) -> PipelineTimes:
-        """Of a step of so many micro-batches."""
+        """Times of a step of this number of micro-batches."""
         ends = self._ends(costs, microbatches)
         alone = self._ends(replace(costs, comm=0.0), microbatches)
         return PipelineTimes(ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True)))

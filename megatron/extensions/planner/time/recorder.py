@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
         self.attention(batch * heads * length * k.shape[2] / 2, width, v.shape[3], k.shape[2], backward)
 
     def attention(self, pairs: float, width: int, value_width: int, length: int, backward: bool) -> None:
-        """A launch of a fused kernel for so many pairs of queries and keys, of all heads."""
+        """A launch of a fused kernel for this number of query-key pairs, of all heads."""
         flops = 2 * pairs * (3 * width + 2 * value_width if backward else width + value_width)
         self.add(Attention(self.backend, max(width, value_width), flops, length, backward))
 

@@ -250,7 +250,7 @@ class _Step:
         size *= {"float32": 4, "float64": 8}.get(parallel.params_dtype, 2)
         ranks = [self.dims.rank(pp=place) for place in range(self.layout.pp)]
         crossing = message_places(self.layout, ranks, self.network.ranks_per_node)
-        # Of the ranks of a node those send to another one whose pipeline goes on there.
+        # Of the ranks of a node those send to another one whose pipeline continues there.
         within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
         return [self.network.seconds("send", size, between if crosses else within) for crosses in crossing]
 
