@@ -9,7 +9,6 @@ their paths, so that a validation split samples the whole library.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ if not __package__:  # run as a file of a clone
 from megatron.core.fsync import whole_file
 from megatron.training.config.output_files import why_not_written
 
-from .common import run_tool
+from .common import run_tool, tool_parser
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 TABLE_FOLDERS = frozenset({"encodings", "pydoc_data"})
@@ -54,7 +53,7 @@ def documents(root: Path, with_tests: bool, min_chars: int) -> Iterator[dict[str
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder to read")
     parser.add_argument("--with-tests", action="store_true", help="include test folders")

@@ -18,7 +18,6 @@ import io
 import json
 import multiprocessing as mp
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ from megatron.training.config.output_files import why_not_written
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch
 
-from .common import run_tool
+from .common import processor_name, run_tool, tool_parser
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +68,7 @@ ITERATIONS = 7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="the device file, YAML")
     parser.add_argument("--cpu", action="store_true", help="measure processors and gloo")
     parser.add_argument("--seconds", type=float, default=90.0, help="of measuring, about (default: 90; 5 to 240)")
@@ -216,7 +215,7 @@ def described(measured: Measured, device: torch.device, ranks_per_node: int) -> 
 
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node / 2**30
-        return device_file(measured, {}, name=_processor(), multiprocessors=1, memory_gib=memory)
+        return device_file(measured, {}, name=processor_name(), multiprocessors=1, memory_gib=memory)
     about = torch.cuda.get_device_properties(device)
     peaks = [peak for name, peak in PEAK_TFLOPS_16BIT.items() if name in about.name]
     shapes = {(each.m, each.n) for each in measured.products}
@@ -242,15 +241,6 @@ def write(path: Path, device: DeviceFile, how: str, errors: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text_of(device, remarks))
     print(path.read_text(), end="")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import resolve, validate
 
-from .common import run_tool
+from .common import run_tool, too_small
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """Tensors compared in 16 bits. Weights and moments are not: Adam divides each gradient by its own size, so a gradient
@@ -53,19 +53,6 @@ class Side:
     flags: str
     config: RunConfig
     world_size: int
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How a tensor differs; `place` is the index of the largest difference."""
-
-    key: str
-    relative: float
-    place: tuple[int, ...]
-    values: tuple[float, float]
-    elements: int
-    """Elements that differ by more than the tolerance times the largest value."""
-    of: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,11 +123,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 def check_own_flags(args: argparse.Namespace) -> None:
     """Raises ValueError with every problem of the flags before --, one a line."""
-    problems = []
-    for name, least in (("--steps", 1), ("--world-a", 1), ("--world-b", 1), ("--tolerance", 0)):
-        value = getattr(args, name[2:].replace("-", "_"))
-        if value is not None and not value >= least:
-            problems.append(f"{name} {value}: must be at least {least}")
+    problems = too_small(args, steps=1, world_a=1, world_b=1, tolerance=0)
     for name, text in (("--a", args.a), ("--b", args.b)):
         try:
             shlex.split(text)
@@ -255,7 +238,7 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
             for name, message in torn:
                 print(f"  within {name}: {message.removeprefix(f'{key}: ')}")
             if relative > tolerance:
-                print_difference(difference_of(key, a[key], b[key], relative, tolerance), tolerance)
+                print_difference(key, a[key], b[key], relative, tolerance)
             return 1
         if relative > largest:
             largest, where = relative, key
@@ -264,25 +247,20 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
     return 0
 
 
-def difference_of(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> Difference:
-    """The details of two tensors that differ."""
+def print_difference(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> None:
+    """How two tensors differ, and where most. Elements differ by more than the tolerance times the largest value."""
     x, y = a.double(), b.double()
     gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
     finite = torch.cat([x.flatten(), y.flatten()])
     scale = finite[torch.isfinite(finite)].abs().amax().item() if torch.isfinite(finite).any() else 0.0
-    flat = int(gap.flatten().argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)) if a.dim() else ()
-    elements = int((gap > tolerance * scale).sum())
-    return Difference(key, relative, place, (x[place].item(), y[place].item()), elements, a.numel())
-
-
-def print_difference(found: Difference, tolerance: float) -> None:
-    print(f"  relative difference {found.relative:.3g}, rounding explains {tolerance:g}")
-    if found.place:
-        axes = "sample, position, feature" if " activation " in found.key else "index"
-        print(f"  {found.elements:,} of {found.of:,} elements differ; most at {axes} {list(found.place)}")
-    print(f"  a {found.values[0]!r}")
-    print(f"  b {found.values[1]!r}")
+    place = tuple(int(i) for i in torch.unravel_index(gap.flatten().argmax(), a.shape)) if a.dim() else ()
+    print(f"  relative difference {relative:.3g}, rounding explains {tolerance:g}")
+    if place:
+        axes = "sample, position, feature" if " activation " in key else "index"
+        elements = int((gap > tolerance * scale).sum())
+        print(f"  {elements:,} of {a.numel():,} elements differ; most at {axes} {list(place)}")
+    print(f"  a {x[place].item()!r}")
+    print(f"  b {y[place].item()!r}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from megatron.extensions.conversion.convert import Conversion, parse_bytes, pars
 from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Options
 
-from .common import add_config_flags, add_extension_flag, run_tool
+from .common import add_config_flags, add_extension_flag, run_tool, too_small, tool_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
     parser.add_argument("--input", type=Path, required=True, help="folder of the model to convert")
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
@@ -91,12 +91,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="replace the output folder if it holds a model")
     add_config_flags(parser, "vocabulary, from Hugging Face", "make_vocab_size_divisible_by")
     args = parser.parse_args(argv)
-    for flag, value in (
-        ("--workers", args.workers),
-        ("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
-    ):
-        if value < 1:
-            raise ValueError(f"{flag} {value} must be at least 1")
+    if problems := too_small(args, workers=1, make_vocab_size_divisible_by=1):
+        raise ValueError("\n".join(problems))
     return args
 
 

@@ -28,14 +28,22 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.extensions.inference.chat_template import Message, chat, find_chat_template, pieces
+from megatron.extensions.inference.chat_template import chat, find_chat_template, pieces
 from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling
 from megatron.extensions.inference.generation.engine import prompt_seed
 from megatron.extensions.inference.jsonl import answers, read_lines, written
 from megatron.extensions.inference.model import LoadedModel
 from megatron.training.reliability.launch import Launch
 
-from .common import add_extension_flag, add_model_flags, model_flag_problems, open_model, run_tool
+from .common import (
+    add_extension_flag,
+    add_model_flags,
+    model_flag_problems,
+    open_model,
+    run_tool,
+    too_small,
+    tool_parser,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,23 +131,14 @@ def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defa
     with ExitStack() as stack:
         lines = sys.stdin.buffer if args.jsonl == "-" else stack.enter_context(open(args.jsonl, "rb"))
         out: IO[str] = stack.enter_context(open(args.output, "w", encoding="utf-8")) if args.output else sys.stdout
-        requests = read_lines(lines, model, defaults, LateTemplate(args, model))
+        template = lru_cache(partial(find_chat_template, model.tokenizer_config, args.chat_template))
+        requests = read_lines(lines, model, defaults, lambda messages: template()(messages))
         for answer in answers(requests, engine, model.tokenizer, args.token_ids):
             bad += "error" in answer
             print(written(answer), file=out, flush=True)
     if bad:
         print(f"error: {bad} lines have an error in place of a text", file=sys.stderr)
     return 2 if bad else 0
-
-
-class LateTemplate:
-    """The chat template, looked for when messages come."""
-
-    def __init__(self, args: argparse.Namespace, model: LoadedModel) -> None:
-        self.find = lru_cache(partial(find_chat_template, model.tokenizer_config, args.chat_template))
-
-    def __call__(self, messages: list[Message]) -> str:
-        return self.find()(messages)
 
 
 def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
@@ -160,15 +159,14 @@ def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defau
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
-    parser.add_argument("--load", type=Path, required=True, help="checkpoint, folder of them, or Hugging Face folder")
+    add_model_flags(parser)
     parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
     parser.add_argument("--jsonl", metavar="FILE", help="requests, one JSON object a line; - for standard input")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the answers to --jsonl go (default: screen)")
     parser.add_argument("--chat", action="store_true", help="talk to the model, by the chat template of its tokenizer")
     parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     parser.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
     parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens only")
@@ -191,14 +189,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--logprobs", type=int, metavar="N", help="with --jsonl: log-probabilities, and N alternatives")
     parser.add_argument("--token-ids", action="store_true", help="with --jsonl: token ids of prompts and texts")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
-    parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
-    add_model_flags(parser)
     args = parser.parse_args(argv)
-    problems = [
-        f"{flag} {value} must be at least 1"
-        for flag, value in (("--max-new-tokens", args.max_new_tokens), ("--batch-size", args.batch_size))
-        if value < 1
-    ]
+    problems = too_small(args, max_new_tokens=1, batch_size=1)
     ways = [
         flag for flag, given in (("--prompt", args.prompt), ("--jsonl", args.jsonl), ("--chat", args.chat)) if given
     ]

@@ -13,7 +13,6 @@ one at a time. Each that differs is printed; if there are more than 40, one line
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections import Counter
@@ -34,14 +33,14 @@ from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
 
-from .common import run_tool
+from .common import run_tool, tool_parser
 
 MOST_LINES = 40
 """Tensors of which each gets a line of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder of checkpoints")
     parser.add_argument("other", type=Path, nargs="?", help="a checkpoint to compare with")
     args = parser.parse_args(argv)

@@ -33,7 +33,7 @@ from megatron.core.datasets.indices import parse_split
 from megatron.core.fsync import whole_file
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 
-from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, dataset_at, run_tool
+from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, dataset_at, run_tool, tool_parser
 
 SPLITS = ("train", "valid", "test")
 DATA_FIELDS = (
@@ -160,9 +160,7 @@ def samples(dataset: Dataset, seq_length: int) -> NDArray[np.int32]:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__, allow_abbrev=False)
     add_extension_flag(parser, argv)
     parser.add_argument("prefix", nargs="*", help="datasets to describe and verify")
     parser.add_argument("--show", type=int, default=0, help="number of sequences to show")

@@ -8,7 +8,6 @@ size of the data.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, strip_suffix
 
-from .common import dataset_at, refuse_output, run_tool
+from .common import dataset_at, refuse_output, run_tool, tool_parser
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -65,9 +64,7 @@ def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__, allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, help="prefixes, or folders of datasets")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--overwrite", action="store_true", help="replace output files that exist")

@@ -8,7 +8,6 @@ resumed run logged an iteration twice, the later record counts.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from .common import refuse_picture, run_tool
+from .common import refuse_picture, run_tool, tool_parser
 from .pictures.drawing import new_figure, write_picture
 from .pictures.run_folder import read_metrics
 
@@ -58,7 +57,7 @@ def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="--save folder of each run, or its metrics.jsonl")
     parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
     parser.add_argument("--log-scale", action="store_true", help="logarithmic loss axis")

@@ -47,6 +47,8 @@ from .common import (
     config_of,
     refuse_output,
     run_tool,
+    too_small,
+    tool_parser,
 )
 
 REPORTED_BAD_LINES = 100
@@ -177,9 +179,7 @@ def preprocess(
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__, allow_abbrev=False)
     add_extension_flag(parser, argv)
     group = parser.add_argument_group("input and output")
     group.add_argument("--input", nargs="+", required=True, help="files, globs, folders or URLs")
@@ -230,10 +230,7 @@ MEANINGLESS = {
 
 def check(args: argparse.Namespace) -> list[TextFile]:
     """The input files. Raises ValueError with every problem of the flags."""
-    problems, inputs = [], list[TextFile]()
-    for name, least in (("workers", 1), ("log_interval", 1), ("max_bad_lines", 0)):
-        if getattr(args, name) < least:
-            problems.append(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    problems, inputs = too_small(args, workers=1, log_interval=1, max_bad_lines=0), list[TextFile]()
     if args.split_sentences:
         problems.append("--split-sentences is not built: GPT data take whole documents; leave it out")
     if len(set(args.json_keys)) < len(args.json_keys):

@@ -22,7 +22,7 @@ if not __package__:  # run as a file of a clone
 from megatron.extensions.diagnosis.step_dump import SavedStep
 from megatron.extensions.diagnosis.step_replay import replay
 
-from .common import run_tool
+from .common import run_tool, tool_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("folder", type=Path, help="the saved step, one of SAVE/nan/iter_*")
     parser.add_argument("--world-size", type=int, help="ranks; default: the fewest that the flags after -- need")
     return parser

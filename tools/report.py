@@ -9,7 +9,6 @@ runs, without a trace, or with damaged files. --against adds another run's loss 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,14 +21,14 @@ if not __package__:  # run as a file of a clone
 from megatron.core.fsync import whole_file
 from megatron.training.config.output_files import why_not_written
 
-from .common import run_tool
+from .common import run_tool, tool_parser
 from .pictures import report_sections as sections
 from .pictures.plot_memory import read_plan
 from .pictures.run_folder import CONFIG, RunFolder, read_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("run", type=Path, help="--save folder of the run, or its metrics.jsonl")
     parser.add_argument("--against", type=Path, metavar="RUN", help="another run to compare with")
     parser.add_argument(

@@ -34,7 +34,15 @@ from megatron.extensions.inference.openai_api import Limits, OpenAIApi
 from megatron.extensions.inference.serving import EngineLoop
 from megatron.training.reliability.launch import Launch
 
-from .common import add_extension_flag, add_model_flags, model_flag_problems, open_model, run_tool
+from .common import (
+    add_extension_flag,
+    add_model_flags,
+    model_flag_problems,
+    open_model,
+    run_tool,
+    too_small,
+    tool_parser,
+)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -100,37 +108,24 @@ def give_up(launch: Launch, error: Exception) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
-    parser.add_argument("--load", type=Path, required=True, help="checkpoint, folder of them, or Hugging Face folder")
+    add_model_flags(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
     )
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
     parser.add_argument("--served-model-name", metavar="NAME", help="name of the model (default: that of the folder)")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
-    parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
     parser.add_argument("--max-waiting", type=int, default=64, help="texts that may wait; more get 429 (default: 64)")
     parser.add_argument("--max-tokens-limit", type=int, default=4096, help="most new tokens of a text (default: 4096)")
     parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, help="largest request (default: 4 MiB)")
     parser.add_argument("--max-connections", type=int, default=128, help="most connections at once (default: 128)")
     parser.add_argument("--request-timeout", type=float, default=600.0, help="seconds for an answer (default: 600)")
     parser.add_argument("--log-requests", action="store_true", help="print a line for each request to standard error")
-    add_model_flags(parser)
     args = parser.parse_args(argv)
-    least = {
-        "batch_size": 1,
-        "max_waiting": 0,
-        "max_tokens_limit": 1,
-        "max_body_bytes": 1,
-        "max_connections": 1,
-        "port": 0,
-    }
-    problems = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {bound}"
-        for name, bound in least.items()
-        if getattr(args, name) < bound
-    ]
+    problems = too_small(
+        args, batch_size=1, max_waiting=0, max_tokens_limit=1, max_body_bytes=1, max_connections=1, port=0
+    )
     if args.request_timeout <= 0:
         problems.append(f"--request-timeout {args.request_timeout:g} must be above 0 seconds")
     if args.port > 65535:

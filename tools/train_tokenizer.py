@@ -26,7 +26,7 @@ from megatron.core.fsync import whole_file
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import TextFile, find_inputs
 
-from .common import refuse_output, run_tool
+from .common import refuse_output, run_tool, tool_parser
 
 CHUNK_BYTES = 1 << 20
 # SentencePiece leaves out longer sentences without a word, so lines are cut: characters, of up to 4 bytes each.
@@ -142,9 +142,7 @@ def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files, globs, folders or URLs")
     add("--json-keys", nargs="+", default=["text"], help="keys or columns whose text to take")

@@ -32,7 +32,7 @@ from megatron.training.config.reading import FlagReader, Reading, tokens_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 
-from .common import run_tool
+from .common import run_tool, tool_parser
 from .common.launch_script import UNKNOWN, LaunchScript, quoted
 
 LAUNCHER = re.compile(
@@ -46,7 +46,7 @@ NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("script", nargs="?", type=Path, help="launch script; instead, give flags behind --")
     parser.add_argument("flags", nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, behind --")
     parser.add_argument(

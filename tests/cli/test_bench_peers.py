@@ -1,4 +1,4 @@
-"""The models that tools/bench/train_step.py compares with are the same model."""
+"""The models that tools/bench/speed.py compares with are the same model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tools.bench.peers import PEERS, STYLES, build_peer
-from tools.bench.train_step import flags
+from tools.bench.speed import flags
 
 REQUIREMENTS = Path(__file__).parents[2] / "tools/bench/requirements.txt"
 

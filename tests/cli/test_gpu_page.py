@@ -42,6 +42,7 @@ RUN = {
     ],
 }
 PART = {"group": "attention", "name": "cudnn", "milliseconds": SPREAD, "tflop": 5.0, "gigabytes": 2.0, "failed": None}
+VARIANT = {"contestant": "as it is", "tokens_per_second": SPREAD, "failed": None, "times": {}}
 MACHINE = {"gpu": "NVIDIA H100", "python": "3.12", "versions": {"torch": "2.11.0"}}
 
 
@@ -52,8 +53,8 @@ def test_page_of_what_there_is(tmp_path: Path) -> None:
     assert list(page(read_folder(tmp_path), ()))[2] == "No figures."
     write("llama-bf16.json", RUN)
     write("micro.json", PART, PART | {"name": "flash3", "milliseconds": None, "failed": "ImportError: none"})
-    variant = {"variant": "as it is", "tokens_per_second": SPREAD}
-    write("recipes.json", variant, {"variant": "--fp8-recipe rowwise", "failed": "RuntimeError: no | kernel"})
+    failed = {"contestant": "--fp8-recipe rowwise", "failed": "RuntimeError: no | kernel", "times": {}}
+    write("recipes.json", VARIANT, failed)
     (tmp_path / "headline-bf16.json").write_text('{"rows": [')
     (tmp_path / "tests.txt").write_text(
         "FAILED tests/gpu/test_fp8.py::test_a - AssertionError\n= 1 failed, 9 passed in 9s ="
@@ -89,7 +90,7 @@ def test_figures_of_two_devices_are_told_apart(tmp_path: Path) -> None:
         ("headline-bf16.json", trial, RUN | {"config": "tiny", "mfu": None}),
         ("llama-bf16.json", MACHINE, RUN),
         ("micro.json", trial, PART),
-        ("recipes.json", MACHINE, {"variant": "as it is", "tokens_per_second": SPREAD}),
+        ("recipes.json", MACHINE, VARIANT),
     ):
         (tmp_path / name).write_text(json.dumps({"machine": machine, "rows": [row]}))
     text = text_of(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench import micro, timing
+from tools.bench import device_time, micro
 
 TRIAL = ["--cpu", "--config", "tiny", "--calls", "1", "--rounds", "2", "--only", "memory", "GEMM fp8"]
 
@@ -72,5 +72,5 @@ def test_a_device_that_is_kept_busy_shows_its_own_time(monkeypatch: pytest.Monke
         clock[0] += 0.003
         Device.run(0.001)
 
-    took, started = timing._round_on_gpu(call, 10, 0.003)
+    took, started = device_time.one_round(call, 10, 0.003, torch.device("cuda"))
     assert took == pytest.approx(1.0) and started == pytest.approx(3.0)

@@ -15,7 +15,6 @@ background saves copy to is taken when a run begins and kept; the stall of the f
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -24,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +39,7 @@ from megatron.core.dist_checkpointing.path_kind import checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.testing.local_world import run_world
-from tools.bench.side_by_side import Spread, bench_parser, machine, positive, say_machine, write_figures
+from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
 
 BYTES = 12
 """Of a parameter and its moments in fp32."""
@@ -107,8 +105,8 @@ class Bench:
         total = time.perf_counter() - begin
         assert all(report.complete for report in saver.reports())
         if first:
-            return {"own first stall": [stall]}
-        return {"own background stall": [stall], "own background": [total]} if background else {"own": [total]}
+            return {"stall of a run's first background save": [stall]}
+        return {"stall of a background save": [stall], "background save": [total]} if background else {"save": [total]}
 
     def close(self) -> Seconds:
         """Gives memory back, so that the ways do not add up."""
@@ -118,14 +116,14 @@ class Bench:
     def dcp_save(self) -> Seconds:
         begin = time.perf_counter()
         dcp.save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
-        return {"dcp": [time.perf_counter() - begin]}
+        return {"dcp.save": [time.perf_counter() - begin]}
 
     def dcp_async_save(self) -> Seconds:
         begin = time.perf_counter()
         future = dcp.async_save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
         stall = time.perf_counter() - begin
         future.result()  # type: ignore[union-attr]
-        return {"dcp async stall": [stall], "dcp async": [time.perf_counter() - begin]}
+        return {"stall of dcp.async_save": [stall], "dcp.async_save": [time.perf_counter() - begin]}
 
     def raw_write(self) -> Seconds:
         path = self.root / "raw" / f"{self.world.rank}"
@@ -137,7 +135,7 @@ class Bench:
                 while view:
                     view = view[file.write(view) :]
             os.fsync(file.fileno())
-        return {"raw": [time.perf_counter() - begin]}
+        return {"plain files with fsync": [time.perf_counter() - begin]}
 
     def own_load(self) -> Seconds:
         begin = time.perf_counter()
@@ -146,12 +144,12 @@ class Bench:
         verified = time.perf_counter() - begin
         checkpoint.load(self.state.boxes, self.world)
         total = time.perf_counter() - begin
-        return {"own load": [total], "own load, reading only": [total - verified]}
+        return {"load": [total], "of it reading into tensors, without checksums": [total - verified]}
 
     def dcp_load(self) -> Seconds:
         begin = time.perf_counter()
         dcp.load(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
-        return {"dcp load": [time.perf_counter() - begin]}
+        return {"dcp.load": [time.perf_counter() - begin]}
 
     def rounds(self, count: int, limit: float) -> Seconds:
         """Up to `count` rounds after a first one that is not counted, and none that would begin after `limit` s."""
@@ -203,71 +201,27 @@ def measure(rank: int, ranks: int, root: Path, parameters: float, rounds: int, l
     return state.nbytes, Bench(root, state, initialize_model_parallel().world).rounds(rounds, limit)
 
 
-ROWS = {
-    "save, this program": "own",
-    "save, dcp.save": "dcp",
-    "save in the background, this program": "own background",
-    "save in the background, dcp.async_save": "dcp async",
-    "plain files with fsync": "raw",
-    "load, this program (verifies checksums first)": "own load",
-    "of it reading into tensors": "own load, reading only",
-    "load, dcp.load": "dcp load",
-    "stall of the background save, this program": "own background stall",
-    "stall of a run's first background save, this program": "own first stall",
-    "stall of the background save, dcp.async_save": "dcp async stall",
+BESIDE = {
+    "save": ("dcp.save", "plain files with fsync"),
+    "background save": ("dcp.async_save",),
+    "stall of a background save": ("save", "stall of dcp.async_save"),
+    "load": ("dcp.load",),
 }
-
-RATIOS = {
-    "stall / synchronous save": ("own background stall", "own"),
-    "stall / that of dcp.async_save": ("own background stall", "dcp async stall"),
-    "throughput of saving / that of dcp.save": ("dcp", "own"),
-    "throughput of background saving / that of dcp.async_save": ("dcp async", "own background"),
-    "throughput of saving / that of plain files": ("raw", "own"),
-    "throughput of loading / that of dcp.load": ("dcp load", "own load"),
-}
-"""Name -> of which way's seconds over which other's, round by round."""
+"""Way -> those with whose seconds its own are compared, round by round."""
 
 
-def summary(nbytes: int, seconds: Seconds) -> dict[str, Any]:
-    """The `Spread` of every way's seconds, and of the ratios within each round."""
-
-    ratios = {
-        name: asdict(Spread.of([a / b for a, b in zip(seconds[one], seconds[other], strict=True)]))
-        for name, (one, other) in RATIOS.items()
-    }
+def ratios(seconds: Seconds) -> dict[str, Spread]:
+    """The seconds of each of `BESIDE` over those of others."""
     return {
-        "bytes": nbytes,
-        "seconds": {name: asdict(Spread.of(seconds[key])) for name, key in ROWS.items()},
-        "ratios": ratios,
+        f"{way} / {other}": Spread.of([a / b for a, b in zip(seconds[way], seconds[other], strict=True)])
+        for way, others in BESIDE.items()
+        for other in others
     }
 
 
-def conditions(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The machine, its file system and what is saved."""
+def file_system(folder: Path) -> str:
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    holding = [mount for mount in mounts if folder.resolve().is_relative_to(mount[0])]
-    system = max(holding, key=lambda mount: len(mount[0]))[1]
-    return machine() | {"file_system": system, "ranks": args.ranks, "parameters": args.parameters}
-
-
-def show(found: dict[str, Any], count: int) -> str:
-    """The tables, in Markdown."""
-    gigabytes = found["bytes"] / 1e9
-    where = found["conditions"]
-    lines = [f"{where['file_system']}, {where['ranks']} ranks, {where['parameters']:g} parameters"]
-    lines += [
-        f"{gigabytes:.2f} GB, median of {count} rounds (least to most)",
-        "",
-        "| | seconds | GB/s |",
-        "|---|---|---|",
-    ]
-    for name, row in found["seconds"].items():
-        rate = "" if "stall" in name else f"{gigabytes / row['median']:.2f}"
-        lines.append(f"| {name} | {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f}) | {rate} |")
-    lines += ["", "| ratio | |", "|---|---|"]
-    for name, row in found["ratios"].items():
-        lines.append(f"| {name} | {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f}) |")
-    return "\n".join(lines)
+    return max((mount for mount in mounts if folder.resolve().is_relative_to(mount[0])), key=lambda m: len(m[0]))[1]
 
 
 def refuse_to_swap(parameters: float) -> None:
@@ -282,25 +236,30 @@ def refuse_to_swap(parameters: float) -> None:
         )
 
 
-def main() -> None:
-    parser = bench_parser(__doc__, 5)
+def main() -> int:
+    parser = bench_parser(__doc__, 5, ranks=(2, "processes that hold equal parts"))
     parser.add_argument("--parameters", type=float, default=3e8)
-    parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--seconds", type=float, default=200, help="no round begins after this many seconds")
     parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
     args = parser.parse_args()
     refuse_to_swap(args.parameters)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as name:
-        where = conditions(Path(name), args)
-        results = run_world(
-            args.ranks, measure, Path(name), args.parameters, args.rounds, args.seconds, timeout=args.seconds + 600
-        )
-    seconds = results[0][1]
-    found = summary(sum(nbytes for nbytes, _ in results), seconds) | {"conditions": where, "rounds": seconds}
-    say_machine(where)
-    print(show(found, len(seconds["own"])))
-    write_figures(args.json, found)
+        facts = machine() | {"file_system": file_system(Path(name)), "parameters": args.parameters, "ranks": args.ranks}
+        work = (Path(name), args.parameters, args.rounds, args.seconds)
+        results = run_world(args.ranks, measure, *work, timeout=args.seconds + 600)
+    size, seconds = sum(nbytes for nbytes, _ in results), results[0][1]
+    found = {way: Spread.of(values) for way, values in seconds.items()}
+    print(f"{facts['file_system']}, {args.ranks} ranks, {args.parameters:g} parameters, {size / 1e9:.2f} GB")
+    for way, spread in found.items():
+        print(f"{way:<40} {spread:6.2f} s" + ("" if "stall" in way else f"  {size / 1e9 / spread.median:6.2f} GB/s"))
+    beside = ratios(seconds)
+    for name, ratio in beside.items():
+        print(f"{name:<40} {ratio:6.2f}")
+    rows = [{"way": way, "seconds": asdict(spread), "rounds": seconds[way]} for way, spread in found.items()]
+    rows += [{"ratio": name, **asdict(ratio)} for name, ratio in beside.items()]
+    write_json(args.json, facts | {"bytes": size}, rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,8 +26,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from tools.bench.side_by_side import Spread, bench_parser, machine, say_machine, write_json
+from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 MEGABYTES, VOCAB = 50, 32000
@@ -79,59 +80,37 @@ DOCUMENT_CHARACTERS = 100_000
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp")
 
 
-def texts(roots: Sequence[Path]) -> Iterator[str]:
-    """Documents from the source files below these folders, in a fixed order. Long texts are cut, as the memory of a
-    tokenizer grows with the longest document."""
-    for root in roots:
+def texts() -> Iterator[str]:
+    """Documents from the source files of Python and its packages, in a fixed order. Long texts are cut, as the memory
+    of a tokenizer grows with the longest document."""
+    for root in (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")):
         for path in sorted(root.rglob("*")):
             if path.suffix in SUFFIXES and path.is_file():
-                try:
+                with suppress(UnicodeDecodeError, OSError):
                     text = path.read_text(encoding="utf-8")
-                except (UnicodeDecodeError, OSError):
-                    continue
-                for start in range(0, len(text), DOCUMENT_CHARACTERS):
-                    yield text[start : start + DOCUMENT_CHARACTERS]
+                    yield from (text[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(text), DOCUMENT_CHARACTERS))
 
 
-def write_corpus(path: Path, megabytes: float, roots: Sequence[Path]) -> None:
+def write_corpus(path: Path, megabytes: float) -> None:
     """Writes about so many MB of JSON lines, the same texts again where there are fewer."""
     size = 0
     with open(path, "w", encoding="utf-8") as out:
-        while size < megabytes * 1e6:
-            before = size
-            for text in texts(roots):
-                size += out.write(json.dumps({"text": text}) + "\n")
-                if size >= megabytes * 1e6:
-                    break
-            if size == before:
-                raise SystemExit(f"no text found below {', '.join(map(str, roots))}")
+        for text in cycle(texts()):
+            size += out.write(json.dumps({"text": text}) + "\n")
+            if size >= megabytes * 1e6:
+                break
 
 
-def train_tokenizers(corpus: Path, folder: Path) -> dict[str, list[str]]:
-    """Flags of a SentencePiece model and of a byte-level BPE, both trained on the first part of the corpus."""
-    import sentencepiece
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def train_tokenizers(folder: Path) -> dict[str, list[str]]:
+    """Flags of a SentencePiece model and of a byte-level BPE, both trained on a smaller corpus."""
+    from tokenizers import ByteLevelBPETokenizer
 
-    texts = [text for text, _ in zip(texts_of(corpus), range(400), strict=False)]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in texts for line in text.split("\n") if line),
-        model_prefix=str(folder / "own"),
-        vocab_size=VOCAB // 4,
-        model_type="bpe",
-        byte_fallback=True,
-        max_sentence_length=100_000,
-        minloglevel=2,
-    )
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=VOCAB, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    small = folder / "small.jsonl"
+    write_corpus(small, MEGABYTES / 10)
+    command = [sys.executable, str(ROOT / "tools/train_tokenizer.py"), "--input", str(small), "--vocab-size", "8000"]
+    subprocess.run([*command, "--output-prefix", str(folder / "own")], check=True, capture_output=True)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts_of(small), VOCAB, special_tokens=["<|endoftext|>"], show_progress=False)
     bpe.save(str(folder / "tokenizer.json"))
     return {
         "SentencePiece": ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "own.model")],
@@ -192,8 +171,8 @@ def tool_rate(flags: Sequence[str], folder: Path, corpus: Path, workers: int) ->
 
 def preprocess(folder: Path, rounds: int) -> Iterator[Row]:
     corpus = folder / "corpus.jsonl"
-    write_corpus(corpus, MEGABYTES, [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")])
-    flags = train_tokenizers(corpus, folder)
+    write_corpus(corpus, MEGABYTES)
+    flags = train_tokenizers(folder)
     kinds = {
         "SentencePiece": flags["SentencePiece"],
         "BPE, gigatoken": [*flags["BPE"], "--bpe-backend", "gigatoken"],
@@ -314,7 +293,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="where files of up to 3 GB go (default: a temporary folder)")
     args = parser.parse_args(argv)
     facts = machine("numpy", "sentencepiece", "tokenizers", "gigatoken")
-    say_machine(facts)
     rows = []
     with tempfile.TemporaryDirectory(prefix="bench-data-", dir=args.folder) as name:
         for part in args.part:

@@ -15,19 +15,19 @@ flags as well: all in processes of their own that take turns, each with its part
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import tempfile
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import linear_format
@@ -37,20 +37,23 @@ from megatron.extensions.planner.flops import flops_per_token
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve, validate
-from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, groups_of, say_groups, spans_of
+from megatron.training.config.validation import resolve_legal
+from megatron.training.reliability.launch import Launch, choose_allocators
+from tools.bench import device_time, gpu_page
 from tools.bench.side_by_side import (
     Contestant,
+    Found,
     Round,
     Spread,
     bench_parser,
+    compared,
     interleaved,
     machine,
     positive,
-    say_machine,
+    say_rows,
+    timed,
     write_json,
 )
-from tools.bench.timing import Ceiling, ceiling_tokens, ceilings, wait_for
 
 if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
@@ -114,10 +117,7 @@ def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
         f"--global-batch-size {samples * shape.micro_batches} --mock-data --train-iters 1000000 --eval-iters 0 "
         f"--lr 1e-5 --num-workers 0 {flags}"
     )
-    config = resolve(parse_args(text.split()), 1)
-    if problems := validate(config, 1):
-        raise ValueError("; ".join(map(str, problems)))
-    return config
+    return resolve_legal(parse_args(text.split()), 1)
 
 
 def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
@@ -152,25 +152,14 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def build(config: RunConfig) -> TrainingRun:
-    """The run of one process that pretrain_gpt.py would build."""
+def built(config: RunConfig, warm_up: int) -> TrainingRun:
+    """The run of one process that pretrain_gpt.py would build, after so many steps."""
     from megatron.training.initialize import StartupPhases, initialize
-    from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
 
-    return build_run(config, initialize(config, Launch(), StartupPhases()))
-
-
-def round_of(run: TrainingRun, steps: int) -> Round:
-    """Each call is a round: tokens per second of so many steps."""
-    tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
-
-    def one_round() -> float:
-        start = time.perf_counter()
-        take_steps(run, steps)
-        return tokens / (time.perf_counter() - start)
-
-    return one_round
+    run = build_run(config, initialize(config, Launch(), StartupPhases()))
+    take_steps(run, warm_up)
+    return run
 
 
 def take_steps(run: TrainingRun, steps: int) -> None:
@@ -181,96 +170,68 @@ def take_steps(run: TrainingRun, steps: int) -> None:
     run.interval = Interval()
     for _ in range(steps):
         train_step(run)
-    wait_for(run.runtime.device)
+    device_time.wait_for(run.runtime.device)
+
+
+def round_of(run: TrainingRun, steps: int) -> Round:
+    """Each call is a round: tokens per second of so many steps."""
+    tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
+    return timed(partial(take_steps, run, steps), 1, tokens)
 
 
 def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
     """Builds and warms up in a process of its own."""
-    from megatron.training.reliability.launch import choose_allocators
-
     choose_allocators(os.environ)
-    run = build(config)
-    take_steps(run, warm_up)
-    return round_of(run, steps)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One model in one precision."""
-
-    config: str
-    precision: str
-    layers: int
-    micro_batch_size: int
-    micro_batches: int
-    tokens_per_second: Spread
-    tflops: float
-    """Causal."""
-    mfu: float | None
-    of_products: float
-    """Tokens per second over what the matrix products alone would allow."""
-    planned: tuple[int, int, int]
-    """Bytes of states, activations and working memory."""
-    allocated: int | None
-    reserved: int | None
-    ceilings: tuple[Ceiling, ...]
-    planner: dict[str, float]
-    """By device file, the TFLOP/s that `--dry-run --device` predicts."""
-    groups: tuple[Group, ...]
+    return round_of(built(config, warm_up), steps)
 
 
 def measure(
-    name: str,
-    precision: str,
-    config: RunConfig,
-    args: argparse.Namespace,
-    device: Any,
-    note: Callable[[Result], object],
-) -> Result:
+    config: RunConfig, args: argparse.Namespace, device: torch.device, note: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
     """Ceilings, rounds of steps, then one step under the profiler. Figures are printed as they are found; `note` sees
     them before the planner and the profiler run."""
-    import torch
-
     from megatron.training.metrics.summary import peak_tflops
 
-    found = tuple(ceilings(config, device))
+    found = device_time.ceilings(config, device)
     on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-    run = build(config)
-    take_steps(run, args.warm_up)
+    run = built(config, args.warm_up)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     one_round = round_of(run, args.steps)
     speed = Spread.of([one_round() for _ in range(args.rounds)])
     tflops = speed.median * flops_per_token(config.model) / 1e12
     peak = peak_tflops(config.logging, device, torch.bfloat16, linear_format(config.parallel))
-    result = Result(
-        name,
-        precision,
-        config.model.num_layers,
-        config.training.micro_batch_size,
-        config.training.num_microbatches or 1,
-        speed,
-        tflops,
-        tflops / peak if peak else None,
-        speed.median / ceiling_tokens(config, found),
-        planned_bytes(config),
-        torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        found,
-        {},
-        (),
-    )
-    say(result)
+    result: dict[str, Any] = {
+        "config": args.config,
+        "precision": args.precision,
+        "layers": config.model.num_layers,
+        "micro_batch_size": config.training.micro_batch_size,
+        "micro_batches": config.training.num_microbatches or 1,
+        "tokens_per_second": asdict(speed),
+        "tflops": tflops,
+        "mfu": tflops / peak if peak else None,
+        "of_products": speed.median / device_time.ceiling_tokens(config, found),
+        "planned": planned_bytes(config),
+        "allocated": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "reserved": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "ceilings": [asdict(ceiling) for ceiling in found],
+    }
+    rows = [("", device.type, result)]
+    for ceiling in found:
+        print(f"{ceiling.name:<14}{ceiling.result}")
+    say(gpu_page.training(rows))
     note(result)
-    result = replace(result, planner=planner_tflops(config, args.device))
-    for known, guess in result.planner.items():
-        print(f"  planned for {known}: {guess:.1f} TFLOP/s, measured {tflops / guess:.3f} of it", flush=True)
+    result["planner"] = planner_tflops(config, args.device)
+    say(gpu_page.planner(rows))
     note(result)
-    result = replace(result, groups=tuple(profiled(run, args.trace)))
-    say_groups(result.groups, lambda line: print(f"  {line}"))
+    groups = device_time.profiled(partial(take_steps, run, 1), on_gpu, args.trace)
+    result["groups"] = [asdict(group) for group in groups]
+    say(gpu_page.groups(device.type, result))
     return result
+
+
+def say(lines: Iterable[str]) -> None:
+    print("\n".join(lines), flush=True)
 
 
 def planner_tflops(config: RunConfig, devices: Sequence[str]) -> dict[str, float]:
@@ -293,85 +254,16 @@ def of_this_device(path: Path, name: str) -> list[str]:
 
     try:
         found = read_device(str(path)).name
+        why = "" if found == name else f"it is of {found}, and this is {name}"
     except (ValueError, OSError, ImportError) as error:
-        print(f"not predicted for {path}: {error}")
-        return []
-    if found != name:
-        print(f"not predicted for {path}: it is of {found}, and this is {name}")
-        return []
-    return [str(path)]
-
-
-def profiled(run: TrainingRun, keep: Path | None = None) -> list[Group]:
-    """One step by groups of kernels on a GPU, of operations on CPU. `keep`: where the trace goes if it is to stay."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = run.runtime.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
-        take_steps(run, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        path = keep or Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
-    return groups_of(spans_of(trace, GPU_CATEGORIES if on_gpu else CPU_CATEGORIES), nested=not on_gpu)
-
-
-def say(result: Result) -> None:
-    """Speed, memory and ceilings."""
-    print(
-        f"{result.config} {result.precision}: {result.layers} layers, {result.micro_batches} micro-batches of "
-        f"{result.micro_batch_size} a step"
-    )
-    mfu = "unknown" if result.mfu is None else f"{result.mfu:.1%}"
-    print(f"  {result.tokens_per_second:,.0f} tokens/s, {result.tflops:.1f} TFLOP/s (causal), MFU {mfu} (causal)")
-    print(f"  {result.of_products:.1%} of what the matrix products alone would allow")
-    states, activations, working = result.planned
-    print(
-        f"  memory planned {gib(sum(result.planned))} GiB: states {gib(states)}, activations {gib(activations)}, "
-        f"working about {gib(working)}"
-    )
-    if result.allocated is not None and result.reserved is not None:
-        ratio = result.allocated / sum(result.planned)
-        print(f"  allocated at most {gib(result.allocated)} GiB, {ratio:.3f} of it; reserved {gib(result.reserved)}")
-    for ceiling in result.ceilings:
-        print(f"  {ceiling.name:<14}{ceiling.rate:,.1f} {ceiling.unit}")
-    sys.stdout.flush()
-
-
-def compare(
-    config: RunConfig,
-    variants: Sequence[tuple[str, RunConfig]],
-    args: argparse.Namespace,
-    note: Callable[[Sequence[Any]], object],
-) -> list[Any]:
-    """Tokens per second of each, in turns, and over the first one's. `note` sees the rows that there are so far."""
-    named = [("as it is", config), *variants]
-    contestants = [Contestant(name, contestant, (one, args.steps, args.warm_up)) for name, one in named]
-    found = interleaved(contestants, args.rounds, warm_up=1, note=lambda so_far: note(compared_rows(so_far)))
-    rows = compared_rows(found)
-    for row in rows:
-        if "failed" in row:
-            print(f"{row['variant']:<40} failed: {row['failed']}")
-            continue
-        speed = Spread(**row["tokens_per_second"])
-        base = rows[0]["tokens_per_second"]["median"] if "tokens_per_second" in rows[0] else speed.median
-        print(f"{row['variant']:<40} {speed:,.0f} tokens/s  {speed.median / base:.3f} x as it is")
-    return rows
-
-
-def compared_rows(found: Mapping[str, list[float] | str]) -> list[Any]:
-    """A row for each variant that has run or failed."""
-    return [
-        {"variant": name, "failed": values}
-        if isinstance(values, str)
-        else {"variant": name, "tokens_per_second": vars(Spread.of(values))}
-        for name, values in found.items()
-        if values
-    ]
+        why = str(error)
+    if why:
+        print(f"not predicted for {path}: {why}")
+    return [] if why else [str(path)]
 
 
 def parser_of_args() -> argparse.ArgumentParser:
-    parser = bench_parser(__doc__, 5)
+    parser = bench_parser(__doc__, 5, steps=(3, "of a round"))
     parser.add_argument("--config", choices=SHAPES, required=True)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--fp8-format", default="hybrid")
@@ -384,7 +276,6 @@ def parser_of_args() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-share", type=float, default=0.80, help="of what is free, to be planned with, as plans are estimates"
     )
-    parser.add_argument("--steps", type=positive, default=3, help="of a round")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")
     parser.add_argument("--device", nargs="+", default=[], help="device files, by which the planner predicts the step")
     parser.add_argument(
@@ -393,6 +284,16 @@ def parser_of_args() -> argparse.ArgumentParser:
     parser.add_argument("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace")
     return parser
+
+
+def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
+    """That of --cpu and --config; ends the program if it is not there."""
+    if args.cpu and args.config != "tiny":
+        parser.error("--cpu is for --config tiny: the others need a GPU")
+    choose_allocators(os.environ)
+    if not args.cpu and not torch.cuda.is_available():
+        parser.error("there is no GPU; --cpu --config tiny tries everything without one")
+    return torch.device("cpu" if args.cpu else "cuda")
 
 
 def chosen_config(args: argparse.Namespace, room: int) -> tuple[RunConfig, str]:
@@ -406,21 +307,11 @@ def chosen_config(args: argparse.Namespace, room: int) -> tuple[RunConfig, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_args()
     args = parser.parse_args(argv)
-    if args.cpu and args.config != "tiny":
-        parser.error("--cpu is for --config tiny: the others need a GPU")
-    from megatron.training.reliability.launch import choose_allocators
-
-    choose_allocators(os.environ)
-    import torch
-
-    if not args.cpu and not torch.cuda.is_available():
-        parser.error("there is no GPU; --cpu --config tiny tries everything without one")
-    device = torch.device("cpu" if args.cpu else "cuda")
+    device = chosen_device(parser, args)
     free = CPU_BYTES if args.cpu else torch.cuda.mem_get_info(device)[0]
-    facts = machine("triton") | {"free_gib": free / 2**30}
+    facts: dict[str, Any] = machine("triton") | {"free_gib": free / 2**30}
     if not args.cpu:
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    say_machine(facts)
     print(f"{facts.get('gpu', 'no GPU')}, {gib(free)} GiB free")
     if args.calibrated is not None:
         args.device = [*args.device, *of_this_device(args.calibrated, facts.get("gpu") or facts["cpu"])]
@@ -428,17 +319,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, flags = chosen_config(args, room)
         shape, of = SHAPES[args.config], (config.model.num_layers, config.training.micro_batch_size)
-        variants = [(more, config_of(shape, *of, f"{flags} {more}")) for more in args.compare]
+        variants = {"as it is": config} | {more: config_of(shape, *of, f"{flags} {more}") for more in args.compare}
     except ValueError as error:
         parser.error(str(error))
 
     def note(rows: Sequence[Any]) -> None:
         write_json(args.json, facts, rows, ended=False)
 
-    if variants:
-        rows = compare(config, variants, args, note)
+    if args.compare:
+        contestants = [Contestant(name, contestant, (one, args.steps, args.warm_up)) for name, one in variants.items()]
+
+        def rows_of(found: Found) -> list[Any]:
+            return compared(found, lambda name: iter(["as it is"]))
+
+        rows = rows_of(interleaved(contestants, args.rounds, note=lambda found: note(rows_of(found))))
+        say_rows(rows)
     else:
-        rows = [measure(args.config, args.precision, config, args, device, lambda result: note([result]))]
+        rows = [measure(config, args, device, lambda result: note([result]))]
     write_json(args.json, facts, rows)
     return 0
 

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,16 @@ class Found:
     runs: list[tuple[str, Figures]] = field(default_factory=list)
     """Models that were measured, by file."""
 
-    compared: list[tuple[str, Sequence[Figures]]] = field(default_factory=list)
-    parts: list[tuple[str, Figures]] = field(default_factory=list)
+    compared: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))
+    parts: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))
     tests: str | None = None
     calls: list[Figures] = field(default_factory=list)
     """Commands of scripts/gpu_first_hour.sh: part, exit code, seconds, their limit, stopped, command."""
 
     unreadable: list[str] = field(default_factory=list)
+
+    def source(self, file: str) -> str:
+        return f"{file}, {self.device(file)}"
 
     def device(self, file: str) -> str:
         """The GPU of a file's figures, or "CPU"."""
@@ -72,15 +75,14 @@ def read_folder(folder: Path) -> Found:
     for path in sorted(folder.glob("*.json")):
         try:
             document = json.loads(path.read_text())
-            rows = document["rows"]
             found.machines[path.name] = dict(document["machine"])
-            for row in rows:
+            for row in document["rows"]:
                 if "milliseconds" in row:
-                    found.parts.append((path.name, row))
+                    found.parts[path.name].append(row)
                 elif "layers" in row:
                     found.runs.append((path.name, row))
-            if any("variant" in row for row in rows):
-                found.compared.append((path.name, rows))
+                elif "contestant" in row:
+                    found.compared[path.name].append(row)
         except (OSError, *MALFORMED) as error:
             found.unreadable.append(f"{path.name}: {type(error).__name__}: {error}")
     _read_calls(folder / "calls.jsonl", found)
@@ -113,21 +115,21 @@ def _read_calls(path: Path, found: Found) -> None:
 
 def page(found: Found, missing: Sequence[str]) -> Iterator[str]:
     """The lines of the page."""
-    yield "# Figures of a GPU"
-    yield ""
+    yield from ("# Figures of a GPU", "")
     yield from _machines(found)
-    yield from _runs(found)
-    yield from _planner(found)
+    runs = [(file, found.device(file), row) for file, row in found.runs]
+    yield from training(runs)
+    yield from planner(runs)
     for file, row in found.runs:
-        yield from _groups(f"{file}, {found.device(file)}", row)
-    yield from _compared(found)
-    yield from _parts(found)
+        yield from groups(found.source(file), row)
+    for file, rows in found.compared.items():
+        yield from _table(f"Compared in turns ({found.source(file)})", COMPARED, map(_compared, rows))
+    for file, rows in found.parts.items():
+        yield from _table(f"Parts one by one ({found.source(file)})", PART, map(_part, rows))
     yield from _tests(found)
-    yield from _calls(found)
+    yield from _table("Commands", CALL, map(_call, found.calls))
     if missing or found.unreadable:
-        yield ""
-        yield "## Missing"
-        yield ""
+        yield from ("", "## Missing", "")
         yield from (f"- {line}" for line in (*missing, *found.unreadable))
 
 
@@ -139,136 +141,91 @@ def _machines(found: Found) -> Iterator[str]:
         python = f"Python {machine.get('python')}, {versions}"
         facts = found.device(file), machine.get("cpu"), machine.get("system"), python
         files["; ".join(str(fact) for fact in facts if fact)].append(file)
-    if not files:
-        yield "No figures."
-    elif len(files) == 1:
-        yield from files
-    else:
-        yield f"**Figures of {len(files)} machines:**"
-        yield ""
-        yield from (f"- {', '.join(names)}: {line}" for line, names in files.items())
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield ""
-    yield f"| {' | '.join(head)} |"
-    yield f"| {' | '.join('---' for _ in head)} |"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-
-
-def _runs(found: Found) -> Iterator[str]:
-    if not found.runs:
+    if len(files) < 2:
+        yield from files or ["No figures."]
         return
-    yield ""
-    yield "## Training"
-    yield ""
-    yield "TFLOP/s and MFU count causal attention. Memory in GiB; the plan is that of the dry run."
-    head = [
-        "file",
-        "device",
-        "model",
-        "layers",
-        "batch",
-        "tokens/s",
-        "TFLOP/s",
-        "MFU",
-        "of the products",
-        "plan",
-        "peak",
-        "peak/plan",
-    ]
+    yield from (f"**Figures of {len(files)} machines:**", "")
+    yield from (f"- {', '.join(names)}: {line}" for line, names in files.items())
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about: str = "") -> Iterator[str]:
+    """A section; nothing where there are no rows."""
+    lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
+    if lines:
+        yield from ("", f"## {title}", *(("", about) if about else ()), "")
+        yield from (f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |", *lines)
+
+
+COMPARED = ("flags", "tokens/s", "ratio")
+PART = ("group", "part", "ms", "TFLOP/s", "GB/s")
+CALL = ("part", "exit code", "seconds", "command")
+
+
+Run = tuple[str, str, Figures]
+"""File, device and figures of a model that was measured."""
+
+RUN = "file|device|model|layers|batch|tokens/s|TFLOP/s|MFU|of the products|plan|peak|peak/plan".split("|")
+
+
+def training(runs: Sequence[Run]) -> Iterator[str]:
+    about = "TFLOP/s and MFU count causal attention. Memory in GiB; the plan is that of the dry run."
     rows = []
-    for file, row in found.runs:
+    for file, device, row in runs:
         planned, peak = sum(row["planned"]), row.get("allocated")
-        cells = [
-            file,
-            found.device(file),
-            f"{row['config']} {row['precision']}",
-            str(row["layers"]),
-            f"{row['micro_batches']} x {row['micro_batch_size']}",
-            _spread(row["tokens_per_second"], ",.0f"),
-            f"{row['tflops']:.1f}",
-            "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
-            f"{row['of_products']:.1%}",
-            _gib(planned),
-            "" if peak is None else _gib(peak),
-            "" if peak is None else f"{peak / planned:.3f}",
-        ]
-        rows.append(cells)
-    yield from _table(head, rows)
+        mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        batch = f"{row['micro_batches']} x {row['micro_batch_size']}"
+        memory = ["", ""] if peak is None else [f"{peak / 2**30:.2f}", f"{peak / planned:.3f}"]
+        speed = _spread(row["tokens_per_second"], ",.0f"), f"{row['tflops']:.1f}", mfu, f"{row['of_products']:.1%}"
+        model = f"{row['config']} {row['precision']}", row["layers"], batch
+        rows.append([file, device, *model, *speed, f"{planned / 2**30:.2f}", *memory])
+    yield from _table("Training", RUN, rows, about)
 
 
-def _planner(found: Found) -> Iterator[str]:
+def planner(runs: Sequence[Run]) -> Iterator[str]:
+    head = ("file", "device file", "predicted TFLOP/s", "measured TFLOP/s", "ratio")
     rows = [
-        [file, device, f"{tflops:.4g}", f"{row['tflops']:.4g}", f"{row['tflops'] / tflops:.3f}"]
-        for file, row in found.runs
-        for device, tflops in row.get("planner", {}).items()
+        [file, known, f"{guess:.4g}", f"{row['tflops']:.4g}", f"{row['tflops'] / guess:.3f}"]
+        for file, _, row in runs
+        for known, guess in row.get("planner", {}).items()
     ]
-    if rows:
-        yield ""
-        yield "## Beside the planner (--dry-run --device)"
-        yield from _table(["file", "device file", "predicted TFLOP/s", "measured TFLOP/s", "ratio"], rows)
+    yield from _table("Beside the planner (--dry-run --device)", head, rows)
 
 
-def _calls(found: Found) -> Iterator[str]:
-    if not found.calls:
-        return
-    yield ""
-    yield "## Commands"
-    rows = []
-    for call in found.calls:
-        code = f"**{call['code']}**" if call["code"] else "0"
-        late = ", out of time" if call["code"] in (124, 137) and call["seconds"] >= call["limit"] else ""
-        late = ", stopped from outside" if call["stopped"] else late
-        command = call["command"].replace("|", "/")
-        short = command if len(command) <= 160 else f"{command[:50]} ... {command[-105:]}"
-        rows.append([call["part"], code + late, f"{call['seconds']} of {call['limit']}", f"`{short}`"])
-    yield from _table(["part", "exit code", "seconds", "command"], rows)
+def groups(source: str, row: Figures) -> Iterator[str]:
+    title = f"Where a step goes: {row['config']} {row['precision']}, {row['layers']} layers ({source})"
+    rows = [
+        [
+            *(group["name"], f"{group['microseconds'] / 1e3:.2f}", f"{group['share']:.1%}", group["count"]),
+            "; ".join(name[:60] for name in group["longest"]),
+        ]
+        for group in row.get("groups", ())
+    ]
+    yield from _table(title, ("group", "ms", "share", "kernels", "longest"), rows)
 
 
-def _groups(source: str, row: Figures) -> Iterator[str]:
-    groups = row.get("groups", ())
-    if not groups:
-        return
-    yield ""
-    yield f"## Where a step goes: {row['config']} {row['precision']}, {row['layers']} layers ({source})"
-    rows = []
-    for group in groups:
-        longest = "; ".join(name[:60].replace("|", "/") for name in group["longest"])
-        milliseconds = f"{group['microseconds'] / 1e3:.2f}"
-        rows.append([group["name"], milliseconds, f"{group['share']:.1%}", str(group["count"]), longest])
-    yield from _table(["group", "ms", "share", "kernels", "longest"], rows)
+def _compared(row: Figures) -> list[Any]:
+    if row.get("failed"):
+        return [row["contestant"], f"failed: {row['failed']}", ""]
+    ratio = next(iter(row["times"].values()), 1.0)
+    return [row["contestant"], _spread(row["tokens_per_second"], ",.0f"), f"{ratio:.3f}"]
 
 
-def _compared(found: Found) -> Iterator[str]:
-    for file, rows in found.compared:
-        yield ""
-        yield f"## Compared in turns ({file}, {found.device(file)})"
-        base = next((row["tokens_per_second"]["median"] for row in rows if "tokens_per_second" in row), None)
-        cells = []
-        for row in rows:
-            if "failed" in row:
-                cells.append([row["variant"], f"failed: {row['failed']}".replace("|", "/"), ""])
-            else:
-                ratio = row["tokens_per_second"]["median"] / base if base else 0
-                cells.append([row["variant"], _spread(row["tokens_per_second"], ",.0f"), f"{ratio:.3f}"])
-        yield from _table(["flags", "tokens/s", "ratio"], cells)
+def _part(row: Figures) -> list[Any]:
+    if row["milliseconds"] is None:
+        return [row["group"], row["name"], f"failed: {row['failed']}", "", ""]
+    seconds = row["milliseconds"]["median"] / 1e3
+    rate = f"{row['tflop'] / seconds:,.1f}" if row["tflop"] else ""
+    bandwidth = f"{row['gigabytes'] / seconds:,.0f}" if row["gigabytes"] else ""
+    return [row["group"], row["name"], _spread(row["milliseconds"], ",.3f"), rate, bandwidth]
 
 
-def _parts(found: Found) -> Iterator[str]:
-    by_file = defaultdict[str, list[list[str]]](list)
-    for file, row in found.parts:
-        if row["milliseconds"] is None:
-            by_file[file].append([row["group"], row["name"], f"failed: {row['failed']}".replace("|", "/"), "", ""])
-            continue
-        seconds = row["milliseconds"]["median"] / 1e3
-        rate = f"{row['tflop'] / seconds:,.1f}" if row["tflop"] else ""
-        bandwidth = f"{row['gigabytes'] / seconds:,.0f}" if row["gigabytes"] else ""
-        by_file[file].append([row["group"], row["name"], _spread(row["milliseconds"], ",.3f"), rate, bandwidth])
-    for file, rows in by_file.items():
-        yield ""
-        yield f"## Parts one by one ({file}, {found.device(file)})"
-        yield from _table(["group", "part", "ms", "TFLOP/s", "GB/s"], rows)
+def _call(call: Figures) -> list[Any]:
+    code = f"**{call['code']}**" if call["code"] else "0"
+    late = ", out of time" if call["code"] in (124, 137) and call["seconds"] >= call["limit"] else ""
+    late = ", stopped from outside" if call["stopped"] else late
+    command = call["command"]
+    short = command if len(command) <= 160 else f"{command[:50]} ... {command[-105:]}"
+    return [call["part"], code + late, f"{call['seconds']} of {call['limit']}", f"`{short}`"]
 
 
 OUTCOMES = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
@@ -298,20 +255,12 @@ def _tests(found: Found) -> Iterator[str]:
             reasons.setdefault(line.partition(" - ")[0], line)
         elif re.fullmatch(r"=* ?\d+ [a-z]+\b.* in [\d.]+s.*", line):
             summary = line.strip("= ")
-    yield ""
-    yield "## Tests"
-    yield ""
-    if summary:
-        yield summary
-    else:
-        counts = Counter(outcome.lower() for outcome in outcomes.values())
-        known = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        yield f"The tests did not end: {known or 'none began'}."
+    counts = Counter(outcome.lower() for outcome in outcomes.values())
+    known = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    yield from ("", "## Tests", "", summary or f"The tests did not end: {known or 'none began'}.")
     for test, outcome in outcomes.items():
-        if outcome in ("FAILED", "ERROR"):
+        if outcome in ("FAILED", "ERROR") or (outcome == "running" and not summary):
             reasons.setdefault(f"{outcome} {test}", f"{outcome} {test}")
-        elif outcome == "running" and not summary:
-            reasons[f"running {test}"] = f"running {test}"
     if reasons:
         yield ""
         yield from (f"- {line[:300]}" for line in reasons.values())
@@ -319,10 +268,6 @@ def _tests(found: Found) -> Iterator[str]:
 
 def _spread(spread: Figures, spec: str) -> str:
     return f"{spread['median']:{spec}} ({spread['low']:{spec}} to {spread['high']:{spec}})"
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

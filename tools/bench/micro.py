@@ -12,32 +12,26 @@ another process if this one has lost its device.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
+from torch import Tensor
+
 from megatron.training.config.run_config import RunConfig
-from tools.bench.gpu import PRECISIONS, SHAPES, config_of
-from tools.bench.side_by_side import bench_parser, machine, positive, say_machine, write_json
-from tools.bench.timing import Call, Part, Row, is_lost, products, timed
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def random(device: Any, *shape: int, dtype: str = "bfloat16") -> Tensor:
-    import torch
-
-    return torch.randn(shape, dtype=getattr(torch, dtype), device=device)
+from tools.bench.device_time import Call, Part, Row, Size, copied, is_lost, product_in_fp8, products, random, timed
+from tools.bench.gpu import PRECISIONS, SHAPES, chosen_device, config_of
+from tools.bench.side_by_side import bench_parser, machine, write_json
 
 
 def parts_of(config: RunConfig) -> Iterator[Part]:
@@ -53,75 +47,47 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 
 def gemms(config: RunConfig) -> Iterator[Part]:
     """Forward, and the weight gradient as a bf16 product and as a sum in fp32; in fp8 with either accumulation."""
-    for name, (rows, out, size_in) in products(config).items():
-        work, size = 2e-12 * rows * out * size_in, (rows, out, size_in)
-        weights = 1e-9 * out * size_in
+    for name, size in products(config).items():
+        rows, out, size_in = size
+        work, weights = 2e-12 * rows * out * size_in, 1e-9 * out * size_in
         operands = 2e-9 * (rows * out + rows * size_in) + 2 * weights
-        yield Part("GEMM bf16", f"{name} forward", product(*size), work, operands)
-        yield Part("GEMM bf16", f"{name} weight gradient, bf16", weight_product(*size, "bfloat16"), work, operands)
-        into = weight_product(*size, "float32")
-        yield Part("GEMM bf16", f"{name} weight gradient += fp32", into, work, operands + 6 * weights)
-        for fast in (False, True):
-            kind = "fast" if fast else "exact"
-            yield Part("GEMM fp8", f"{name} forward, {kind}", product_in_fp8(*size, fast, "bfloat16"), work, operands)
-        to_fp32 = product_in_fp8(out, size_in, rows, False, "float32")
+        yield Part("GEMM bf16", f"{name} forward", partial(product, size), work, operands)
+        for kind, dtype, more in ((", bf16", torch.bfloat16, 0), (" += fp32", torch.float32, 6)):
+            into = partial(weight_product, size, dtype)
+            yield Part("GEMM bf16", f"{name} weight gradient{kind}", into, work, operands + more * weights)
+        for kind, fast in (("exact", False), ("fast", True)):
+            in_fp8 = partial(product_in_fp8, size, fast, torch.bfloat16)
+            yield Part("GEMM fp8", f"{name} forward, {kind}", in_fp8, work, operands)
+        to_fp32 = partial(product_in_fp8, (out, size_in, rows), False, torch.float32)
         yield Part("GEMM fp8", f"{name} weight gradient, exact to fp32", to_fp32, work, operands + 2 * weights)
         for kernel in ("cublaslt", "triton", "torch"):
-            added, once = added_in_fp8(*size, kernel), operands / 2 + 7 * weights
+            added, once = partial(added_in_fp8, size, kernel), operands / 2 + 7 * weights
             yield Part("GEMM fp8", f"{name} weight gradient += fp32, {kernel}", added, work, once)
 
 
-def product(rows: int, out: int, size_in: int) -> Callable[[RunConfig, Any], Call]:
-    def make(config: RunConfig, device: Any) -> Call:
-        import torch
-
-        x, weight, y = random(device, rows, size_in), random(device, out, size_in), random(device, rows, out)
-        return lambda: torch.mm(x, weight.t(), out=y)
-
-    return make
+def product(size: Size, config: RunConfig, device: torch.device) -> Call:
+    rows, out, size_in = size
+    x, weight, y = random(device, rows, size_in), random(device, out, size_in), random(device, rows, out)
+    return lambda: torch.mm(x, weight.t(), out=y)
 
 
-def weight_product(rows: int, out: int, size_in: int, dtype: str) -> Callable[[RunConfig, Any], Call]:
+def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: torch.device) -> Call:
     """As training does it: `add_product_`."""
+    from megatron.core.tensor_parallel.weight_grad import add_product_
 
-    def make(config: RunConfig, device: Any) -> Call:
-        from megatron.core.tensor_parallel.weight_grad import add_product_
-
-        x, dy, total = (
-            random(device, rows, size_in),
-            random(device, rows, out),
-            random(device, out, size_in, dtype=dtype),
-        )
-        return lambda: add_product_(total, dy, x)
-
-    return make
+    rows, out, size_in = size
+    x, dy, total = random(device, rows, size_in), random(device, rows, out), random(device, out, size_in, dtype=dtype)
+    return lambda: add_product_(total, dy, x)
 
 
-def product_in_fp8(rows: int, out: int, size_in: int, fast: bool, dtype: str) -> Callable[[RunConfig, Any], Call]:
-    def make(config: RunConfig, device: Any) -> Call:
-        import torch
-
-        one = torch.ones((), device=device)
-        a, b = (random(device, n, size_in).to(torch.float8_e4m3fn) for n in (rows, out))
-        to = getattr(torch, dtype)
-        return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=to, use_fast_accum=fast)
-
-    return make
-
-
-def added_in_fp8(rows: int, out: int, size_in: int, kernel: str) -> Callable[[RunConfig, Any], Call]:
+def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.device) -> Call:
     """As fp8 layers do it, with one scale for each operand."""
+    from megatron.extensions.fusions.weight_grad_choice import ProductShape, runs_of
 
-    def make(config: RunConfig, device: Any) -> Call:
-        import torch
-
-        from megatron.extensions.fusions.weight_grad_choice import ProductShape, runs_of
-
-        # On CPU torch's own product stands in for the kernels of GPUs.
-        run = kernel if device.type == "cuda" else "torch"
-        return runs_of(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
-
-    return make
+    rows, out, size_in = size
+    # On CPU torch's own product stands in for the kernels of GPUs.
+    run = kernel if device.type == "cuda" else "torch"
+    return runs_of(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
 
 
 # Attention
@@ -134,35 +100,36 @@ def attention(config: RunConfig) -> Iterator[Part]:
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
-    for name in ("flash", "flash3", "cudnn"):
-        yield Part("attention", f"{name}, whole samples", attention_call(name), work)
-    for name in ("flash", "flash3", "cudnn"):
-        # The queries of one of two ranks are half of the work.
-        yield Part("attention", f"{name}, tiles of one of two ranks", attention_call(name, ranks=2), work / 2)
-    for name in ("flash", "flash3"):
-        yield Part("attention", f"{name}, as documents", attention_call(name, documents=True), work)
-    for name in ("triton", "unfused"):  # the backward of triton does seven products instead of five, not counted here
-        yield Part("attention", f"{name}, dropout 0.1", attention_call(name, dropout=0.1), work)
-    yield Part("attention", "triton, dropout 0.1, as documents", attention_call("triton", 1, True, 0.1), work)
+    kernels: dict[str, dict[str, Any]] = {f"{name}, whole samples": {} for name in ("flash", "flash3", "cudnn")}
+    kernels |= {f"{name}, tiles of one of two ranks": {"ranks": 2} for name in ("flash", "flash3", "cudnn")}
+    kernels |= {f"{name}, as documents": {"documents": True} for name in ("flash", "flash3")}
+    # The backward of triton does seven products instead of five, not counted here.
+    kernels |= {f"{name}, dropout 0.1": {"dropout": 0.1} for name in ("triton", "unfused")}
+    kernels["triton, dropout 0.1, as documents"] = {"documents": True, "dropout": 0.1}
+    for name, how in kernels.items():
+        call = partial(attention_call, name.partition(",")[0], **how)
+        yield Part("attention", name, call, work / how.get("ranks", 1))  # the queries of one of two ranks are a half
 
 
 def attention_call(
-    name: str, ranks: int = 1, documents: bool = False, dropout: float = 0.0
-) -> Callable[[RunConfig, Any], Call]:
-    def make(config: RunConfig, device: Any) -> Call:
-        from megatron.core.attention.tiles import rank_spans
-        from megatron.extensions.fusions.attention.choice import attention_run, attention_shape
+    name: str,
+    config: RunConfig,
+    device: torch.device,
+    ranks: int = 1,
+    documents: bool = False,
+    dropout: float = 0.0,
+) -> Call:
+    from megatron.core.attention.tiles import rank_spans
+    from megatron.extensions.fusions.attention.choice import attention_run, attention_shape
 
-        shape = attention_shape(config)
-        assert shape is not None
-        # On CPU plain torch stands in for the kernels of GPUs.
-        backend = name if device.type == "cuda" else "unfused"
-        queries = rank_spans(shape.length, 0, ranks) if ranks > 1 else None
-        tiles = ranks > 1 or documents
-        shape = replace(shape, tiles=tiles, documents=documents, queries=queries, dropout=dropout)
-        return attention_run(shape, device, backend)
-
-    return make
+    shape = attention_shape(config)
+    assert shape is not None
+    # On CPU plain torch stands in for the kernels of GPUs.
+    backend = name if device.type == "cuda" else "unfused"
+    queries = rank_spans(shape.length, 0, ranks) if ranks > 1 else None
+    tiles = ranks > 1 or documents
+    shape = replace(shape, tiles=tiles, documents=documents, queries=queries, dropout=dropout)
+    return attention_run(shape, device, backend)
 
 
 # fp8
@@ -182,45 +149,38 @@ def casts(config: RunConfig) -> Iterator[Part]:
             ("input gradient", work, dy + dw + 2 * x),
             ("weight gradient += fp32", work, dy + x + 8 * dw),
         ):
-            yield Part("fp8", f"{recipe}, {what}", in_recipe(recipe, what), tflop, gigabytes)
+            yield Part("fp8", f"{recipe}, {what}", partial(in_recipe, recipe, what), tflop, gigabytes)
 
 
-def in_recipe(recipe: str, what: str) -> Callable[[RunConfig, Any], Call]:
+def in_recipe(recipe: str, what: str, config: RunConfig, device: torch.device) -> Call:
     """One of the calls that a linear layer makes, as it makes them."""
+    from megatron.core.parallel_state import Axis
+    from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
+    from megatron.extensions.fp8.build import Fp8Format
+    from megatron.extensions.fp8.flags import Fp8Flags
 
-    def make(config: RunConfig, device: Any) -> Call:
-        import torch
+    rows, out, size_in = products(config)["fc1"]
+    casts = WeightCasts()
+    fp8 = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
+    gemms = fp8.linear("linear", Axis(), Cuts(), device, config.parallel.compiles(device.type))
+    x, dy = random(device, rows, 1, size_in), random(device, rows, 1, out)
+    weight, total = random(device, out, size_in), torch.zeros(out, size_in, device=device)
+    of_x, of_dy = gemms.cast_input(x, True), gemms.cast_grad(dy, True)
+    calls: dict[str, Call] = {
+        "cast of the input": lambda: gemms.cast_input(x, True),
+        "cast of the gradient": lambda: gemms.cast_grad(dy, True),
+        "input gradient": lambda: gemms.input_grad(of_dy[0], weight),
+        "weight gradient += fp32": lambda: gemms.add_weight_grad_(total, of_dy[1], of_x[1]),
+    }
+    keeping = casts.kept()
+    keeping.__enter__()  # weights are cast once, for as long as the call lives
 
-        from megatron.core.parallel_state import Axis
-        from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
-        from megatron.extensions.fp8.build import Fp8Format
-        from megatron.extensions.fp8.flags import Fp8Flags
+    def call() -> object:
+        assert casts.keeps, keeping
+        with torch.no_grad():
+            return calls[what]()
 
-        rows, out, size_in = products(config)["fc1"]
-        casts = WeightCasts()
-        fp8 = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
-        gemms = fp8.linear("linear", Axis(), Cuts(), device, config.parallel.compiles(device.type))
-        x, dy = random(device, rows, 1, size_in), random(device, rows, 1, out)
-        weight, total = random(device, out, size_in), torch.zeros(out, size_in, device=device)
-        of_x, of_dy = gemms.cast_input(x, True), gemms.cast_grad(dy, True)
-        calls: dict[str, Call] = {
-            "cast of the input": lambda: gemms.cast_input(x, True),
-            "cast of the gradient": lambda: gemms.cast_grad(dy, True),
-            "input gradient": lambda: gemms.input_grad(of_dy[0], weight),
-            "weight gradient += fp32": lambda: gemms.add_weight_grad_(total, of_dy[1], of_x[1]),
-        }
-
-        keeping = casts.kept()
-        keeping.__enter__()  # weights are cast once, for as long as the call lives
-
-        def call() -> object:
-            assert casts.keeps, keeping
-            with torch.no_grad():
-                return calls[what]()
-
-        return call
-
-    return make
+    return call
 
 
 # Modules of a layer and the loss, forward and backward, compiled as in training
@@ -229,18 +189,12 @@ def in_recipe(recipe: str, what: str) -> Callable[[RunConfig, Any], Call]:
 def regions(config: RunConfig) -> Iterator[Part]:
     model = config.model
     rows = config.training.micro_batch_size * model.seq_length
-    hidden = 2e-9 * rows * model.hidden_size
-    inner = 2e-9 * rows * model.ffn_size
-    yield Part("regions", "addition and norm", of_module("norm"), gigabytes=(4 + 4) * hidden)
-    yield Part("regions", "activation", of_module("activation"), gigabytes=(3 + 5) * inner)
-    yield Part(
-        "regions",
-        "rotary",
-        rotary,
-        gigabytes=4 * 2e-9 * rows * (model.query_projection_size + 2 * model.query_groups * model.head_dim),
-    )
-    yield Part("regions", "loss", loss, gigabytes=3 * 2e-9 * rows * model.padded_vocab_size)
-    yield Part("regions", "layer", of_module("layer"), tflop=layer_tflop(config))
+    heads = model.query_projection_size + 2 * model.query_groups * model.head_dim
+    yield Part("regions", "addition and norm", partial(of_module, "norm"), gigabytes=1.6e-8 * rows * model.hidden_size)
+    yield Part("regions", "activation", partial(of_module, "activation"), gigabytes=1.6e-8 * rows * model.ffn_size)
+    yield Part("regions", "rotary", rotary, gigabytes=8e-9 * rows * heads)
+    yield Part("regions", "loss", loss, gigabytes=6e-9 * rows * model.padded_vocab_size)
+    yield Part("regions", "layer", partial(of_module, "layer"), tflop=layer_tflop(config))
 
 
 def layer_tflop(config: RunConfig) -> float:
@@ -251,36 +205,29 @@ def layer_tflop(config: RunConfig) -> float:
     return of_products + 3e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
 
 
-def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
-    def make(config: RunConfig, device: Any) -> Call:
-        import torch
+def of_module(kind: str, config: RunConfig, device: torch.device) -> Call:
+    from megatron.core.batch import Batch
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.extensions.fusions.fused_norm import ResidualSum, add_and_norm
 
-        from megatron.core.batch import Batch
-        from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.extensions.fusions.fused_norm import ResidualSum, add_and_norm
-
-        model, samples = config.model, config.training.micro_batch_size
-        stage = GPTModel(model, config.parallel, layers=(0,), first=False, last=False, device=device, initialize=False)
-        for parameter in stage.train().parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-        layer: Any = stage.decoder.layers[0]
-        batch = Batch.of_tokens(torch.zeros(samples, model.seq_length, dtype=torch.int64, device=device))
-        width = model.ffn_size * (2 if model.gated else 1) if kind == "activation" else model.hidden_size
-        update = random(device, model.seq_length, samples, width)
-        run: Callable[[Tensor], Tensor | tuple[Tensor, ...]] = {
-            "norm": lambda x: add_and_norm(layer.pre_mlp_layernorm, ResidualSum(x, update)),
-            "activation": layer.mlp.activation,
-            "layer": lambda x: stage(x, batch),
-        }[kind]
-        return forward_and_backward(run, random(device, model.seq_length, samples, width))
-
-    return make
+    model, samples = config.model, config.training.micro_batch_size
+    stage = GPTModel(model, config.parallel, layers=(0,), first=False, last=False, device=device, initialize=False)
+    for parameter in stage.train().parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+    layer: Any = stage.decoder.layers[0]
+    batch = Batch.of_tokens(torch.zeros(samples, model.seq_length, dtype=torch.int64, device=device))
+    width = model.ffn_size * (2 if model.gated else 1) if kind == "activation" else model.hidden_size
+    update = random(device, model.seq_length, samples, width)
+    run: Callable[[Tensor], Tensor | tuple[Tensor, ...]] = {
+        "norm": lambda x: add_and_norm(layer.pre_mlp_layernorm, ResidualSum(x, update)),
+        "activation": layer.mlp.activation,
+        "layer": lambda x: stage(x, batch),
+    }[kind]
+    return forward_and_backward(run, random(device, model.seq_length, samples, width))
 
 
-def rotary(config: RunConfig, device: Any) -> Call:
-    import torch
-
+def rotary(config: RunConfig, device: torch.device) -> Call:
     from megatron.core.transformer.parameters import head_counts
     from megatron.core.transformer.split_heads import split_heads
 
@@ -295,9 +242,7 @@ def rotary(config: RunConfig, device: Any) -> Call:
     return forward_and_backward(heads, random(device, *size, model.query_groups, sum(counts), model.head_dim))
 
 
-def loss(config: RunConfig, device: Any) -> Call:
-    import torch
-
+def loss(config: RunConfig, device: torch.device) -> Call:
     from megatron.core.parallel_state import Axis
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
@@ -312,8 +257,6 @@ def loss(config: RunConfig, device: Any) -> Call:
 
 
 def forward_and_backward(function: Callable[[Any], Any], x: Tensor) -> Call:
-    import torch
-
     x = x.detach().requires_grad_()
     grads: list[Tensor] = []
 
@@ -328,31 +271,11 @@ def forward_and_backward(function: Callable[[Any], Any], x: Tensor) -> Call:
     return call
 
 
-# Memory
-
-
 def memory(config: RunConfig) -> Iterator[Part]:
-    sizes = (2**30, 2**26) if config.model.hidden_size > 64 else (2**20,)
-    for size in sizes:
-        name = f"{size / 2**20:.0f} MiB"
-        yield Part("memory", f"copy of {name}", copied(size), gigabytes=2e-9 * size)
-        yield Part("memory", f"copy of {name} from the host", copied(size, from_host=True), gigabytes=1e-9 * size)
-
-
-def copied(size: int, from_host: bool = False) -> Callable[[RunConfig, Any], Call]:
-    """`from_host`: out of pinned memory."""
-
-    def make(config: RunConfig, device: Any) -> Call:
-        import torch
-
-        target = torch.empty(size, dtype=torch.uint8, device=device)
-        source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") if from_host else target.clone()
-        return lambda: target.copy_(source, non_blocking=True)
-
-    return make
-
-
-# Timing
+    for size in (2**30, 2**26) if config.model.hidden_size > 64 else (2**20,):
+        name = f"copy of {size / 2**20:.0f} MiB"
+        yield Part("memory", name, partial(copied, size, False), gigabytes=2e-9 * size)
+        yield Part("memory", f"{name} from the host", partial(copied, size, True), gigabytes=1e-9 * size)
 
 
 def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> list[dict[str, Any]]:
@@ -366,29 +289,17 @@ def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = bench_parser(__doc__, 5)
+    parser = bench_parser(__doc__, 5, calls=(10, "of a round"))
     parser.add_argument("--config", choices=SHAPES, default="llama-8b-layers")
     parser.add_argument("--cpu", action="store_true", help="a trial without a GPU, with --config tiny")
-    parser.add_argument("--calls", type=positive, default=10, help="of a round")
     parser.add_argument("--only", nargs="+", help="groups of parts")
     parser.add_argument("--seconds", type=float, default=400.0, help="after which no other part begins")
     parser.add_argument("--skip", type=int, default=0, help="number of first parts to skip")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    if args.cpu and args.config != "tiny":
-        parser.error("--cpu is for --config tiny: the others need a GPU")
-    from megatron.training.reliability.launch import choose_allocators
-
-    choose_allocators(os.environ)
-    import torch
-
-    if not args.cpu and not torch.cuda.is_available():
-        parser.error("there is no GPU; --cpu --config tiny tries everything without one")
-    device = torch.device("cpu" if args.cpu else "cuda")
-    shape = SHAPES[args.config]
-    config = config_of(shape, 1, 1, PRECISIONS["bf16"] + (" --cpu" if args.cpu else ""))
+    device = chosen_device(parser, args)
+    config = config_of(SHAPES[args.config], 1, 1, PRECISIONS["bf16"] + (" --cpu" if args.cpu else ""))
     facts = machine("triton") | {"gpu": None if args.cpu else torch.cuda.get_device_name(device), "config": args.config}
-    say_machine(facts)
     rows: list[Any] = []
     began = time.perf_counter()
     parts = [part for part in parts_of(config) if not args.only or part.group in args.only]

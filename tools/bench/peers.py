@@ -1,4 +1,4 @@
-"""The models that train_step.py compares with: those of other programs, as their users build them.
+"""The models that speed.py compares with: those of other programs, as their users build them.
 
 Each builder takes a style and a dtype, and returns the model and its loss, `loss(run, tokens, labels)` of tokens and
 labels [b, s], in which `run` is the model or a compiled one. `pip install -r tools/bench/requirements.txt`, in an

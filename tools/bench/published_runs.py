@@ -16,12 +16,13 @@ sources and what the published programs do otherwise are in tests/fixtures/publi
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import yaml
 
 if __package__ in (None, ""):
@@ -34,7 +35,7 @@ from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.time.step_time import PlannerCache, StepTime, predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import resolve_legal
 from tools.bench.side_by_side import bench_parser, write_figures
 
 FIXTURES = Path(__file__).resolve().parents[2] / "tests/fixtures"
@@ -81,12 +82,15 @@ class PublishedRun:
         sizes = {"TP": self.tp, "PP": self.pp, "VP": self.vp, "CP": self.cp}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP"
 
+    HEAD: ClassVar[str] = f"{'model':<17}{'source':<14}{'':<12}{'GPUs':>6}{'tokens':>8}{'batch':>11}  {'layout':<22}"
+
+    def __str__(self) -> str:
+        what = f"{self.model:<17}{self.source:<14}{self.device:<6}{self.precision:<6}"
+        return f"{what}{self.gpus:>6}{self.length:>8}{f'{self.gbs} by {self.mbs}':>11}  {self.layout:<22}"
+
     def config(self) -> RunConfig:
         """Resolved. Raises ValueError if it is not legal."""
-        config = resolve(parse_args(self.flags.split()), self.gpus)
-        if problems := validate(config, self.gpus):
-            raise ValueError("\n".join(map(str, problems)))
-        return config
+        return resolve_legal(parse_args(self.flags.split()), self.gpus)
 
     def seconds(self, config: RunConfig) -> float:
         """The published step time."""
@@ -162,6 +166,20 @@ class Compared:
         """Relative error of the predicted step time."""
         return self.step.seconds / self.published - 1
 
+    def __str__(self) -> str:
+        mark = " fitted" if self.run.fit else " other hardware" if self.run.other else ""
+        times = f"{self.published:>11.2f} s{self.step.seconds:>11.2f} s{self.error:>+8.1%}"
+        return f"{self.run}{times}  {self.step.bound_by}{mark}"
+
+    @property
+    def parts(self) -> str:
+        shares = sorted(self.step.parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {value / self.step.seconds:.1%}" for name, value in shares if value > 0)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {"published_s": self.published, "predicted_s": self.step.seconds, "error": self.error}
+
 
 def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> Iterator[Compared]:
     """Predicts each run on nodes of eight devices."""
@@ -170,30 +188,6 @@ def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> 
         config = run.config()
         step = predict_step(config, run.gpus, read_device(run.device), 8, cache)
         yield Compared(run, run.seconds(config), step)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolated between neighbours."""
-    ordered, place = sorted(values), share * (len(values) - 1)
-    low = int(place)
-    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
-
-
-def summary(found: Sequence[Compared]) -> dict[str, dict[str, float]]:
-    """Errors of fitted and of held-out runs."""
-    sums = {}
-    for title, group in (
-        ("fitted", [each for each in found if each.run.fit and not each.run.other]),
-        ("held out", [each for each in found if not each.run.fit and not each.run.other]),
-    ):
-        if errors := [abs(each.error) for each in group]:
-            sums[title] = {
-                "runs": len(errors),
-                "median": statistics.median(errors),
-                "90th percentile": percentile(errors, 0.9),
-                "largest": max(errors),
-            }
-    return sums
 
 
 @dataclass(frozen=True)
@@ -218,18 +212,28 @@ class PlannedPeak:
         return run.keeps_scores * layers * run.mbs * heads * run.length**2 / run.cp / GIB
 
     @property
-    def published(self) -> float:
-        """GiB."""
-        return self.run.published["memory"]
-
-    @property
     def error(self) -> float:
         """Relative error of the planned peak."""
-        return self.planned / self.published - 1
+        return self.planned / self.run.published["memory"] - 1
 
     @property
     def error_with_scores(self) -> float:
-        return (self.planned + self.scores) / self.published - 1
+        return (self.planned + self.scores) / self.run.published["memory"] - 1
+
+    def __str__(self) -> str:
+        run = self.run
+        differs = f"{'  not counted: ' if run.other else '  ' if run.differs else ''}{run.differs}"
+        sizes = f"{run.published['memory']:>9.2f} GiB{self.planned:>9.2f} GiB{self.error:>+8.1%}"
+        return f"{run}{sizes}{self.scores:>9.2f} GiB{self.error_with_scores:>+8.1%}{differs}"
+
+    @property
+    def parts(self) -> str:
+        shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.fullest.sizes.items())
+        return f"pipeline rank {self.fullest.plan.pp_rank}: {shown}"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {"planned_gib": self.planned, "scores_gib": self.scores, "error": self.error}
 
 
 def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[PlannedPeak]:
@@ -240,32 +244,10 @@ def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[PlannedPeak]:
         yield PlannedPeak(run, max(ranks, key=lambda rank: rank.total))
 
 
-def say_memory(runs: Sequence[PublishedRun], parts: bool) -> None:
-    """Prints the table of planned peaks."""
-    print(f"{'model':<13}{'source':<13}{'':<6}{'GPUs':>5}{'tokens':>8}{'batch':>6}  {'layout':<12}"
-          f"{'published':>11}{'planned':>11}{'error':>8}{'+ scores':>12}{'error':>8}")  # fmt: skip
-    counted: list[PlannedPeak] = []
-    for each in plan_peaks(runs):
-        run = each.run
-        print(
-            f"{run.model:<13}{run.source:<13}{run.precision:<6}{run.gpus:>5}{run.length:>8}{run.mbs:>6}  "
-            f"{run.layout:<12}{each.published:>7.2f} GiB{each.planned:>7.2f} GiB{each.error:>+8.1%}"
-            f"{each.scores:>8.2f} GiB{each.error_with_scores:>+8.1%}"
-            f"{'  not counted: ' if run.other else '  ' if run.differs else ''}{run.differs}",
-            flush=True,
-        )
-        if parts:
-            sizes = each.fullest.sizes.items()
-            shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes)
-            print(f"    pipeline rank {each.fullest.plan.pp_rank}: {shown}")
-        if not run.other:
-            counted.append(each)
-    for title, errors in (
-        ("planned", [abs(each.error) for each in counted]),
-        ("with scores", [abs(each.error_with_scores) for each in counted]),
-    ):
-        if errors:
-            print(f"{title}, {len(errors)} runs: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+def summary(errors: Sequence[float]) -> dict[str, float]:
+    found = np.abs(errors)
+    figures = {"median": np.median(found), "90th percentile": np.percentile(found, 90), "largest": np.max(found)}
+    return {"runs": len(errors)} | {name: float(value) for name, value in figures.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -276,38 +258,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--memory", action="store_true", help="peaks of device memory")
     args = parser.parse_args(argv)
-    table, words = (MEMORY, "source model") if args.memory else (RUNS, "device source model precision")
-    runs = [run for run in published_runs(table) if args.only in " ".join(getattr(run, word) for word in words.split())]
+    table = MEMORY if args.memory else RUNS
+    runs = [
+        run for run in published_runs(table) if args.only in f"{run.device} {run.source} {run.model} {run.precision}"
+    ]
     if not runs:
-        parser.error(f"--only {args.only}: no run has this in its {words.replace(' ', ', ')}; see {table}")
-    if args.memory:
-        say_memory(runs, args.parts)
-        return 0
-    found = []
-    print(f"{'model':<17}{'source':<14}{'':<6}{'':<6}{'GPUs':>6}{'tokens':>8}{'batch':>6}  {'layout':<22}"
-          f"{'published':>10}{'predicted':>10}{'error':>8}  bound by")  # fmt: skip
-    for each in compare(runs):
+        parser.error(f"--only {args.only}: no run has this in its device, source, model, precision; see {table}")
+    columns = f"{'published':>13}{'planned' if args.memory else 'predicted':>13}{'error':>8}"
+    more = f"{'+ scores':>13}{'error':>8}" if args.memory else "  bound by"
+    print(f"{PublishedRun.HEAD}{columns}{more}")
+    found: list[Any] = []
+    for each in plan_peaks(runs) if args.memory else compare(runs):
         found.append(each)
-        run = each.run
-        mark = " fitted" if run.fit else " other hardware" if run.other else ""
-        print(
-            f"{run.model:<17}{run.source:<14}{run.device:<6}{run.precision:<6}{run.gpus:>6}{run.length:>8}{run.gbs:>6}"
-            f"  {run.layout:<22}{each.published:>8.2f} s{each.step.seconds:>8.2f} s{each.error:>+8.1%}  "
-            f"{each.step.bound_by}{mark}",
-            flush=True,
-        )
+        print(each, flush=True)
         if args.parts:
-            shares = sorted(each.step.parts.items(), key=lambda part: -part[1])
-            print("    " + ", ".join(f"{name} {value / each.step.seconds:.1%}" for name, value in shares if value > 0))
-    sums = summary(found)
+            print(f"    {each.parts}")
+    counted = [each for each in found if not each.run.other]
+    errors = {
+        "fitted": [each.error for each in counted if each.run.fit],
+        "planned" if args.memory else "held out": [each.error for each in counted if not each.run.fit],
+        "with scores": [each.error_with_scores for each in counted if args.memory],
+    }
+    sums = {title: summary(group) for title, group in errors.items() if group}
     for title, figures in sums.items():
         shown = ", ".join(f"{name} {value:.1%}" for name, value in figures.items() if name != "runs")
         print(f"{title}, {figures['runs']} runs: {shown}")
-    rows = [
-        {**asdict(each.run), "published_s": each.published, "predicted_s": each.step.seconds, "error": each.error}
-        for each in found
-    ]
-    write_figures(args.json, {"runs": rows, "errors": sums})
+    write_figures(args.json, {"runs": [{**asdict(each.run), **each.row} for each in found], "errors": sums})
     return 0
 
 

@@ -4,7 +4,7 @@
     python tools/bench/revisions.py --before /tmp/before                     # every cell
     python tools/bench/revisions.py --before /tmp/before --only "gpt float32 eager" "ours TP"
 
-The cells are those of train_step.py, parallel.py and startup.py, this program's side alone. Each cell starts the steps
+The cells are those of speed.py and startup.py, this program's side alone. Each cell starts the steps
 of both checkouts in processes of their own, which take turns. What counts is the median over the pairs of after /
 before, in tokens per second; above 1 the newer one is faster. Start-up commands
 are whole processes, compared in seconds; below 1 the newer one is faster.
@@ -14,54 +14,35 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import parallel, startup, train_step
-from tools.bench.side_by_side import (
-    Contestant,
-    Round,
-    Spread,
-    bench_parser,
-    interleaved,
-    machine,
-    positive,
-    say_machine,
-    timed,
-    write_json,
-)
+from tools.bench import speed, startup
+from tools.bench.side_by_side import Contestant, Round, Spread, bench_parser, interleaved, machine, timed, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Training steps with such flags, in so many processes."""
-
-    name: str
-    flags: tuple[str, ...]
-    tokens: int
-    ranks: int = 1
-    threads: int = 1
+def ours(steps: int) -> dict[str, Contestant]:
+    """This program's training steps in speed.py, by name."""
+    found = {}
+    for name, cell in speed.cells(os.cpu_count() or 1, steps=steps).items():
+        own = [each for each in cell.contestants if each.build is speed.ours and each.name != speed.ALONE]
+        found |= {name if each.name == speed.OURS else each.name: each for each in own}
+    return found
 
 
-def cells() -> Iterator[Cell]:
-    """Every cell of the two benchmarks of training steps."""
-    for style_name, style in train_step.STYLES.items():
-        for dtype in ("float32", "bfloat16"):
-            for mode in ("eager", "compiled"):
-                flags = train_step.flags(style, dtype, mode == "compiled")
-                name = f"{style_name} {dtype} {mode}"
-                yield Cell(name, tuple(flags), style.tokens, threads=os.cpu_count() or 1)
-    for name, flags in parallel.our_layouts(2).items():
-        yield Cell(name, tuple(f"{parallel.MODEL} {flags}".split()), parallel.TOKENS, ranks=2)
+def commands() -> dict[str, list[str]]:
+    """Those that start this program."""
+    every = startup.COMMANDS.items()
+    return {name: words for name, words in every if "pretrain_gpt.py" in words or name == "import megatron"}
 
 
-def step_of(checkout: str, flags: Sequence[str], steps: int, tokens: int) -> Round:
+def step_of(checkout: str, flags: Sequence[str], tokens: int, steps: int) -> Round:
     """Tokens per second of the program in `checkout`, which replaces whatever this process has imported of another."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "tools")]:
         del sys.modules[name]
@@ -76,6 +57,12 @@ def step_of(checkout: str, flags: Sequence[str], steps: int, tokens: int) -> Rou
     return timed(own_step(list(flags)), steps, tokens)
 
 
+def starts(checkout: str, what: str, command: Sequence[str]) -> Round:
+    """Seconds of the command as a whole process."""
+    until = startup.FIRST_LINE if what == startup.FIRST_STEP else None
+    return lambda: startup.seconds_of(command, until, Path(checkout))[0]
+
+
 @dataclass(frozen=True)
 class Row:
     what: str
@@ -85,81 +72,48 @@ class Row:
     """after / before, pair by pair."""
 
 
-def row_of(what: str, before: Sequence[float], after: Sequence[float]) -> Row:
-    ratios = [b / a for a, b in zip(before, after, strict=True)]
-    return Row(what, Spread.of(before), Spread.of(after), Spread.of(ratios))
-
-
-def compare_steps(cell: Cell, before: Path, rounds: int, steps: int) -> Row | str:
+def compare(what: str, before: Path, rounds: int, steps: int) -> Row | str:
     """The row of a cell, or what went wrong."""
+    if what in commands():
+        build, arguments, like = starts, (what, commands()[what]), Contestant(what, starts)
+    else:
+        like = ours(steps)[what]
+        build, arguments = step_of, like.args
+    sides = {"before": before, "after": ROOT}
     builds = [
-        Contestant(name, step_of, (str(checkout), cell.flags, steps, cell.tokens), cell.threads, cell.ranks)
-        for name, checkout in (("before", before), ("after", ROOT))
+        replace(like, name=name, build=build, args=(str(checkout), *arguments)) for name, checkout in sides.items()
     ]
-    found = interleaved(builds, rounds)
-    for values in found.values():
-        if isinstance(values, str):
-            return values
-    first, second = found["before"], found["after"]
-    assert not isinstance(first, str) and not isinstance(second, str)
-    return row_of(cell.name, first, second)
-
-
-def compare_commands(what: str, seconds: Callable[[Path], float], before: Path, rounds: int) -> Row:
-    """The row of a command that both checkouts run as a whole process."""
-    found: dict[Path, list[float]] = {before: [], ROOT: []}
-    for number in range(-1, rounds):
-        for checkout in (before, ROOT) if number % 2 else (ROOT, before):
-            taken = seconds(checkout)
-            if number >= 0:
-                found[checkout].append(taken)
-    return row_of(what, found[before], found[ROOT])
+    first, second = interleaved(builds, rounds).values()
+    if isinstance(first, str) or isinstance(second, str):
+        return first if isinstance(first, str) else str(second)
+    return Row(what, *map(Spread.of, (first, second, [b / a for a, b in zip(first, second, strict=True)])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = bench_parser(__doc__, 7)
+    parser = bench_parser(__doc__, 7, steps=(2, "of a round"))
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the older revision")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cells, not all")
-    parser.add_argument("--steps", type=positive, default=2, help="of a round")
     parser.add_argument("--list", action="store_true", help="print the names of the cells and exit")
     args = parser.parse_args(argv)
-    commands = {
-        name: command
-        for name, command in startup.COMMANDS.items()
-        if "pretrain_gpt.py" in command or name == "import megatron"
-    }
-    names = [*(cell.name for cell in cells()), *commands]
+    every = [*ours(args.steps), *commands()]
     if args.list:
-        print("\n".join(names))
+        print("\n".join(every))
         return 0
-    if unknown := set(args.only or ()) - set(names):
+    if unknown := set(args.only or ()) - set(every):
         parser.error(f"--only: no cell is called {', '.join(sorted(unknown))}; --list prints the names")
     if not (args.before / "pretrain_gpt.py").exists():
         parser.error(f"--before {args.before}: holds no pretrain_gpt.py; give a checkout of this program")
-    before = args.before.resolve()
     facts = machine()
-    say_machine(facts)
     rows: list[Row] = []
-
-    def say(found: Row | str, what: str, unit: str, digits: int) -> None:
+    for what in args.only or every:
+        found = compare(what, args.before.resolve(), args.rounds, args.steps)
         if isinstance(found, str):
             print(f"{what:<30} failed: {found}", flush=True)
-            return
+            continue
         rows.append(found)
+        unit, digits = ("tokens/s", 0) if what not in commands() else ("s", 3)
         values = f"{found.before.median:10,.{digits}f} {found.after.median:10,.{digits}f} {unit}"
         print(f"{what:<30} {values:<32} after / before {found.ratio:.3f}", flush=True)
-
-    for cell in cells():
-        if args.only is None or cell.name in args.only:
-            say(compare_steps(cell, before, args.rounds, args.steps), cell.name, "tokens/s", 0)
-    for what, command in commands.items():
-        if args.only is None or what in args.only:
-            until = r"iteration +1/" if what == startup.FIRST_STEP else None
-
-            def seconds(checkout: Path, command: Sequence[str] = command, until: str | None = until) -> float:
-                return startup.seconds_of(command, until, checkout)[0]
-
-            say(compare_commands(what, seconds, before, args.rounds), what, "s", 3)
     write_json(args.json, facts, rows)
     return 0
 

@@ -5,29 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import platform
 import random
+import signal
 import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron.training.run import TrainingRun
+from typing import Any
+from unittest import mock
 
 Round = Callable[[], float]
 """Does one round of a contestant's work and returns what is compared."""
+
+Found = dict[str, list[float] | str]
+"""Of each contestant what its rounds returned, or the last line of its error."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class Contestant:
     args: tuple[Any, ...] = ()
     threads: int = 1
     ranks: int = 1
-    environ: tuple[tuple[str, str], ...] = ()
 
 
 def positive(text: str) -> int:
@@ -52,11 +53,14 @@ def positive(text: str) -> int:
     return value
 
 
-def bench_parser(about: str | None, rounds: int = 0) -> argparse.ArgumentParser:
-    """A parser of --json, and of --rounds with this default where measurements are repeated."""
+def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
+    """A parser of --json, of --rounds with this default where measurements are repeated, and of further positive
+    numbers: name -> (default, help)."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         parser.add_argument("--rounds", type=positive, default=rounds)
+    for name, (default, text) in counts.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default, help=text)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser
 
@@ -74,33 +78,24 @@ def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], 
 
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
-    """A training step of this program with such flags, as its users run it: see `own_run`."""
-    run = own_run(flags)
-    from megatron.training.train_step import train_step
-
-    return lambda: train_step(run)
-
-
-def own_run(flags: Sequence[str]) -> TrainingRun:
-    """A run of this program with such flags; imports it and sets threads, so it is to be called in a contestant's
-    process. ValueError if the flags do not fit."""
+    """A training step of this program with such flags, as its users run it; imports it and sets threads, so it is to
+    be called in a contestant's process. ValueError if the flags do not fit."""
     from megatron.training.reliability.launch import Launch, choose_allocators
 
     choose_allocators(os.environ)
     import torch
 
     from megatron.training.config.arguments import parse_args
-    from megatron.training.config.validation import resolve, validate
+    from megatron.training.config.validation import resolve_legal
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.setup import build_run
+    from megatron.training.train_step import train_step
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     launch = Launch.from_environment()
-    config = resolve(parse_args(list(flags)), launch.world_size)
-    problems = validate(config, launch.world_size)
-    if problems:
-        raise ValueError("; ".join(map(str, problems)))
-    return build_run(config, initialize(config, launch, StartupPhases()))
+    config = resolve_legal(parse_args(list(flags)), launch.world_size)
+    run = build_run(config, initialize(config, launch, StartupPhases()))
+    return lambda: train_step(run)
 
 
 @dataclass(frozen=True)
@@ -124,14 +119,14 @@ def interleaved(
     contestants: Sequence[Contestant],
     rounds: int,
     warm_up: int = 1,
-    note: Callable[[Mapping[str, list[float] | str]], object] | None = None,
-) -> dict[str, list[float] | str]:
+    note: Callable[[Found], object] = lambda found: None,
+) -> Found:
     """Each contestant's rounds, taken in turns A B C A B C, so that what slows the machine down hits all of them.
 
     A contestant that fails has the last line of its error instead. `note` sees what has been found so far, each time
     that there is more.
     """
-    found: dict[str, list[float] | str] = {c.name: [] for c in contestants}
+    found: Found = {c.name: [] for c in contestants}
     workers = {c.name: _Worker(c) for c in contestants}
     try:
         for number in range(-warm_up, rounds):
@@ -139,13 +134,12 @@ def interleaved(
                 values = found[name]
                 if isinstance(values, str):
                     continue
-                result = worker.round()
-                if isinstance(result, str):
-                    found[name] = result
-                elif number >= 0:
-                    values.append(result)
-                if note is not None:
-                    note(found)
+                try:
+                    result = worker.round()
+                    values += [result] if number >= 0 else []
+                except Exception as error:
+                    found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                note(found)
     finally:
         for worker in workers.values():
             worker.close()
@@ -156,133 +150,123 @@ class _Worker:
     """The processes that build a contestant and then do a round whenever they are told to, in a folder of their own."""
 
     def __init__(self, contestant: Contestant) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        shared = {
-            "OMP_NUM_THREADS": str(contestant.threads),
-            "WORLD_SIZE": str(contestant.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            **dict(contestant.environ),
-        }
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(contestant.ranks):
-            ours, theirs = spawn.Pipe()
-            with _environ(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}):
-                process = spawn.Process(target=_serve, args=(contestant, theirs, self._folder.name))
-                process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._ready = False
+        environ = {"OMP_NUM_THREADS": str(contestant.threads), "WORLD_SIZE": str(contestant.ranks)}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        self._pools, self._pids, self._built = [], [], []
+        for rank in map(str, range(contestant.ranks)):
+            pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            with mock.patch.dict(os.environ, environ | {"RANK": rank, "LOCAL_RANK": rank}):
+                self._pids.append(pool.submit(os.getpid))
+            self._built.append(pool.submit(_build, contestant, self._folder.name))
+            self._pools.append(pool)
 
-    def round(self) -> float | str:
-        """The slowest rank's result, or what went wrong."""
-        if not self._ready:
-            self._ready = True
-            built = [error for error in self._all() if error is not None]
-            if built:
-                return str(built[0])
-        for pipe in self._pipes:
-            try:
-                pipe.send("round")
-            except OSError:
-                return self._ended()
-        results = self._all()
-        wrong = [result for result in results if not isinstance(result, float)]
-        return str(wrong[0]) if wrong else min(results)  # type: ignore[type-var]
-
-    def _all(self) -> list[float | str | None]:
-        """What every rank answers; an error is waited for no further, as the others may wait for its rank."""
-        answers: list[float | str | None] = []
-        waiting = list(self._pipes)
-        while waiting:
-            for pipe in multiprocessing.connection.wait(waiting):
-                assert isinstance(pipe, Connection)
-                waiting.remove(pipe)
-                try:
-                    answers.append(pipe.recv())
-                except (EOFError, OSError):
-                    answers.append(self._ended())
-                if isinstance(answers[-1], str):
-                    return answers
-        return answers
-
-    def _ended(self) -> str:
-        codes = []
-        for process in self._processes:
-            process.join(1)
-            codes.append(process.exitcode)
-        return f"a process ended early: codes {codes}"
+    def round(self) -> float:
+        """The slowest rank's result. Raises what a rank has raised."""
+        _results(self._built)
+        return min(_results([pool.submit(_one_round) for pool in self._pools]))
 
     def close(self) -> None:
-        """A process reads the end of its pipe and leaves; one that does not is killed."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        """Kills the processes: groups whose peers are gone would wait for them."""
+        for pid, pool in zip(self._pids, self._pools, strict=True):
+            with suppress(Exception):
+                os.kill(pid.result(), signal.SIGKILL)
+            pool.shutdown()
         self._folder.cleanup()
 
 
-@contextmanager
-def _environ(changed: Mapping[str, str]) -> Iterator[None]:
-    """For the children that are started within."""
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
+def _results(futures: Sequence[Future[Any]]) -> list[Any]:
+    """Of all ranks. An error is waited for no further, as the others may wait for its rank."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    failed = [future for future in done if future.exception() is not None]
+    return [future.result() for future in failed or futures]
+
+
+_rounds: list[Round] = []
+"""Of a contestant's process: its own."""
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _build(contestant: Contestant, folder: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.chdir(folder)  # for what a run writes into its working folder
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _rounds.append(contestant.build(*contestant.args))
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+def _one_round() -> float:
+    result = _rounds[0]()
+    sys.stdout.flush()
+    return result
 
 
 def _free_port() -> int:
     """Below the range that connections get theirs from, one of which may take it before the contestant does."""
     for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
     raise OSError("no free port among 100 between 20000 and 32000")
 
 
-def _serve(contestant: Contestant, pipe: Connection, folder: str) -> None:
-    try:
-        os.chdir(folder)  # for what a run writes into its working folder
-        work = contestant.build(*contestant.args)
-        pipe.send(None)
-        while True:
-            pipe.recv()
-            pipe.send(work())
-    except EOFError:
-        pass
-    except Exception as error:
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {error}".splitlines()[0])
-    sys.stdout.flush()
-    os._exit(0)  # groups whose peers are gone would wait for them
+@dataclass(frozen=True)
+class Row:
+    """A contestant beside others: how many times as fast it is as each of them."""
+
+    contestant: str
+    tokens_per_second: Spread | None
+    failed: str | None
+    times: dict[str, float]
+
+
+def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
+    """A row for each contestant, compared by medians with those that `beside` names for it."""
+    spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
+    rows = []
+    for name, values in found.items():
+        spread, failed = spreads.get(name), values if isinstance(values, str) else None
+        others = [other for other in beside(name) if other in spreads and other != name] if spread else []
+        if spread or failed:
+            times = {other: spreads[name].median / spreads[other].median for other in others}
+            rows.append(Row(name, spread, failed, times))
+    return rows
+
+
+def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> None:
+    """The lines of a table."""
+    for row in rows:
+        times = "".join(f"  {ratio:.3f} x {other}" for other, ratio in row.times.items())
+        result = f"failed: {row.failed}" if row.failed else f"{row.tokens_per_second:9,.0f} {unit} {times}"
+        print(f"{head}{row.contestant:<26} {result}", flush=True)
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {
-        "cpu": _cpu_name(),
+    """What the figures were measured on; prints it in two lines."""
+    from tools.common import processor_name  # contestants may have another megatron
+
+    versions = {name: _version(name) for name in ("torch", *packages)}
+    facts = {
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("torch", *packages)},
+        "versions": versions,
         "load": os.getloadavg()[0],
     }
+    print(f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, load {facts['load']:.1f} at the start")
+    named = ", ".join(f"{name} {version or 'is not installed'}" for name, version in versions.items())
+    print(f"Python {facts['python']}, {named}")
+    return facts
 
 
 def _version(package: str) -> str | None:
@@ -290,21 +274,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def say_machine(facts: Mapping[str, Any]) -> None:
-    """Prints it in two lines."""
-    versions = ", ".join(f"{name} {version or 'is not installed'}" for name, version in facts["versions"].items())
-    print(f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, load {facts['load']:.1f} at the start")
-    print(f"Python {facts['python']}, {versions}")
 
 
 def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any], ended: bool = True) -> None:

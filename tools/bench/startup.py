@@ -14,13 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.side_by_side import Spread, bench_parser, machine, say_machine, write_json
+from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -30,36 +29,32 @@ TINY = (
     "--mock-data --cpu --log-interval 1"
 ).split()
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-FIRST_STEP = "first step, 2 processes"
+PLANS = "import megatron.training.config.validation, megatron.extensions.planner.memory"
+FIRST_STEP, FIRST_LINE = "first step, 2 processes", r"iteration +1/"
 COMMANDS: dict[str, list[str]] = {
     "an empty interpreter": [PYTHON, "-c", "pass"],
     "import torch": [PYTHON, "-c", "import torch"],
     "import megatron": [PYTHON, "-c", "import megatron"],
-    "plan and validate, no torch": [
-        PYTHON,
-        "-c",
-        "import megatron.training.config.validation, megatron.extensions.planner.memory",
-    ],
+    "plan and validate, no torch": [PYTHON, "-c", PLANS],
     "pretrain_gpt.py --help": [PYTHON, "pretrain_gpt.py", "--help"],
     "pretrain_gpt.py --dry-run": [PYTHON, "pretrain_gpt.py", *TINY, "--dry-run", "--world-size", "2"],
     FIRST_STEP: [*TORCHRUN, "pretrain_gpt.py", *TINY],
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    what: str
-    seconds: Spread
-
-
 def seconds_of(command: Sequence[str], until: str | None = None, folder: Path = ROOT) -> tuple[float, str]:
     """Wall time until a line with `until` comes, or until the end; and the output up to there."""
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     start = time.perf_counter()
     lines = []
     taken = None
     with subprocess.Popen(
-        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env=environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -67,7 +62,7 @@ def seconds_of(command: Sequence[str], until: str | None = None, folder: Path = 
             if until is not None and taken is None and re.search(until, line):
                 taken = time.perf_counter() - start
     if process.returncode or (until is not None and taken is None):
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(lines[-20:])}")
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(lines[-20:])}")
     return taken if taken is not None else time.perf_counter() - start, "".join(lines)
 
 
@@ -80,22 +75,19 @@ def phases_of(output: str) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = bench_parser(__doc__, 5)
-    args = parser.parse_args(argv)
+    args = bench_parser(__doc__, 5).parse_args(argv)
     facts = machine()
-    say_machine(facts)
     found: dict[str, list[float]] = {}
     for _ in range(args.rounds):
         for what, command in COMMANDS.items():
-            taken, output = seconds_of(command, r"iteration +1/" if what == FIRST_STEP else None)
+            taken, output = seconds_of(command, FIRST_LINE if what == FIRST_STEP else None)
             found.setdefault(what, []).append(taken)
-            if what == FIRST_STEP:
-                for name, seconds in phases_of(output).items():
-                    found.setdefault(f"  of it {name}", []).append(seconds)
-    rows = [Row(what, Spread.of(values)) for what, values in found.items()]
-    for row in rows:
-        print(f"{row.what:<32} {row.seconds:6.2f} s")
-    write_json(args.json, facts, rows)
+            for name, seconds in phases_of(output).items():
+                found.setdefault(f"  of it {name}", []).append(seconds)
+    spreads = {what: Spread.of(values) for what, values in found.items()}
+    for what, spread in spreads.items():
+        print(f"{what:<32} {spread:6.2f} s")
+    write_json(args.json, facts, [{"what": what, "seconds": vars(spread)} for what, spread in spreads.items()])
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +48,21 @@ PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
 """Kinds of pictures that matplotlib writes."""
 
 
+def tool_parser(about: str | None, **more: Any) -> argparse.ArgumentParser:
+    """A parser whose help begins with a module's docstring as it stands."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+
+
+def too_small(args: argparse.Namespace, **least: float) -> list[str]:
+    """Problems of the flags that are below the least value that each may have."""
+    given = {name: getattr(args, name) for name in least}
+    return [
+        f"--{name.replace('_', '-')} {value}: must be at least {least[name]}"
+        for name, value in given.items()
+        if value is not None and not value >= least[name]
+    ]
+
+
 def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
     """Flags of these configuration fields, with the name, type and help they have in training."""
     group = parser.add_argument_group(title)
@@ -73,9 +89,12 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of tools that load a model: device, layout, tokenizer."""
+    """Flags of tools that generate text: model, device, layout, tokenizer."""
     from torch.cuda import is_available
 
+    parser.add_argument("--load", type=Path, required=True, help="checkpoint, folder of them, or Hugging Face folder")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
+    parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
     parser.add_argument("--device", default="cuda" if is_available() else "cpu", help="default: cuda, or cpu")
     add_config_flags(parser, "layout, over the ranks that torchrun or srun starts", *LAYOUT_FIELDS)
     add_config_flags(parser, "tokenizer, where its files are not where they were in training", *TOKENIZER_FIELDS)
@@ -164,6 +183,16 @@ def refuse_picture(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag} {path}: {why}; name a file in a folder that can be written")
     if find_spec("matplotlib") is None:
         raise ValueError(f"{flag} {path}: needs matplotlib: pip install 'paritrain[plot]'")
+
+
+def processor_name() -> str:
+    """What this machine calls its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:

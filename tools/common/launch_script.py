@@ -9,17 +9,16 @@ from __future__ import annotations
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import PurePath
-from typing import NamedTuple
 
 CLOSERS = {"'": "'", '"': '"', "`": "`", "${": "}", "$(": ")", "(": ")"}
 BLANK = re.compile(r"(?:[ \t]|\\\n)+|#[^\n]*")
 OPERATOR = re.compile(r"\n|;;&?|;&|;|&&|&|\|\|?&?|\(\s*\)|[()]")
-REDIRECTION = re.compile(r"(?:\d*(?:<<<|<<-?|>>|>&|<&|>\||<>|>|<)|&>>?)(?!\()")
+REDIRECTION = re.compile(r"(?:\d*(?:<<<|<<-?|>>|>&|<&|>\||<>|>|<)|&>>?)(?!\()(?:[ \t]|\\\n)*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?:(:?[-=+?])(.*))?\}|(\w+))", re.S)
 PLAIN_VARIABLE = re.compile(r"\$(?:\d|\w+|[@*#?])")
@@ -36,22 +35,8 @@ ENDS = ("&&", "||", "|", ";", "&", ">", ">>", "2>&1", "&>")
 PROGRAM = re.compile(r"[^\s,:]*(?:\.py|pretrain\w*)")
 INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")
 
-COMPARISONS: dict[str, Callable[[str, str], bool]] = {
-    "=": fnmatchcase,
-    "==": fnmatchcase,
-    "!=": lambda text, pattern: not fnmatchcase(text, pattern),
-} | {
-    sign: lambda a, b, compare=compare: compare(int(a), int(b))
-    for compare, signs in {
-        operator.eq: ["-eq"],
-        operator.ne: ["-ne"],
-        operator.gt: ["-gt", ">"],
-        operator.ge: ["-ge", ">="],
-        operator.lt: ["-lt", "<"],
-        operator.le: ["-le", "<="],
-    }.items()
-    for sign in signs
-}
+NUMBERS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
+NUMBERS |= {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 Truth = bool | None
 """None: not known."""
@@ -119,17 +104,9 @@ def split(value: str) -> list[str]:
     return fields if fields[-1] or inside else fields[:-1]
 
 
-class Command(NamedTuple):
-    """Words as they stand in a script, and the operator behind them."""
-
-    words: list[str]
-    then: str
-    documents: list[str] = []  # noqa: RUF012
-
-
-def commands(text: str) -> Iterator[Command]:
-    """The commands of a script, those of all branches, with reserved words as words. Raises ValueError if it is no
-    script."""
+def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
+    """The commands of a script, those of all branches: words as they stand in it, reserved words too, the operator
+    behind them, and here-documents. Raises ValueError if it is no script."""
     words: list[str] = []
     marks: list[str] = []  # of here-documents
     at = 0
@@ -138,11 +115,8 @@ def commands(text: str) -> Iterator[Command]:
         if blank := BLANK.match(text, at):
             at = blank.end()
         elif not testing and (found := REDIRECTION.match(text, at)):
-            at = found.end()
-            while blank := BLANK.match(text, at):
-                at = blank.end()
-            end = word_end(text, at)
-            marks += [text[at:end].strip("'\"\\")] if found[0] in ("<<", "<<-") else []
+            at, end = found.end(), word_end(text, found.end())
+            marks += [text[at:end].strip("'\"\\")] if found[0].strip() in ("<<", "<<-") else []
             at = end
         elif not text.startswith("((", at) and (found := OPERATOR.match(text, at)):
             at = found.end()
@@ -156,13 +130,13 @@ def commands(text: str) -> Iterator[Command]:
                 close = re.compile(rf"^\t*{re.escape(marks.pop(0))}$", re.M).search(text, at)
                 documents.append(text[at : close.start() if close else len(text)])
                 at = close.end() if close else len(text)
-            yield Command(words, found[0].strip() or "\n", documents)
+            yield words, found[0].strip() or "\n", documents
             words = []
         else:
             end = span_end(text, at) if text.startswith("((", at) else max(word_end(text, at), at + 1)
             words.append(text[at:end])
             at = end
-    yield Command(words, "\n")
+    yield words, "\n", []
 
 
 def word_end(text: str, at: int) -> int:
@@ -259,11 +233,11 @@ class LaunchScript:
             word, *rest = words
             if word in ("if", "while", "until", "{"):
                 self._branches.append(Branch(live=guard))
-            elif word in ("for", "select", "case"):
+            elif word == "case":
+                self._branches.append(Branch(False, subject=self._word(rest[0]) if rest else "", patterns=[]))
+                return rest[2:]
+            elif word in ("for", "select"):
                 self._branches.append(Branch(live=guard))
-                if word == "case":
-                    self._branches[-1] = Branch(live=False, subject=self._word(rest[0]) if rest else "", patterns=[])
-                    return rest[2:]
                 self.values.pop(rest[0] if rest else "", None)
                 return []
             elif word in ("then", "elif", "else", "fi", "done", "}", "esac"):
@@ -358,7 +332,7 @@ class LaunchScript:
         earlier = self.values.get(name)
         value: str | list[str]
         if raw.startswith("("):
-            inner = [word for command in commands(raw[1:-1]) for word in command.words]
+            inner = [word for words, *_ in commands(raw[1:-1]) for word in words]
             value = [field for word in inner for field in self._fields(word)]
         else:
             value = self._word(raw if earlier is not None else re.sub(rf"\$({name}\b|\{{{name}\}})", "", raw))
@@ -459,11 +433,13 @@ def _clause(words: list[str]) -> Truth:
 
 
 def _compared(text: str, sign: str, other: str) -> Truth:
-    if sign not in COMPARISONS or UNKNOWN.search(text + other):
+    if UNKNOWN.search(text + other):
         return None
+    if sign in ("=", "==", "!="):
+        return fnmatchcase(text, other) == (sign != "!=")
     try:
-        return COMPARISONS[sign](text, other)
-    except ValueError:  # no numbers
+        return bool(NUMBERS[sign](int(text), int(other)))
+    except (KeyError, ValueError):  # no comparison, or no numbers
         return None
 
 

@@ -9,7 +9,6 @@ point of the device, and on CPU the whole process, which is not comparable with 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.extensions.diagnosis.trace.trace_file import read_trace
 
-from ..common import refuse_picture, run_tool
+from ..common import refuse_picture, run_tool, tool_parser
 from .drawing import HUES, byte_text, fill_legend, name_rows, new_figure, write_picture, write_values
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Bar:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--plan", type=Path, help="file of --dry-run --json")
     parser.add_argument("--trace", type=Path, help="file of --trace")
     parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the bars, as SVG, PNG or PDF")

@@ -9,7 +9,6 @@ the run. Needs neither a GPU nor torch.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,21 +24,14 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.diagnosis.trace.trace_file import read_trace
 
-from ..common import add_config_flags, config_of, refuse_picture, run_tool
+from ..common import add_config_flags, config_of, refuse_picture, run_tool, tool_parser
 from .drawing import HUES, new_figure, write_picture
+from .run_folder import LAYOUT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIELDS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "use_tp_pp_dp_mapping",
-)
 AXES = {"tp": "TP", "cp": "CP", "ep": "EP", "dp": "DP", "pp": "PP", "expt_dp": "expert DP"}
 MOST_NODES = 128
 """Nodes that are drawn or listed."""
@@ -76,10 +68,10 @@ class RankMap:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--world-size", type=int, help="ranks")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks of a node (default: 8)")
-    add_config_flags(parser, "layout", *FIELDS)
+    add_config_flags(parser, "layout", *LAYOUT)
     parser.add_argument("--trace", type=Path, help="layout and hosts of a traced run instead")
     parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the map, as SVG, PNG or PDF")
     args = parser.parse_args(argv)

@@ -8,7 +8,6 @@ neither a GPU nor torch.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +20,9 @@ if not __package__:  # run as a file of a clone
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.simulator import Timed
 from megatron.extensions.diagnosis.trace.pipeline_timeline import MeasuredStep, covered, measured_steps
-from megatron.extensions.diagnosis.trace.trace_file import PLANNED_TRACK, Trace, read_trace
+from megatron.extensions.diagnosis.trace.trace_file import PLANNED_TRACK, Event, Trace, read_trace
 
-from ..common import refuse_picture, run_tool
+from ..common import refuse_picture, run_tool, tool_parser
 from .drawing import (
     COLOURS,
     NAMES,
@@ -46,7 +45,7 @@ INCHES = 11.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("trace", type=Path, help="file that --trace wrote")
     parser.add_argument("--iteration", type=int, help="default: the last traced one")
     parser.add_argument("--rank", type=int, default=0, help="a rank of the pipeline to draw; default: 0")
@@ -136,45 +135,43 @@ PHASES = {
 }
 
 
+def phase_of(event: Event, iteration: int) -> str | None:
+    """What an event of a step is drawn as."""
+    category, args = event["cat"], event["args"]
+    if category == "step":
+        return PHASES.get(event["name"])
+    if category == "pipeline" and args.get("iteration") == iteration and args["kind"] in NAMES:
+        return str(args["kind"])
+    return "wait" if category == "wait" and args.get("axis") == "pp" else None
+
+
 def phases_picture(trace: Trace, iteration: int) -> Figure:
     """What each rank's step consists of, from its data to its update, on the clock of all ranks."""
-    ranks: dict[int, list[tuple[str, float, float]]] = {}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     steps: dict[int, tuple[float, float]] = {}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X" and event.get("cat") == "step" and event["name"] == f"step {iteration}":
+    for event in events:
+        if event.get("cat") == "step" and event["name"] == f"step {iteration}":
             steps[event["pid"]] = event["ts"], event["ts"] + event["dur"]
-    waits: dict[int, list[tuple[float, float]]] = {}
-    for event in trace["traceEvents"]:
-        rank = event.get("pid")
-        inside = (
-            event["ph"] == "X" and event["tid"] == 0 and rank in steps
-        )  # the training thread, on GPUs as it launches
-        if not inside or not steps[rank][0] <= event["ts"] <= steps[rank][1]:
-            continue
-        begin, end = event["ts"], event["ts"] + event["dur"]
-        args = event["args"]
-        if event["cat"] == "step" and event["name"] in PHASES:
-            ranks.setdefault(rank, []).append((PHASES[event["name"]], begin, end))
-        elif event["cat"] == "pipeline" and args.get("iteration") == iteration and args["kind"] in NAMES:
-            ranks.setdefault(rank, []).append((args["kind"], begin, end))
-        elif event["cat"] == "wait" and args.get("axis") == "pp":
-            waits.setdefault(rank, []).append((begin, end))
+    parts: dict[int, list[tuple[str, float, float]]] = {rank: [("other", *step)] for rank, step in steps.items()}
+    for event in events:
+        rank, begin = event.get("pid"), event["ts"]
+        # Of the training thread, on GPUs as it launches.
+        inside = event["tid"] == 0 and rank in steps and steps[rank][0] <= begin <= steps[rank][1]
+        if inside and (kind := phase_of(event, iteration)):
+            parts[rank].append((kind, begin, begin + event["dur"]))
     shown = sorted(steps)[:MOST_RANKS]
     first, last = min(start for start, _ in steps.values()), max(stop for _, stop in steps.values())
     more = f"; the first {MOST_RANKS} of {len(steps)} ranks" if len(steps) > MOST_RANKS else ""
     figure = new_figure(INCHES, 1.1 + 0.22 * len(shown))
     axes = figure.subplots()
-    used = {kind for line in ranks.values() for kind, *_ in line}
+    used = {kind for line in parts.values() for kind, *_ in line}
     legend = {name: COLOURS[kind] for kind, name in NAMES.items() if kind in used}
-    legend |= {name: COLOURS[kind] for name, kind in PHASES.items()} | {
-        "other": COLOURS["other"],
-        "blank: waits": "white",
-    }
+    legend |= {name: COLOURS[kind] for name, kind in PHASES.items()}
+    legend |= {"other": COLOURS["other"], "blank: waits": "white"}
     for number, rank in enumerate(shown):
-        start, stop = steps[rank]
-        parts = [("other", start, stop), *ranks.get(rank, []), *(("wait", *wait) for wait in waits.get(rank, []))]
-        times = [(begin - first, end - begin) for _, begin, end in parts]
-        fills = [COLOURS.get(kind, "white") for kind, *_ in parts]
+        line = sorted(parts[rank], key=lambda part: part[0] == "wait")  # drawn last
+        times = [(begin - first, end - begin) for _, begin, end in line]
+        fills = [COLOURS.get(kind, "white") for kind, *_ in line]
         axes.broken_barh(times, (number - 0.4, 0.8), facecolors=fills)
     name_rows(axes, [f"rank {rank}" for rank in shown])
     axes.set(title=f"step {iteration} of every rank: {time_text(last - first)}{more}", xlim=(0, last - first or 1.0))

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,29 +44,25 @@ def figures(pictures: Iterable[Figure | None], wide: bool = False) -> Markup:
 
 def summary(run: RunFolder) -> Markup:
     """The figures that one asks for first."""
-    loss, valid, speed = run.values("lm_loss"), run.values("valid_loss"), run.values("tokens_per_second")
-    tokens, peak, mfu = run.values("consumed_tokens"), run.values("peak_memory_bytes"), run.values("mfu")
-    tested = run.values("test_loss")
-    state, look = status(run)
-    facts = [("status", state, look)]
+    facts = [("status", *status(run))]
     of = run.config.get("train-iters")
     reached = max((int(record["iteration"]) for record in run.records), default=None)
     if reached is not None:
         facts.append(("iterations", f"{reached:,}" + (f" of {of:,}" if isinstance(of, int) else ""), ""))
-    if loss:
+    if loss := run.values("lm_loss"):
         facts.append(("training loss", f"{loss[-1][1]:.4f}", "" if math.isfinite(loss[-1][1]) else "bad"))
-    if valid:
-        facts.append(("validation loss", f"{valid[-1][1]:.4f} at {valid[-1][0]:,.0f}", ""))
-    if tested:
-        facts.append(("test loss", f"{tested[-1][1]:.4f} at {tested[-1][0]:,.0f}", ""))
-    if tokens:
+    for name in ("validation", "test"):
+        if measured := run.values(f"{name.removesuffix('ation')}_loss"):
+            facts.append((f"{name} loss", f"{measured[-1][1]:.4f} at {measured[-1][0]:,.0f}", ""))
+    if tokens := run.values("consumed_tokens"):
         facts.append(("tokens", short_number(tokens[-1][1]), ""))
-    if usual := _finite(speed):
-        facts.append(("tokens/s, median", short_number(statistics.median(usual)), ""))
-    if usual := _finite(mfu):
-        facts.append(("MFU, median", f"{statistics.median(usual):.1%}", ""))
-    if held := _finite(peak):
-        facts.append(("peak memory of a rank", byte_text(max(held)), ""))
+    for name, key, figure, text in (
+        ("tokens/s, median", "tokens_per_second", statistics.median, short_number),
+        ("MFU, median", "mfu", statistics.median, "{:.1%}".format),
+        ("peak memory of a rank", "peak_memory_bytes", max, byte_text),
+    ):
+        if usual := _finite(run.values(key)):
+            facts.append((name, text(figure(usual)), ""))
     if run.world_size is not None:
         facts.append(("ranks", f"{run.world_size:,}", ""))
     return html.cards(facts) + html.bullets(run.notes)
@@ -105,17 +102,13 @@ def loss(run: RunFolder, other: RunFolder | None) -> Markup:
     ]
     losses = run.values("lm_loss")
     bad = len(losses) - len(_finite(losses))
-    note = (
-        html.paragraph(f"The training loss of {bad:,} of {len(losses):,} records is NaN or infinite.", "bad")
-        if bad
-        else ""
-    )
+    text = f"The training loss of {bad:,} of {len(losses):,} records is NaN or infinite."
+    note = html.paragraph(text, "bad") if bad else ""
     if not any(shown):
         return note or html.paragraph("The run has logged no loss.")
-    rows = [record for record in run.records if "lm_loss" in record][-20:]
-    keys = [key for key in ("iteration", "lm_loss", "grad_norm", "learning_rate", "step_time") if rows]
-    cells = [[_cell(record.get(key)) for key in keys] for record in rows]
-    last = html.details("The last records as a table", html.table("last records", keys, cells, range(len(keys))))
+    keys = ("iteration", "lm_loss", "grad_norm", "learning_rate", "step_time")
+    rows = [[_cell(record.get(key)) for key in keys] for record in run.records if "lm_loss" in record]
+    last = html.details("The last records as a table", html.table("last records", keys, rows[-20:], range(len(keys))))
     return note + figures(shown) + last
 
 
@@ -127,10 +120,13 @@ def _cell(value: Any) -> str:
 def throughput(run: RunFolder) -> Markup:
     """Tokens and FLOP/s, and the time of a step."""
     shown = [
-        curves("tokens per second", "all ranks", [Series("tokens/s", run.values("tokens_per_second"))], zero=True),
-        curves("step time", "s", [Series("step time", run.values("step_time"))], zero=True),
-        curves("TFLOP/s per device", "", [Series("TFLOP/s", run.values("tflops_per_device"))], zero=True),
-        curves("MFU", "", [Series("MFU", run.values("mfu"))], lambda share: f"{share:.1%}", zero=True),
+        curves(title, unit, [Series(name, run.values(key))], text, zero=True)
+        for title, unit, name, key, text in (
+            ("tokens per second", "all ranks", "tokens/s", "tokens_per_second", None),
+            ("step time", "s", "step time", "step_time", None),
+            ("TFLOP/s per device", "", "TFLOP/s", "tflops_per_device", None),
+            ("MFU", "", "MFU", "mfu", "{:.1%}".format),
+        )
     ]
     slow = [
         [int(record["iteration"]), phase, record.get(f"straggler_{phase}_rank"), f"x{ratio:.2f}"]
@@ -138,10 +134,14 @@ def throughput(run: RunFolder) -> Markup:
         for phase in ("data", "forward", "backward", "grad_sync", "optimizer")
         if (ratio := number(record.get(f"straggler_{phase}_ratio"))) is not None and ratio > 1.5
     ]
-    stragglers = html.table(
-        "ranks that took more than 1.5 times the median", ("iteration", "phase", "rank", "times"), slow[-50:], (0, 2, 3)
-    )
+    heads, title = ("iteration", "phase", "rank", "times"), "ranks that took more than 1.5 times the median"
+    stragglers = html.table(title, heads, slow[-50:], (0, 2, 3))
     return (figures(shown) or html.paragraph("The run has logged no throughput.")) + stragglers
+
+
+ON_CPU = (
+    "On CPU the peak is that of the whole process, with the code of torch and data; activations are not counted apart."
+)
 
 
 def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan: str) -> Markup:
@@ -150,9 +150,8 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
     chart = curves("peak memory so far", "of the rank that holds most", [peak], byte_text, zero=True)
     bars, text = planned_bars(plan or []), Markup()
     if run.older_trace:
-        text = html.paragraph(
-            f"The run was traced at another layout ({run.older_trace}): what ranks held is not drawn.", "soft"
-        )
+        why = f"The run was traced at another layout ({run.older_trace}): what ranks held is not drawn."
+        text = html.paragraph(why, "soft")
     elif run.trace is not None:
         bars += measured_bars(run.trace["otherData"]["ranks"])
     if not plan:
@@ -160,11 +159,7 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
     if run.trace is None:
         text += html.paragraph("What each rank held by category is recorded with --trace.", "soft")
     elif any("process" in (facts.get("memory") or {}) for facts in run.trace["otherData"]["ranks"]):
-        text += html.paragraph(
-            "On CPU the peak is that of the whole process, with the code of torch and data; activations are not "
-            "counted apart.",
-            "soft",
-        )
+        text += html.paragraph(ON_CPU, "soft")
     drawn = figures([memory_picture(bars)], wide=True) if bars else Markup()
     words = html.details("The bars in words", html.bullets([f"{bar.label}: {told(bar)}" for bar in in_order(bars)]))
     return (figures([chart]) or html.paragraph("The run has logged no memory.")) + drawn + words + text
@@ -193,9 +188,8 @@ def timeline(run: RunFolder) -> Markup:
     if run.trace is None and run.trace_path is not None:
         return html.paragraph(f"The trace {run.trace_path.name} could not be read; the summary says why.")
     if run.trace is None:
-        return html.paragraph(
-            "No trace: --trace --trace-step-start 10 --trace-step-end 12 records two steps of all ranks."
-        )
+        how = "--trace --trace-step-start 10 --trace-step-end 12 records two steps of all ranks."
+        return html.paragraph(f"No trace: {how}")
     assert run.trace_path is not None
     try:
         steps = measured_steps(run.trace)
@@ -211,14 +205,10 @@ def timeline(run: RunFolder) -> Markup:
     residual = max((number(clock.get("residual_us")) or 0.0 for clock in facts), default=0.0)
     clock = f"Clocks of hosts agree to {time_text(residual)}." if residual else "All ranks share the clock of one host."
     where = f"{run.trace_path} opens in Perfetto, with all ranks and collectives."
-    older = (
-        f" The run was traced at another layout than that of its last start: {run.older_trace}."
-        if run.older_trace
-        else ""
-    )
+    older = f" The run was traced at another layout than that of its last start: {run.older_trace}."
     all_steps = html.table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
     return (
-        html.paragraph(f"{step_told(run.trace, step)}. {clock}{older}")
+        html.paragraph(f"{step_told(run.trace, step)}. {clock}{older if run.older_trace else ''}")
         + figures(pictures, wide=True)
         + html.paragraph(where, "soft")
         + html.details("All traced steps", all_steps)
@@ -235,22 +225,15 @@ def when(seconds: Any) -> str:
 
 def saves(run: RunFolder) -> Markup:
     """Checkpoints that are there, and every save with how long it took."""
-    kept = [
-        [
-            f"{one['iteration']:,}" + (" (latest)" if one["latest"] else ""),
-            byte_text(one["bytes"]),
-            one["files"],
-            one["state"],
-            when(one["time"]),
-        ]
-        for one in run.checkpoints[-MOST_ROWS:]
-    ]
+    kept = []
+    for one in run.checkpoints[-MOST_ROWS:]:
+        name = f"{one['iteration']:,}" + (" (latest)" if one["latest"] else "")
+        kept.append([name, byte_text(one["bytes"]), one["files"], one["state"], when(one["time"])])
     done = [event for event in run.events if event.get("event") == "save"]
     rows = [
         [
             when(event.get("time")),
-            _cell(event.get("iteration")),
-            _cell(event.get("seconds")),
+            *(_cell(event.get(key)) for key in ("iteration", "seconds")),
             event.get("error", "saved"),
         ]
         for event in done[-MOST_ROWS:]
@@ -260,12 +243,8 @@ def saves(run: RunFolder) -> Markup:
     text += html.table("saves, until each was on disk", head, rows[-IN_SIGHT:], (1, 2))
     text += html.details("Earlier saves", html.table("earlier saves", head, rows[:-IN_SIGHT], (1, 2)))
     left_out = max(len(done), len(run.checkpoints)) - MOST_ROWS
-    more = (
-        html.paragraph(f"The last {MOST_ROWS} rows are shown; {left_out} earlier ones are left out.")
-        if left_out > 0
-        else ""
-    )
-    return (text or html.paragraph("No checkpoint in this folder.")) + more
+    more = html.paragraph(f"The last {MOST_ROWS} rows are shown; {left_out} earlier ones are left out.")
+    return (text or html.paragraph("No checkpoint in this folder.")) + (more if left_out > 0 else "")
 
 
 def faults(run: RunFolder) -> Markup:
@@ -285,12 +264,8 @@ def faults(run: RunFolder) -> Markup:
     ]
     heads = ("until iteration", "skipped", "not finite", "spikes")
     text += html.table("log intervals with steps out of line", heads, bad[-MOST_ROWS:], (0, 1, 2, 3))
-    text += html.table(
-        "pauses: time between log lines that training does not explain",
-        ("after iteration", "seconds"),
-        pauses(run),
-        (0, 1),
-    )
+    title = "pauses: time between log lines that training does not explain"
+    text += html.table(title, ("after iteration", "seconds"), pauses(run), (0, 1))
     told = [record["layer_alarms"] for record in run.records if isinstance(record.get("layer_alarms"), list)]
     alarms = [line for lines in told for line in lines if isinstance(line, str)]
     text += html.bullets(alarms[-MOST_ROWS:])
@@ -323,17 +298,13 @@ def starts_and_ends(run: RunFolder) -> list[list[Any]]:
 def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
     """[iteration, seconds] of the longest times between two log lines beyond what their steps took: evaluations, saves,
     restarts."""
+    timed = [(r["iteration"], number(r.get("time")), number(r.get("step_time"))) for r in run.records]
+    known = [(at, time, step) for at, time, step in timed if time is not None and step is not None]
     found = []
-    before: tuple[int, float] | None = None
-    for record in run.records:
-        time, step = number(record.get("time")), number(record.get("step_time"))
-        if time is None or step is None:
-            continue
-        if before is not None:
-            extra = time - before[1] - step * (record["iteration"] - before[0])
-            if extra > max(5.0, 10 * step):
-                found.append([before[0], round(extra, 1)])
-        before = record["iteration"], time
+    for (before, earlier, _), (at, time, step) in pairwise(known):
+        extra = time - earlier - step * (at - before)
+        if extra > max(5.0, 10 * step):
+            found.append([before, round(extra, 1)])
     return sorted(found, key=lambda pause: -pause[1])[:most]
 
 
@@ -356,7 +327,5 @@ def configuration(run: RunFolder, other: RunFolder | None) -> Markup:
 
 
 def _value(config: Mapping[str, Any], key: str) -> str:
-    if key not in config:
-        return "not set"
-    value = config[key]
+    value = config.get(key, "not set")
     return str(value).lower() if isinstance(value, bool) else str(value)

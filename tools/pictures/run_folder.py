@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.integrity import misfits, read_manifest
 from megatron.core.dist_checkpointing.path_kind import EVENTS, METRICS_FILE, RUNS, kind_of, refusal
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG as CONFIG
@@ -19,7 +20,12 @@ from megatron.core.parallel_dims import ParallelDims
 if TYPE_CHECKING:
     from megatron.extensions.diagnosis.trace.trace_file import Trace
 
-SIZES = {"tp": "tensor-model", "pp": "pipeline-model", "cp": "context", "ep": "expert-model"}
+LAYOUT = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "use_tp_pp_dp_mapping"),
+)
+"""What flags say of the layout."""
+
 AXES = ("tp", "cp", "dp", "pp", "ep")
 MOST_RANKS, MOST_ITERATIONS = 2**20, 2**53
 Record = dict[str, Any]
@@ -67,17 +73,14 @@ class RunFolder:
 
     def dims(self) -> ParallelDims | None:
         """The layout; None where the configuration does not say or does not fit."""
-        world = self.world_size
-        sizes = {axis: self.config.get(f"{name}-parallel-size", 1) for axis, name in SIZES.items()}
-        if world is None or not self.config or not all(isinstance(size, int) and size > 0 for size in sizes.values()):
+        named = {field: self.config.get(field.replace("_", "-")) for field in LAYOUT}
+        sizes = {field: size for field, size in named.items() if isinstance(size, int) and size > 0}
+        if self.world_size is None or not self.config:
             return None
-        model = sizes["tp"] * sizes["pp"] * sizes["cp"]
-        expert_tp = self.config.get("expert-tensor-parallel-size")
-        expert_tp = expert_tp if isinstance(expert_tp, int) else sizes["tp"]
-        if expert_tp < 1 or world % model or (world // sizes["pp"]) % (sizes["ep"] * expert_tp):
+        try:
+            return ParallelDims.from_config(ModelParallelConfig(**sizes), self.world_size)
+        except ValueError:
             return None
-        mapping = bool(self.config.get("use-tp-pp-dp-mapping"))
-        return ParallelDims(**sizes, dp=world // model, expt_tp=expert_tp, tp_pp_dp=mapping)
 
     @property
     def older_trace(self) -> str:
@@ -92,12 +95,8 @@ class RunFolder:
 
     def values(self, key: str) -> list[tuple[float, float]]:
         """(iteration, value) of the records that have a number of this name."""
-        found = []
-        for record in self.records:
-            value = number(record.get(key))
-            if value is not None:
-                found.append((float(record["iteration"]), value))
-        return found
+        found = [(float(record["iteration"]), number(record.get(key))) for record in self.records]
+        return [(iteration, value) for iteration, value in found if value is not None]
 
 
 def number(value: Any) -> float | None:

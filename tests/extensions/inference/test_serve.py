@@ -88,7 +88,10 @@ def test_the_first_rank_that_is_killed_ends_the_others(checkpoint: str, tmp_path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--batch-size 0 --port 70000", "--batch-size 0 must be at least 1\nerror: --port 70000 must be at most 65535"),
+        (
+            "--batch-size 0 --port 70000",
+            "--batch-size 0: must be at least 1\nerror: --port 70000 must be at most 65535",
+        ),
         ("--load /nowhere", "--load /nowhere is missing: there is no such file or folder; give a checkpoint, "),
         ("--host 256.0.0.1", "error: "),
     ],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -29,12 +27,8 @@ from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.toy import build, optimizer_config, run_step
-from tests.extensions import installed, needs
+from tests.extensions import needs
 from tests.harness import run_world
-from tests.limits import HANG
-from tools.bench.fake_cuda import unavailable
-
-ROOT = Path(__file__).resolve().parents[2]
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --lr 1e-2 --cpu "
@@ -281,96 +275,3 @@ def _threads_of_updates(rank: int, world_size: int) -> tuple[list[int], int]:
 def test_the_host_updates_with_the_threads_that_it_is_given() -> None:
     ((seen, after),) = run_world(1, _threads_of_updates)
     assert seen and set(seen) == {3} and after == 1
-
-
-ON_A_GPU = """
-from collections import Counter
-from unittest import mock
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from megatron.core.distributed import param_layout
-from megatron.extensions.planner.device_file import read_device
-from tools.bench.fake_cuda import fake_cuda
-from tools.bench.gpu import SHAPES, config_of
-
-param_layout.HOST_CHUNK = 2**14
-log, current = [], ["compute"]
-
-class Stream:
-    made = 0
-    def __init__(self, device=None):
-        Stream.made += 1
-        self.name, self.device = f"side {Stream.made}", torch.device("cuda", 0)
-    def record_event(self):
-        log.append(("record", self.name))
-        return mock.Mock(**{"synchronize.side_effect": lambda: None}, of=self.name)
-    def wait_event(self, event):
-        log.append(("wait", self.name, event.of))
-    def wait_stream(self, stream):
-        log.append(("wait", self.name, stream.name))
-    def __enter__(self):
-        current.append(self.name)
-    def __exit__(self, *error):
-        current.pop()
-
-compute = Stream()
-compute.name = "compute"
-
-class Copies(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and args[0].device.type != args[1].device.type:
-            assert args[2], "a copy that the host waits for"
-            log.append(("copy", current[-1], args[0].device.type, args[0].nbytes))
-        return out
-
-with fake_cuda(read_device("h100")) as mode:
-    from megatron.training.hooks import CALLBACKS
-    from megatron.training.initialize import StartupPhases, initialize
-    from megatron.training.reliability.launch import Launch
-    from megatron.training.setup import build_run
-    from megatron.training.progress import Interval
-from megatron.training.train_step import train_step
-    flags = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
-    config = config_of(SHAPES["tiny"], 1, 1, flags)
-    with (
-        mock.patch("megatron.training.initialize.choose_device", return_value=torch.device("cuda", 0)),
-        mock.patch.object(CALLBACKS, "_entries", {}),  # nothing is timed
-        mock.patch.multiple(
-            torch.cuda, Stream=Stream, current_stream=lambda device=None: compute, stream=lambda stream: stream
-        ),
-    ):
-        run = build_run(config, initialize(config, Launch(), StartupPhases()))
-        held = Counter()
-        for shard in run.optimizer.shards:
-            held[shard.main.device.type] += shard.main.nbytes + sum(state.nbytes for state in shard.states.values())
-            assert shard.device_params.device.type == shard.device_grads.device.type == "cuda"
-            assert shard.main.device.type == ("cpu" if shard.on_host else "cuda")
-        host = [shard.numel for shard in run.optimizer.shards if shard.on_host]
-        assert held["cpu"] == 12 * sum(host) and abs(sum(host) - held["cuda"] / 12) <= 64 and len(host) > 3
-        assert run.optimizer.nbytes == (held["cuda"], held["cpu"] + 2 * max(host) * (4 + 2))
-        log.clear()
-        with Copies():
-            train_step(run)
-to_host, to_device = (
-    [entry for entry in log if entry[0] == "copy" and entry[2] == place and entry[1] != "compute"]
-    for place in ("cpu", "cuda")
-)
-assert [entry[3] for entry in to_host] == [4 * numel for numel in host], log
-assert [entry[3] for entry in to_device] == [2 * numel for numel in host], log
-(down,), (up,) = ({entry[1] for entry in copies} for copies in (to_host, to_device))
-assert down != up
-first = log.index(to_host[0])
-assert log[:first] == [("record", "compute"), ("wait", down, "compute"), ("wait", up, "compute")], log
-assert [entry[:2] for entry in log[first : first + 4]] == [("copy", down), ("record", down)] * 2
-assert log[-1] == ("wait", "compute", up), log
-places = "".join("v" if entry[1] == down else "^" for entry in log if entry[0] == "copy" and entry[1] != "compute")
-assert places == "vv" + "^v" * (len(host) - 2) + "^^", "the next gradients are copied once a slot is free"
-"""
-
-
-@pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
-@pytest.mark.skipif(unavailable() is not None, reason=f"a step on fake CUDA tensors {unavailable()}")
-def test_on_a_gpu_states_lie_on_the_host_and_copies_have_streams_of_their_own() -> None:
-    done = subprocess.run([sys.executable, "-c", ON_A_GPU], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr

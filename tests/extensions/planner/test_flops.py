@@ -22,7 +22,6 @@ from megatron.training.train_step import train_step
 from tests import gpt_cases
 from tests.harness import run_world
 from tests.pure.test_model_math import DELTA_NET, LLAMA, PUBLISHED, STYLES, WITH_EXPERTS, shape
-from tools.bench.memory import activation_bytes_per_layer
 
 
 # A delta net computes again what does not count.
@@ -138,15 +137,3 @@ def test_planned_flops_are_those_of_the_iterations() -> None:
     planned = orthogonalization_flops(config.model, config.optimizer)
     assert run_world(1, _flops_of_an_update, config) == [planned] and planned > 0
     assert orthogonalization_flops(config.model, replace(config.optimizer, optimizer="adam")) == 0
-
-
-def test_activation_formulas() -> None:
-    """Table 2 of arXiv 2205.05198, for its 22B model at t = 8, b = 4."""
-    config = TransformerConfig(**shape(48, 6144, 64, 4 * 6144, 51200, 2048))
-    sbh, scores = 2048 * 4 * 6144, 5 * 64 * 2048 / 6144
-    assert activation_bytes_per_layer(config, 4) == sbh * (34 + scores)
-    assert activation_bytes_per_layer(config, 4, tp=8) == sbh * (10 + 24 / 8 + scores / 8)
-    assert activation_bytes_per_layer(config, 4, tp=8, sequence_parallel=True) == sbh / 8 * (34 + scores)
-    selective = activation_bytes_per_layer(config, 4, tp=8, sequence_parallel=True, recompute="selective")
-    assert selective == 34 * sbh / 8
-    assert activation_bytes_per_layer(config, 4, tp=8, recompute="full") == 2 * sbh

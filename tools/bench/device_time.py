@@ -1,0 +1,317 @@
+"""Times on one device: calls by its own clock, what bounds a step, and where the time of a profiled step goes.
+
+On GPUs a profile has kernels and copies; idle is the part of the step in which none runs. On CPU it has the operations
+of torch, each without those that it calls. A kernel of another library belongs to the first group whose pattern its
+name has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.core.parts import linear_format
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.training.config.run_config import RunConfig
+from tools.bench.side_by_side import Spread
+
+Call = Callable[[], object]
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`make(config, device)` returns the call that is timed."""
+
+    group: str
+    name: str
+    make: Callable[[RunConfig, torch.device], Call]
+    tflop: float = 0.0
+    gigabytes: float = 0.0
+    """Read and written at least."""
+
+
+@dataclass(frozen=True)
+class Row:
+    group: str
+    name: str
+    milliseconds: Spread | None
+    tflop: float
+    gigabytes: float
+    failed: str | None = None
+    host_milliseconds: float | None = None
+    """That the host takes to start a call."""
+
+    @property
+    def rate(self) -> float:
+        """TFLOP/s or else GB/s of the median."""
+        assert self.milliseconds is not None, self.failed
+        return 1e3 * (self.tflop or self.gigabytes) / self.milliseconds.median
+
+    @property
+    def result(self) -> str:
+        if self.milliseconds is None:
+            return self.failed or ""
+        slow = self.host_milliseconds is not None and self.host_milliseconds > self.milliseconds.median
+        host = f"  host {self.host_milliseconds:.3f} ms" if slow else ""
+        rate = f"{self.rate:,.1f} TFLOP/s" if self.tflop else f"{self.rate:,.0f} GB/s"
+        return f"{self.milliseconds.median:.3f} ms  {rate}{host}"
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether this process cannot use its GPU any more: a kernel has read or written where it must not."""
+    try:
+        wait_for(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def timed(part: Part, config: RunConfig, device: torch.device, calls: int, rounds: int) -> Row:
+    """The row of a part; what goes wrong in it is its last line."""
+    try:
+        call = part.make(config, device)
+        call()
+        wait_for(device)
+        start = time.perf_counter()
+        call()
+        host = time.perf_counter() - start
+        wait_for(device)
+        took, started = zip(*(one_round(call, calls, host, device) for _ in range(rounds)), strict=True)
+        on_host = Spread.of(started).median if device.type == "cuda" else None
+        return Row(part.group, part.name, Spread.of(took), part.tflop, part.gigabytes, None, on_host)
+    except Exception as error:
+        return Row(part.group, part.name, None, part.tflop, part.gigabytes, f"{type(error).__name__}: {error}"[:300])
+    finally:
+        if device.type == "cuda" and not is_lost(device):
+            torch.cuda.empty_cache()
+
+
+MOST_SPUN = 0.1
+"""Seconds that a GPU is kept busy while the host starts calls."""
+
+
+def one_round(call: Call, calls: int, host: float, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a call on the device, and of its start on the host, which takes about `host` seconds. A GPU is
+    busy until all calls have been started, so that it never waits for the host between short kernels."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # cycles, of about 2 GHz
+        begin.record()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    started = 1e3 * (time.perf_counter() - start) / calls
+    if not on_gpu:
+        return started, started
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls, started
+
+
+# What bounds a step
+
+
+def products(config: RunConfig) -> dict[str, Size]:
+    """Name -> (rows, out, in): the products of a layer and of the head, over one micro-batch."""
+    model = config.model
+    rows, h, ffn = config.training.micro_batch_size * model.seq_length, model.hidden_size, model.ffn_size
+    return {
+        "qkv": (rows, model.query_projection_size + 2 * model.query_groups * model.head_dim, h),
+        "proj": (rows, h, model.query_projection_size),
+        "fc1": (rows, ffn * (2 if model.gated else 1), h),
+        "fc2": (rows, h, ffn),
+        "head": (rows, model.padded_vocab_size, h),
+    }
+
+
+def random(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def products_in_bf16(size: Size, config: RunConfig, device: torch.device) -> Call:
+    """Forward, input gradient and weight gradient of a linear layer, on random numbers."""
+    rows, out, size_in = size
+    x, dy, weight = random(device, rows, size_in), random(device, rows, out), random(device, out, size_in)
+    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
+
+    def call() -> None:
+        torch.mm(x, weight.t(), out=y)
+        torch.mm(dy, weight, out=dx)
+        torch.mm(dy.t(), x, out=dw)
+
+    return call
+
+
+def product_in_fp8(size: Size, fast: bool, dtype: torch.dtype, config: RunConfig, device: torch.device) -> Call:
+    """One product of operands that are in fp8 and lie as the kernel wants them."""
+    rows, out, size_in = size
+    one = torch.ones((), device=device)
+    a, b = (random(device, n, size_in, dtype=torch.float8_e4m3fn) for n in (rows, out))
+    return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=dtype, use_fast_accum=fast)
+
+
+def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
+    rows, out, size_in = size
+    sizes = (size, (rows, size_in, out), (out, size_in, rows))
+    calls = [product_in_fp8(each, True, torch.bfloat16, config, device) for each in sizes]
+    return lambda: [call() for call in calls]
+
+
+def copied(size: int, from_host: bool, config: RunConfig, device: torch.device) -> Call:
+    """`from_host`: out of pinned memory."""
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") if from_host else target.clone()
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
+    """A large cube and each product of the model, forward and backward, then a copy within memory. On CPU a small cube
+    and few calls: fp8 products may take a second each there."""
+    side, calls, size = (8192, 10, 2**30) if device.type == "cuda" else (64, 1, 2**24)
+    shapes = {f"{side}^3": (side,) * 3, **products(config)}
+    parts = [Part("", f"{n} bf16", partial(products_in_bf16, s), 6e-12 * prod(s)) for n, s in shapes.items()]
+    if linear_format(config.parallel) is not None:
+        del shapes["head"]
+        parts += [Part("", f"{n} fp8", partial(products_in_fp8, s), 6e-12 * prod(s)) for n, s in shapes.items()]
+    parts.append(Part("", "copy", partial(copied, size, False), gigabytes=2e-9 * size))
+    return [timed(part, config, device, calls, 5) for part in parts]
+
+
+def ceiling_tokens(config: RunConfig, found: Sequence[Row]) -> float:
+    """Tokens per second if a step were its matrix products alone, at the rates measured."""
+    rates = {row.name: row.rate for row in found}
+    layers, in_fp8 = config.model.num_layers, len(config.options(Fp8Flags).layers(config.model.num_layers))
+    seconds = 0.0
+    for name, size in products(config).items():
+        work = 6e-12 * prod(size)
+        counts = {"bf16": 1} if name == "head" else {"bf16": layers - in_fp8, "fp8": in_fp8}
+        seconds += sum(work * count / rates[f"{name} {kind}"] for kind, count in counts.items() if count)
+    return config.training.micro_batch_size * config.model.seq_length / seconds
+
+
+# Where a step goes
+
+GROUPS: dict[str, str] = {
+    "attention": r"flash|fmha|sdpa|scaled_dot_product|attention|attn|dot_do_o|convert_dq",
+    "collectives": r"nccl|gloo|c10d|symm_mem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all",
+    "optimizer": r"adam|multi_tensor|_foreach|foreach_|vector_norm|lpnorm|normtwoops|norm_ops|nonfinite",
+    "norm": r"layer_?norm|rms_?norm|gammabeta|rowwisemoments|triton.*rsqrt",
+    "fp8 casts": r"float8|fp8|e4m3|e5m2|aten::amax|aminmax|_rounded|cast_by|triton.*(abs_amax|clamp)",
+    "loss": r"triton.*(_exp(_|$)|logsumexp|log_softmax)|cross_entropy|nll_loss",
+    "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|scaled_mm|grouped_mm"
+    r"|aten::(mm|bmm|addmm|baddbmm|matmul|linear)|mkldnn",
+    "embedding": r"embedding|index_put|index_add|index_select|indexselect|indexing|radixsort|scatter|gather",
+    # torch.compile names a fused kernel after all that it does, casts between dtypes included.
+    "copies": r"^(?!triton).*(memcpy|memset|copy|catarray|fillfunctor|transpose"
+    r"|aten::(cat|clone|contiguous|zero_|fill_|zeros|_to_copy))",
+    "elementwise": r"elementwise|triton|reduce|vectorized|softmax|aten::(mul|add|sub|div|exp|sum|gelu|silu|sigmoid"
+    r"|relu|masked_fill|pow|rsqrt|mean|neg|where|lt|clamp|bitwise|cos|sin)",
+}
+OWN: dict[str, str] = {
+    "attention_prepare": "attention",
+    "attention_forward": "attention",
+    "attention_dkdv": "attention",
+    "attention_dq": "attention",
+    "norm_cast_rows": "fp8 casts",
+    "norm_gradient_rows": "norm",
+    "norm_gradient_chunks": "norm",
+    "add_parts": "norm",
+    "swiglu_tiles": "fp8 casts",
+    "head_tiles": "fp8 casts",
+    "cast_tiles": "fp8 casts",
+    "amax_tiles": "fp8 casts",
+    "transpose_tiles": "fp8 casts",
+    "add_product_kernel": "GEMM",
+    "add_products_kernel": "GEMM",
+    "clear_rows_kernel": "other",
+    "loss_and_gradient": "loss",
+    "scale_row": "loss",
+}
+"""Triton kernels of the library, which profiles call by their functions."""
+
+OTHER, IDLE = "other", "idle"
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    microseconds: float
+    share: float
+    """Of the whole step."""
+    count: int
+    longest: tuple[str, ...]
+    """Names that take most of it."""
+
+
+def group_of(name: str) -> str:
+    """The group that a kernel's or an operation's name belongs to."""
+    lower = name.lower()
+    return OWN.get(name) or next((group for group, form in GROUPS.items() if re.search(form, lower)), OTHER)
+
+
+def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None) -> list[Group]:
+    """A step by groups. `keep`: where the trace goes if it is to stay."""
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        start = time.perf_counter()
+        step()
+        took = 1e6 * (time.perf_counter() - start)
+    with tempfile.TemporaryDirectory() as folder:
+        path = keep or Path(folder) / "trace.json"
+        if keep or on_gpu:
+            profiler.export_chrome_trace(str(path))
+        if on_gpu:
+            return groups_of_trace(json.loads(path.read_text()))
+    times = [(entry.key, entry.self_cpu_time_total, entry.count) for entry in profiler.key_averages()]
+    busy = sum(own for _, own, _ in times)
+    return groups_of(times, max(took, busy), busy)
+
+
+def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
+    """Of the kernels and copies in a trace as `export_chrome_trace` writes it."""
+    events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") in GPU_CATEGORIES]
+    spans = sorted((float(event["ts"]), float(event["dur"]), event["name"]) for event in events)
+    busy, until = 0.0, float("-inf")
+    for start, length, _ in spans:
+        busy += max(0.0, start + length - max(until, start))
+        until = max(until, start + length)
+    whole = until - spans[0][0] if spans else 0.0
+    return groups_of([(name, length, 1) for _, length, name in spans], whole, busy)
+
+
+def groups_of(times: Iterable[tuple[str, float, int]], whole: float, busy: float) -> list[Group]:
+    """Of (name, microseconds, count), the longest group first, idle last; none of an empty step."""
+    by_name: dict[str, Counter[str]] = defaultdict(Counter)
+    counts = Counter[str]()
+    for name, microseconds, count in times:
+        by_name[group_of(name)][name] += microseconds  # type: ignore[assignment]
+        counts[group_of(name)] += count
+    if not whole:
+        return []
+    groups = []
+    for group, names in by_name.items():
+        longest = tuple(name for name, _ in names.most_common(3))
+        groups.append(Group(group, names.total(), names.total() / whole, counts[group], longest))
+    groups.sort(key=lambda group: -group.microseconds)
+    return [*groups, Group(IDLE, whole - busy, (whole - busy) / whole, 0, ())]

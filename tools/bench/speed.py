@@ -1,0 +1,291 @@
+"""Tokens per second of this program beside others, in turns: training in one process, kinds of parallelism, generation.
+
+    python tools/bench/speed.py --list                                                  # the cells
+    python tools/bench/speed.py --only "llama float32 eager" --rounds 7
+    python tools/bench/speed.py --only TP "ours ZeRO-3" "torch FSDP2 ZeRO-3" --ranks 4  # a cell, and two of another
+    python tools/bench/speed.py                                                         # all
+
+Contestants are processes of their own. In one process, optimizer step included: the models of transformers, litgpt,
+torchtitan and megatron-core (tools/bench/peers.py), with torch's fused AdamW and gradient clipping; `pip install -r
+tools/bench/requirements.txt`, in an environment of its own. In bf16 theirs are bf16 parameters, updated in bf16, the
+fastest they can be trained; ours keeps fp32 main parameters and fp32 gradient sums as always. The ceiling does nothing
+but the matrix products of the model's linear layers and head, forward and backward, in the same precision.
+
+TP, PP and DP: 8 micro-batches of one sequence a step in float32, over gloo processes of one thread, beside one process
+of as many threads and beside torch's own (tools/bench/torch_parallel.py). Two show what this machine allows at most:
+processes that share the batch out but never speak to each other, and tensor parallelism whose layers leave their
+collectives out (its results are nonsense, its work is all there).
+
+Generation: new tokens per second of processor time, of prompts of several lengths, batched in one cache, one by one,
+and batched by transformers' `generate`. Decoding is greedy, and every text has all its tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.bench.peers import ONLY_LLAMA, PEERS, STYLES, Style, build_peer
+from tools.bench.side_by_side import (
+    Contestant,
+    Round,
+    bench_parser,
+    compared,
+    interleaved,
+    machine,
+    own_step,
+    positive,
+    say_rows,
+    timed,
+    write_json,
+)
+
+FORMATS = {"float32": [], "bfloat16": ["--bf16"]}
+BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
+OURS, CEILING, ALONE, ONE_BY_ONE, BATCHED = "ours", "ceiling", "one process", "one by one", "batched"
+LAYOUT_STYLE, MICRO_BATCHES = Style(8, 384, 4, 4, 1024, 256, 8192, 1, llama=True), 8
+LAYOUTS: dict[str, tuple[str, str | None]] = {
+    "ours TP": ("--tp {n}", "torch DTensor TP"),
+    "ours TP+SP": ("--tp {n} --sequence-parallel", "torch DTensor TP"),
+    "ours TP+SP overlapped": ("--tp {n} --sequence-parallel --tp-comm-overlap", None),
+    "ours PP 1f1b": ("--pp {n} --pipeline-schedule 1f1b", "torch PP 1F1B"),
+    "ours PP interleaved": ("--pp {n} --pipeline-schedule interleaved", "torch PP Interleaved1F1B"),
+    "ours PP zb-h1": ("--pp {n} --pipeline-schedule zb-h1", "torch PP ZBV"),
+    "ours PP zb-v": ("--pp {n} --pipeline-schedule zb-v", "torch PP ZBV"),
+    "ours DP": ("--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce", "torch DDP"),
+    "ours ZeRO-1": ("--dp {n} --overlap-grad-reduce --overlap-param-gather", "torch FSDP2"),
+    "ours ZeRO-2": ("--dp {n} --data-parallel-sharding-strategy optim_grads", "torch FSDP2 ZeRO-2"),
+    "ours ZeRO-3": ("--dp {n} --data-parallel-sharding-strategy optim_grads_params", "torch FSDP2 ZeRO-3"),
+    "ours CP": ("--cp {n}", None),
+}
+"""Name -> flags for n ranks, and torch's own of that kind."""
+
+SHORTEST, LONGEST, NEW, PROMPTS = 16, 128, 32, 16
+GENERATION_STYLE = Style(4, 512, 8, 8, 2048, LONGEST + NEW + 1, 8192, 1, llama=True)
+
+
+def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
+    """Ours, as a user gives them."""
+    text = (
+        f"--num-layers {style.layers} --hidden-size {style.hidden} --num-attention-heads {style.heads} "
+        f"--ffn-hidden-size {style.ffn} --seq-length {style.seq} --max-position-embeddings {style.seq} "
+        f"--vocab-size {style.vocab} --micro-batch-size {style.micro_batch} "
+        f"--global-batch-size {style.micro_batch * micro_batches} "
+        f"--attention-dropout 0 --hidden-dropout 0 --mock-data --train-iters 1000000 --eval-iters 0 --lr {LR} "
+        f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPS} --weight-decay {WEIGHT_DECAY} --cpu"
+    ).split()
+    if style.llama:
+        text += (
+            f"--group-query-attention --num-query-groups {style.groups} --position-embedding-type rope --swiglu "
+            "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+        ).split()
+    return text + FORMATS[dtype] + (["--compile"] if compiled else [])
+
+
+def ours(argv: Sequence[str], tokens: int, steps: int) -> Round:
+    return timed(own_step(argv), steps, tokens)
+
+
+# One process
+
+
+def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:
+    """Another program's model in the loop that its users write."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)
+    model, loss_of = build_peer(name, style, dtype)
+    run: Any = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    batches = cycle(torch.randint(style.vocab, (16, style.micro_batch, style.seq + 1)))
+
+    def step() -> None:
+        batch = next(batches)
+        loss_of(run, batch[:, :-1], batch[:, 1:].contiguous()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step, steps, style.tokens)
+
+
+def ceiling(style: Style, dtype: str, steps: int) -> Round:
+    """The matrix products alone, each into memory that is there already."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    kind = getattr(torch, dtype)
+    work = []
+    for size_in, size_out in style.products:
+        x, y = torch.randn(style.tokens, size_in, dtype=kind), torch.randn(style.tokens, size_out, dtype=kind)
+        weight = torch.randn(size_out, size_in, dtype=kind)
+        work.append((x, y, weight, torch.empty_like(x), torch.empty_like(y), torch.empty_like(weight)))
+
+    def step() -> None:
+        for x, y, weight, out_x, out_y, out_weight in work:
+            torch.mm(x, weight.t(), out=out_y)
+            torch.mm(y, weight, out=out_x)
+            torch.mm(y.t(), x, out=out_weight)
+
+    return timed(step, steps, style.tokens)
+
+
+# Kinds of parallelism
+
+
+def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
+    """Data parallelism without communication: each process is a world of its own, with its part of the batch."""
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    return ours(argv, tokens, steps)
+
+
+def silent_tensor_parallel(argv: Sequence[str], tokens: int, steps: int) -> Round:
+    from megatron.core.tensor_parallel import layers
+
+    layers.COLUMN = layers.ROW = layers.LOCAL
+    return ours(argv, tokens, steps)
+
+
+def torchs(kind: str, tokens: int, steps: int) -> Round:
+    from tools.bench.torch_parallel import started
+
+    return timed(started(kind, LAYOUT_STYLE, MICRO_BATCHES), steps, tokens)
+
+
+# Generation
+
+
+def prompts() -> list[list[int]]:
+    """Of lengths from the shortest to the longest, in no order."""
+    span = LONGEST - SHORTEST
+    lengths = [SHORTEST + span * (number * 7 % PROMPTS) // (PROMPTS - 1) for number in range(PROMPTS)]
+    return [[(number * 131 + place * 17) % 8192 for place in range(size)] for number, size in enumerate(lengths)]
+
+
+def our_texts(dtype: str, rows: int) -> Round:
+    """New tokens per second with so many texts at once."""
+    import torch
+
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.extensions.inference.generation import generate
+    from megatron.training.config.arguments import parse_args
+    from megatron.training.config.validation import resolve_legal
+
+    config = resolve_legal(parse_args(flags(GENERATION_STYLE, dtype)), 1)
+    torch.manual_seed(1)
+    model = GPTModel(config.model, config.parallel).eval()
+    return timed(lambda: generate(model, prompts(), NEW, rows=rows), 1, PROMPTS * NEW, time.process_time)
+
+
+def their_texts(dtype: str) -> Round:
+    """New tokens per second of transformers, all prompts at once, padded on the left."""
+    import torch
+
+    model = build_peer("transformers", GENERATION_STYLE, dtype)[0].eval()
+    model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
+    ids = torch.tensor([[0] * (LONGEST - len(each)) + each for each in prompts()])
+    mask = torch.tensor([[0] * (LONGEST - len(each)) + [1] * len(each) for each in prompts()])
+    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    return timed(lambda: model.generate(ids, attention_mask=mask, **how), 1, PROMPTS * NEW, time.process_time)
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Those who take turns."""
+
+    contestants: list[Contestant]
+    baseline: str
+    """Whom all others are compared with."""
+
+    def rivals(self, name: str) -> Iterator[str]:
+        """Those whom a contestant is compared with."""
+        yield self.baseline
+        yield from PEERS if name == OURS else ()
+        _, torchs_own = LAYOUTS.get(name, ("", None))
+        yield from [torchs_own] if torchs_own else []
+
+    def chosen(self, names: Sequence[str]) -> Cell:
+        return replace(self, contestants=[c for c in self.contestants if c.name in (*names, self.baseline)])
+
+
+def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
+    found = {}
+    for name, dtype, mode in product(STYLES, FORMATS, ("eager", "compiled")):
+        style, compiled = STYLES[name], mode == "compiled"
+        members = [Contestant(OURS, ours, (flags(style, dtype, compiled), style.tokens, steps), threads)]
+        for other in PEERS:
+            if style.llama or other not in ONLY_LLAMA:
+                members.append(Contestant(other, peer, (other, style, dtype, compiled, steps), threads))
+        members.append(Contestant(CEILING, ceiling, (style, dtype, steps), threads))
+        found[f"{name} {dtype} {mode}"] = Cell(members, CEILING)
+    found |= layouts(ranks, steps)
+    for dtype in FORMATS:
+        ways = {ONE_BY_ONE: (our_texts, (dtype, 1)), BATCHED: (our_texts, (dtype, PROMPTS))}
+        ways["transformers"] = (their_texts, (dtype,))
+        found[f"generation {dtype}"] = Cell([Contestant(way, *build) for way, build in ways.items()], ONE_BY_ONE)
+    return found
+
+
+def layouts(n: int, steps: int) -> dict[str, Cell]:
+    """A cell for each kind of parallelism: more would not fit into the memory of a small machine."""
+    common, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.seq
+    members = [
+        Contestant(name, ours, ([*common, *more.format(n=n).split()], tokens, steps), ranks=n)
+        for name, (more, _) in LAYOUTS.items()
+    ]
+    part = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES // n)
+    members.append(Contestant("silent DP", silent, (part, tokens, steps), ranks=n))
+    members.append(Contestant("silent TP", silent_tensor_parallel, ([*common, "--tp", str(n)], tokens, steps), ranks=n))
+    for name in dict.fromkeys(rival for _, rival in LAYOUTS.values() if rival):
+        members.append(Contestant(name, torchs, (name, tokens, steps), ranks=n))
+    alone = Contestant(ALONE, ours, (common, tokens, steps), threads=min(n, os.cpu_count() or 1))
+    kinds: dict[str, Cell] = {kind: Cell([alone], ALONE) for kind in ("TP", "PP", "DP")}
+    for member in members:
+        kinds[next((kind for kind in ("PP", "TP") if kind in member.name), "DP")].contestants.append(member)
+    return kinds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = bench_parser(__doc__, 5, ranks=(2, "processes of TP, PP and DP"), steps=(1, "of a round of training"))
+    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of one process (default: all cores)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these cells, or contestants of them")
+    parser.add_argument("--list", action="store_true", help="print the names of cells and contestants, and exit")
+    args = parser.parse_args(argv)
+    every = cells(args.threads, args.ranks, args.steps)
+    if args.list:
+        for name, cell in every.items():
+            print(f"{name}: {', '.join(contestant.name for contestant in cell.contestants)}")
+        return 0
+    known = {*every, *(contestant.name for cell in every.values() for contestant in cell.contestants)}
+    if unknown := set(args.only) - known:
+        parser.error(f"--only {' '.join(sorted(unknown))}: not one of {', '.join(sorted(known))}")
+    facts = machine(*PEERS) | {"threads": args.threads, "ranks": args.ranks}
+    rows: list[Any] = []
+    for name, cell in every.items():
+        whole = not args.only or name in args.only
+        chosen = cell if whole else cell.chosen(args.only)
+        if whole or len(chosen.contestants) > 1:
+            found = compared(interleaved(chosen.contestants, args.rounds), chosen.rivals)
+            say_rows(found, f"{name:<24}")
+            rows += [{"cell": name, **asdict(row)} for row in found]
+    write_json(args.json, facts, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
