@@ -146,7 +146,8 @@ def test_tests_that_are_killed_are_counted_and_named(tmp_path: Path) -> None:
     flags = re.search(r'pytest "\$\{files\[@\]\}" .*? (-vv .*?)\n\n?    experts', SCRIPT.read_text(), re.DOTALL)
     assert flags is not None
     words = flags[1].replace("\\\n", " ").split()
-    command = [sys.executable, "-m", "pytest", str(tmp_path / "test_four.py"), "-c", "pyproject.toml", *words]
+    flags_of_pytest = ["-c", "pyproject.toml", "-p", "no:randomly"]
+    command = [sys.executable, "-m", "pytest", str(tmp_path / "test_four.py"), *flags_of_pytest, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 9
     (tmp_path / "tests.txt").write_text(done.stdout)
