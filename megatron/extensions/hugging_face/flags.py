@@ -55,11 +55,6 @@ for _family in (
     *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
     *("gemma", "starcoder2", "gpt_neox", "smollm3", "olmo2", "olmo3", "olmoe", "granite"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
-    "bailing_moe",
-    *("exaone4", "mimo_v2_flash", "step3p5"),
-    "gpt_oss",
+    *("bailing_moe", "exaone4", "mimo_v2_flash", "step3p5", "gpt_oss", "gemma2", "gemma3_text", "llama4_text"),
 ):
     HF_FAMILIES.register(_family, f"{__package__}.families:{_family.upper()}")
-HF_FAMILIES.register("gemma2", f"{__package__}.families:GEMMA2")
-HF_FAMILIES.register("gemma3_text", f"{__package__}.families:GEMMA3")
-HF_FAMILIES.register("llama4_text", f"{__package__}.families:LLAMA4")

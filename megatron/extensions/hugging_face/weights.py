@@ -76,21 +76,20 @@ class HFWeights:
 
     def _misfit(self, placement: Placement) -> list[str]:
         """The problem with the tensors of a parameter, if there is one."""
-        tensors = [self._tensors[name] for name in placement.theirs]
-        names, expected = ", ".join(placement.theirs), placement.meta
+        tensors, names = [self._tensors[name] for name in placement.theirs], ", ".join(placement.theirs)
         try:
-            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+            found = [list(tensor.shape) for tensor in tensors]
         except ValueError as error:
             return [f"{names}: {error}"]
+        shapes = ", ".join(map(str, found))
         try:
-            metas = [torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for tensor in tensors]
-            shape = tuple(placement.layout.ours(placement.config, metas).shape)
+            whole = torch.empty(placement.meta.global_shape, device="meta")
+            expected = [list(tensor.shape) for tensor in placement.to_theirs(whole)]
         except (RuntimeError, ValueError, TypeError, IndexError):
             return [f"{names} of shape {shapes} do not fit the configuration"]
-        if shape != expected.global_shape:
-            return [
-                f"{names} of shape {shapes} make {list(shape)}, not {list(expected.global_shape)} of {expected.name}"
-            ]
+        if found != expected:
+            needed = ", ".join(map(str, expected))
+            return [f"{names} of shape {shapes} do not fit {placement.meta.name}, which is made of {needed}"]
         return []
 
     def dtypes(self, name: str) -> set[torch.dtype]:
