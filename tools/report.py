@@ -97,7 +97,7 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         return None, "the configuration or the number of ranks is not known"
     try:
         from megatron.core.parallel_dims import ParallelDims
-        from megatron.extensions.planner.dry_run.memory import memory_of_ranks
+        from megatron.extensions.planner.memory import memory_of_ranks
         from megatron.training.config.arguments import parse_args
         from megatron.training.config.validation import resolve
         from megatron.training.plan import plan_of

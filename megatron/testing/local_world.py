@@ -83,8 +83,9 @@ def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
         raise RuntimeError(f"ranks ended with exit codes {codes} and no traceback")
 
 
-def _die_with_parent(parent: int) -> None:
-    """Has Linux kill this process when its parent ends, however that ends; elsewhere the world's timeouts do it."""
+def die_with_parent(parent: int) -> None:
+    """Has Linux kill this forked process when its parent, the process `parent`, ends, however that ends; elsewhere
+    timeouts of the parent do it."""
     set_death_signal = 1  # PR_SET_PDEATHSIG
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -94,7 +95,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _rank_main(rank: int, world_size: int, folder: Path, parent: int, timeout: float, job: Callable[[], Any]) -> None:
-    _die_with_parent(parent)
+    die_with_parent(parent)
     gc.freeze()  # looking through what came with the fork would copy its pages
     stack_file = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)

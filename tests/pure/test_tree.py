@@ -39,7 +39,7 @@ WITHOUT_TORCH = [
     "megatron.training.config.validation",
     "megatron.extensions.evaluation.suite",
     "megatron.training.reliability.launch",
-    "megatron.extensions.planner.dry_run.plan",
+    "megatron.extensions.planner.dry_run",
     "pretrain_gpt",
 ]
 

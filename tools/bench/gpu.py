@@ -32,7 +32,7 @@ import torch
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import linear_format
 from megatron.extensions.planner.activations import activations_of_ranks
-from megatron.extensions.planner.dry_run.description import micro_batch_of
+from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.flops import flops_per_token
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
@@ -125,7 +125,7 @@ def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
     dims = ParallelDims.from_config(config.parallel, 1)
     states = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, 0).memory.total
     assert config.training.num_microbatches is not None
-    (held,) = activations_of_ranks(micro_batch_of(config), config.training.num_microbatches)
+    (held,) = activations_of_ranks(MicroBatch.of(config), config.training.num_microbatches)
     return states, held.peak, held.total - held.peak
 
 

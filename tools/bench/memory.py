@@ -33,7 +33,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.activations import ActivationPlan, activations_of_ranks
-from megatron.extensions.planner.dry_run.description import micro_batch_of
+from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.memory import states_of_rank
 from megatron.testing.local_world import run_world
@@ -259,7 +259,7 @@ def plan(config: RunConfig, world_size: int) -> list[Measured]:
     micro = config.training.num_microbatches
     assert micro is not None
     found = []
-    for rank, held in enumerate(activations_of_ranks(micro_batch_of(config), micro)):
+    for rank, held in enumerate(activations_of_ranks(MicroBatch.of(config), micro)):
         plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
         states, units = plan.memory, plan.in_flight.parameters + plan.in_flight.gradients
         kept, peak = held.peak + held.weight_copies, held.total + plan.in_flight.total
@@ -270,7 +270,7 @@ def plan(config: RunConfig, world_size: int) -> list[Measured]:
 
 def layer_bytes(config: RunConfig) -> int:
     """Saved activations of one layer and micro-batch, from the plan."""
-    planned = ActivationPlan(micro_batch_of(config))
+    planned = ActivationPlan(MicroBatch.of(config))
     one, two = (planned.stage(Stage(range(n), first=False, last=False)).kept for n in (1, 2))
     return two - one
 

@@ -30,8 +30,8 @@ if __package__ in (None, ""):
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.dry_run.memory import RankMemory, memory_of_ranks
 from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.planner.memory import RankMemory, memory_of_ranks
 from megatron.extensions.planner.time.step_time import PlannerCache, StepTime, predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig

@@ -178,16 +178,6 @@ def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool 
     return Simulation(walk.timeline, peaks, walk.exchanging, walk.exposed)
 
 
-def execution_order(lists: Lists) -> list[tuple[int, Action, list[int]]]:
-    """The compute actions of lists without messages, in an order in which they can run: each with its rank and the
-    places in this order of those that it needs. Raises DeadlockError if they cannot run."""
-    walk = _Walk(lists, StageCosts(), rendezvous=False)
-    walk.run()
-    place = {action: number for number, action in enumerate(walk.done)}
-    order = ((walk.where[action], action) for action in walk.done)
-    return [(rank, action, [place[need] for need, _ in walk.needs(action, rank)]) for rank, action in order]
-
-
 def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
     """The most activations that a rank holds between two actions, and the micro-batches of each stage that are between
     their forward and their backward then. A list without a backward holds the activations of one action. Two passes

@@ -15,13 +15,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-import torch
-from torch.autograd.graph import get_gradient_edge
-
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
-from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
+from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.transformer.recompute import Segment, recompute_segments
@@ -199,32 +196,14 @@ def measure(
 
 
 def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
+    peak, held = dict[str, int](), dict[str, int]()
     with LiveMemory() as live:
         fakes.live = live
-        offload, made = fakes.offload, list[int]()
-        if offload is not None:
-            offload.pool, offload.sent = offload.new_pool(), 0
-            made = live.count_apart(offload.pool)
-        hidden, output = fakes.forward(stage)
-        offloaded = offload.sent if offload is not None else 0
-        forward, edge, last = live.peak, get_gradient_edge(output), output.ndim == 0
-        del output  # its values are sent, its place in the graph is needed
-        kept = live.now
-        grad = torch.ones((), dtype=fakes.loss_dtype) if last else fakes.hidden()
-        live.restart_peak()
-        split = splits_backward(fakes.parallel.schedule)
-        if split:
-            fakes.queue.begin(0)
-        torch.autograd.backward([edge], [grad])
-        backward = live.peak
-        del hidden, edge, grad
-        for_weights = live.now
-        live.restart_peak()
-        if split:
-            fakes.queue.end()
-            fakes.queue.run(0)
-        host = BufferCounts(Counter(made))
-        return StageMemory(kept, for_weights, forward, backward, live.peak, 0, offloaded, host)
+        for part in fakes.passes(stage):
+            peak[part], held[part] = live.peak, live.now
+            live.restart_peak()
+    peaks = peak["forward"], peak["backward"], peak["weight"]
+    return StageMemory(held["sent"], held["done"], *peaks, 0, fakes.offloaded, BufferCounts(Counter(fakes.on_host)))
 
 
 @dataclass(frozen=True)

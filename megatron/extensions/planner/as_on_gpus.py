@@ -19,8 +19,9 @@ from torch.utils._device import _device_constructors
 from megatron.core import collectives
 from megatron.core.attention import core_attention
 from megatron.core.attention.flash_kernels import FlashCUDAKernel, fits_flash, of_any_widths
-from megatron.core.attention.tile_kernels import Gradients, Kernel, Outputs, Rows, TorchKernel
+from megatron.core.attention.tile_kernels import Gradients, Kernel, Outputs, Rows, TorchKernel, key_rows, query_rows
 from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import PackedKernel
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import dispatcher, experts
@@ -53,28 +54,53 @@ class PlannedFlashKernel(FlashCUDAKernel):
         return None
 
 
-class PlannedKernel:
+class FakeKernel:
+    """Makes tensors of the shapes that a kernel makes, one launch for each tile."""
+
+    needs_places, most_queries = False, None
+    packed: PackedKernel | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        for tile in tiles:
+            queries = query_rows(q, tile)
+            self.launched(queries, v, tile, False)
+            yield tile, (queries.new_empty(*queries.shape[:-1], v.shape[-1]), statistics_of(queries))
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        for tile in tiles:
+            queries, keys, values = query_rows(q, tile), key_rows(k, tile), key_rows(v, tile)
+            self.launched(queries, v, tile, True)
+            yield tile, (queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape))
+
+    def launched(self, q: Tensor, v: Tensor, tile: Tile, backward: bool) -> None:
+        """Called at each launch, with the rows of the tile's queries."""
+
+
+class PlannedKernel(FakeKernel):
     """Attention of whole samples in one launch, which needs no packing and takes all widths, and of parts of samples,
     as context parallelism has them, by `parts`."""
-
-    needs_places, most_queries, packed = False, None, None
 
     def __init__(self, parts: Kernel) -> None:
         self.parts = parts
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        if not _whole(tiles, q, k):
-            yield from self.parts.forward(q, k, v, tiles)
-            return
-        yield tiles[0], (q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], dtype=torch.float32))
+        if _whole(tiles, q, k):
+            return super().forward(q, k, v, tiles)
+        return self.parts.forward(q, k, v, tiles)
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
-        if not _whole(tiles, q, k):
-            yield from self.parts.backward(rows, q, k, v, tiles)
-            return
-        yield tiles[0], (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+        if _whole(tiles, q, k):
+            return super().backward(rows, q, k, v, tiles)
+        return self.parts.backward(rows, q, k, v, tiles)
+
+
+def statistics_of(q: Tensor) -> Tensor:
+    """The log-sum-exp of each row [..., heads]."""
+    return torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _whole(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> bool:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.planner.device_file import device_names, read_device
-from megatron.extensions.planner.dry_run.plan import DeviceError
-from megatron.extensions.planner.rehearsal.record import DISTINCT, chosen_ranks
+from megatron.extensions.planner.dry_run import DeviceError
+from megatron.extensions.planner.rehearsal.matching import DISTINCT, chosen_ranks
+from megatron.extensions.planner.terminal import at_interrupt, end_process
 from megatron.training.config.commands import Command, GivenOptions, Prepared
 from megatron.training.config.input_files import missing_inputs
 from megatron.training.config.problem import Problem
@@ -134,7 +130,7 @@ class DryRun(Command):
         return 0
 
     def _plan(self, run: Prepared, inputs: list[Problem]) -> None:
-        from megatron.extensions.planner.dry_run.plan import print_plan
+        from megatron.extensions.planner.dry_run import print_plan
 
         asked = self.device, self.gpus_per_node, self.device_memory, run.given
         try:
@@ -186,7 +182,7 @@ class Rehearsal(Command):
             return 0
         from megatron.extensions.planner.rehearsal.command import rehearse
 
-        with ctrl_c_ends_the_process():
+        with at_interrupt(end_process):
             return rehearse(run.config, run.world_size, self.ranks, self.device_memory, run.json_file)
 
     def _wrong_ranks(self, run: Prepared) -> list[Problem]:
@@ -195,25 +191,3 @@ class Rehearsal(Command):
         except ValueError as error:
             return [Problem.of_message("--ranks", self.ranks, str(error))] if str(error).startswith("--ranks") else []
         return []
-
-
-@contextmanager
-def ctrl_c_ends_the_process() -> Iterator[None]:
-    """Within it SIGINT ends the process at once, with exit code 130 and one line on standard error. For a command that
-    has nothing to save: a KeyboardInterrupt is lost where a callback of torch or of a fork runs. A signal that the
-    process ignores stays ignored. Children end with it, as those of `fake_rank.forked` do."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    with suppress(OSError):
-        os.write(2, b"Interrupted.\n")
-    os._exit(128 + number)

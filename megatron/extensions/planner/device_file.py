@@ -13,31 +13,26 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 FOLDER = Path(__file__).parent / "devices"
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
 """Output tiles that GEMM kernels choose from."""
 
-DIVISORS = {
-    "adapters_per_node",
-    "copy_tb_per_second",
-    "gb_per_second",
-    "host_gb_per_second",
-    "host_memory_gib",
-    "memory_gib",
-    "multiprocessors",
-    "ranks_per_node",
-    "sustained",
-    "tflops",
-}
-"""Entries that predictions divide by."""
+ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
+"""Of entries that predictions divide by."""
 
-SHARES = {"epilogue_exposed", "sustained"}
-"""Entries that are a part of a whole: a number above 1 is a percentage."""
+SHARE = lambda value: value <= 1, "{:g} must be a share, at most 1"
+"""Of entries that are a part of a whole: a number above 1 is a percentage."""
+
+Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
+Positive = Annotated[float, ABOVE_0]
+PositiveInt = Annotated[int, ABOVE_0]
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "send")
+
+Kind = Annotated[str, (COLLECTIVES.__contains__, f"{{}} is not one of {', '.join(COLLECTIVES)}")]
 
 HASH_OPERATIONS = 9
 """Integer operations by which a mask of dropout is hashed and applied to one attention weight."""
@@ -47,7 +42,7 @@ HASH_OPERATIONS = 9
 class GemmSpeed:
     """Rate of the GEMMs of one precision."""
 
-    tflops: float
+    tflops: Positive
     """TFLOP/s of an endless inner dimension, with all multiprocessors busy."""
 
     half_depth: float
@@ -60,15 +55,15 @@ class AttentionSpeed:
     and five products in the backward, which computes the scores again. Each is (TFLOP/s of an endless sequence,
     sequence length at which half of that is reached)."""
 
-    forward: tuple[float, float]
-    backward: tuple[float, float]
+    forward: tuple[Rate, float]
+    backward: tuple[Rate, float]
 
 
 @dataclass(frozen=True)
 class Link:
     """What carries messages between ranks of one node (`node`), or a node's adapters to other nodes (`network`)."""
 
-    gb_per_second: float
+    gb_per_second: Positive
     """GB/s in one direction: of a rank within its node, of one adapter between nodes. What collectives of large
     operands reach, not the data sheet's."""
 
@@ -78,9 +73,8 @@ class Link:
     launch_us: float = 0.0
     """Time of starting a collective."""
 
-    share: Mapping[str, float] = field(default_factory=dict)
-    """Kind of collective (all_reduce, all_gather, reduce_scatter, all_to_all, send) -> share of the rate that it
-    reaches; 1 for those that are not named."""
+    share: Mapping[Kind, Positive] = field(default_factory=dict)
+    """Kind of collective -> share of the rate that it reaches; 1 for those that are not named."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +84,10 @@ class DeviceFile:
     name: str
     """As `torch.cuda.get_device_name` says it."""
 
-    multiprocessors: int
+    multiprocessors: PositiveInt
     """Of a GPU; 1 for a CPU, whose rate depends on no waves of tiles."""
 
-    memory_gib: float
+    memory_gib: Positive
 
     peak_tflops: Mapping[str, float]
     """By precision, from the data sheet: for MFU."""
@@ -104,7 +98,7 @@ class DeviceFile:
     attention: Mapping[str, Mapping[int, AttentionSpeed]]
     """By kernel (cudnn, flash for FlashAttention-2, flash3) and head size."""
 
-    copy_tb_per_second: float
+    copy_tb_per_second: Positive
     """Bytes read and written per second of a large copy, in TB/s."""
 
     kernel_floor_us: float
@@ -116,7 +110,7 @@ class DeviceFile:
     host_launch_us: float
     """Time that the host takes for one operation. A step is bound by the host where this adds up to more."""
 
-    epilogue_exposed: float
+    epilogue_exposed: Annotated[float, SHARE]
     """Share of the time of reading and writing the sums that a GEMM adds to (beta = 1) that products do not hide."""
 
     capability: tuple[int, int] | None = None
@@ -131,13 +125,13 @@ class DeviceFile:
     links: Mapping[str, Link] = field(default_factory=dict)
     """`node` and `network`. Steps of one rank need none."""
 
-    ranks_per_node: int = 8
+    ranks_per_node: PositiveInt = 8
     """GPUs of a node, where --gpus-per-node does not say it."""
 
-    adapters_per_node: int = 8
+    adapters_per_node: PositiveInt = 8
     """Network adapters that the ranks of a node share."""
 
-    sustained: float = 1.0
+    sustained: Annotated[float, ABOVE_0, SHARE] = 1.0
     """Share of the rates of products and attention that a step reaches: kernels alone run at higher clocks than a step
     that keeps the device at its power limit."""
 
@@ -147,10 +141,10 @@ class DeviceFile:
     step_overhead_ms: float = 0.0
     """Time of a step that depends on no shape: data, metrics, and the host between steps."""
 
-    host_gb_per_second: float = 25.0
+    host_gb_per_second: Positive = 25.0
     """Rate of copies between the device and its host's memory, for offloading."""
 
-    host_memory_gib: float | None = None
+    host_memory_gib: Positive | None = None
     """The host's memory for each device, which offloaded tensors must fit; None if it is not known."""
 
     @property
@@ -171,12 +165,9 @@ class DeviceFile:
     def gemm_us(self, precision: str, m: int, n: int, k: int, batches: int = 1) -> float:
         """Time of `batches` products [m, k] x [k, n], by the output tile that suits them best."""
         speed = self._gemm_speed(precision)
-        if self.device_type == "cpu":
-            rate = speed.tflops * k / (k + speed.half_depth)
-            return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6)
         rate = speed.tflops * k / (k + speed.half_depth)
-        us = 2.0 * batches * m * n * k / rate / 1e6
-        return max(self.kernel_floor_us, us / tile_share(m, n, self.multiprocessors, batches))
+        share = 1.0 if self.device_type == "cpu" else tile_share(m, n, self.multiprocessors, batches)
+        return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6 / share)
 
     def _gemm_speed(self, precision: str) -> GemmSpeed:
         if precision == "fp64" and precision not in self.gemm:
@@ -251,8 +242,10 @@ def read_device(name: str) -> DeviceFile:
                 f"of which gemm: {precision}: tflops: {speed.tflops:g} would be too much" if speed else "which is none"
             )
             raise ValueError(f"{path}: peak_tflops: {precision}: {peak:g}, {rates}: MFU is counted by it")
-    _check_attention(path, found.attention)
-    _check_shares(path, found.links)
+    if not found.attention:
+        raise ValueError(f"{path}: attention: must name a kernel, such as flash")
+    if empty := [kernel for kernel, speeds in found.attention.items() if not speeds]:
+        raise ValueError(f"{path}: attention: {empty[0]}: must have the rates of a head size, or be left out")
     return found
 
 
@@ -278,33 +271,17 @@ def _check_keys(place: str, node: Any) -> None:
         _check_keys(f"{place}: {key.value}", value)
 
 
-def _check_attention(path: Path, attention: Mapping[str, Mapping[int, AttentionSpeed]]) -> None:
-    if not attention:
-        raise ValueError(f"{path}: attention: must name a kernel, such as flash")
-    for kernel, speeds in attention.items():
-        if not speeds:
-            raise ValueError(f"{path}: attention: {kernel}: must have the rates of a head size, or be left out")
-        for width, speed in speeds.items():
-            for way, (tflops, _) in (("forward", speed.forward), ("backward", speed.backward)):
-                if tflops == 0:
-                    raise ValueError(f"{path}: attention: {kernel}: {width}: {way}: its TFLOP/s must be above 0")
-
-
-def _check_shares(path: Path, links: Mapping[str, Link]) -> None:
-    for name, link in links.items():
-        for kind, share in link.share.items():
-            place = f"{path}: links: {name}: share: {kind}"
-            if kind not in COLLECTIVES:
-                raise ValueError(f"{place} is not one of {', '.join(COLLECTIVES)}")
-            if share == 0:
-                raise ValueError(f"{place}: 0 must be above 0")
-
-
 def _read(place: str, kind: Any, value: Any) -> Any:
     """What YAML says as `kind`, a field's type. `place` says where it stands. Raises ValueError."""
     origin, parts = get_origin(kind), get_args(kind)
-    if origin is UnionType:
+    if origin in (Union, UnionType):
         return None if value is None else _read(place, parts[0], value)
+    if origin is Annotated:
+        found = _read(place, parts[0], value)
+        for holds, rule in parts[1:]:
+            if not holds(found):
+                raise ValueError(f"{place}: {rule.format(found)}")
+        return found
     if is_dataclass(kind) or origin is Mapping:
         if not isinstance(value, Mapping):
             raise ValueError(f"{place}: {value!r} must be entries with a name each")
@@ -330,17 +307,10 @@ def _read(place: str, kind: Any, value: Any) -> Any:
 
 
 def _read_entries(place: str, kind: Any, values: Mapping[str, Any]) -> Any:
-    known, types = {each.name: each for each in fields(kind)}, get_type_hints(kind)
+    known, types = {each.name: each for each in fields(kind)}, get_type_hints(kind, include_extras=True)
     optional = {name for name, each in known.items() if (each.default, each.default_factory) != (MISSING, MISSING)}
     if missing := sorted(set(known) - optional - set(values)):
         raise ValueError(f"{place}: {', '.join(missing)} is missing")
     if unknown := sorted(map(str, set(values) - set(known))):
         raise ValueError(f"{place}: {', '.join(unknown)} is not one of {', '.join(sorted(known))}")
-    found = {name: _read(f"{place}: {name}", types[name], value) for name, value in values.items()}
-    for name in sorted(DIVISORS & set(found)):
-        if found[name] == 0:
-            raise ValueError(f"{place}: {name}: 0 must be above 0")
-    for name in sorted(SHARES & set(found)):
-        if found[name] > 1:
-            raise ValueError(f"{place}: {name}: {found[name]:g} must be a share, at most 1")
-    return kind(**found)
+    return kind(**{name: _read(f"{place}: {name}", types[name], value) for name, value in values.items()})

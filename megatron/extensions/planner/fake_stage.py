@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,12 +66,9 @@ def _answer(method: str) -> Callable[..., dist.Work]:
 
 COLLECTIVES = {
     "allreduce": ("all_reduce", 0),
-    "all_gather_single": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
+    **dict.fromkeys(("all_gather_single", "_allgather_base"), ("all_gather", 0)),
+    **dict.fromkeys(("reduce_scatter_single", "_reduce_scatter_base"), ("reduce_scatter", 1)),
+    **dict.fromkeys(("all_to_all_single", "alltoall_base"), ("all_to_all", 1)),
     "send": ("send", 0),
 }
 """Method of a process group -> its kind, and the argument with the whole operand. A `recv` moves what a send does."""
@@ -125,30 +123,29 @@ class MicroBatch:
     bf16_sums: bool = False
     """Whether gradients are summed in bf16 (--main-grads-dtype)."""
 
+    @classmethod
+    def of(cls, config: RunConfig) -> MicroBatch:
+        """Of a run."""
+        device, samples = "cpu" if config.parallel.cpu else "cuda", config.training.micro_batch_size
+        bf16_sums = config.optimizer.gradients_dtype == "bfloat16"
+        return cls(config.model, config.parallel, samples, device, config.restarts_positions, bf16_sums)
 
-OF_PIPELINE: dict[str, Any] = {
-    "pipeline_model_parallel_size": 1,
-    "data_parallel_size": None,
-    "num_distributed_optimizer_instances": 1,
-    "use_tp_pp_dp_mapping": False,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "pipeline_model_parallel_layout": None,
-    "microbatch_group_size_per_virtual_pipeline_stage": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "distributed_backend": None,
-}
+
+OF_PIPELINE = (
+    *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+    *("pipeline_model_parallel_layout", "microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "use_tp_pp_dp_mapping"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("data_parallel_size", "num_distributed_optimizer_instances"),
+)
 """Settings that change nothing about a micro-batch in a layer."""
 
 
 def in_a_layer(batch: MicroBatch) -> MicroBatch:
     """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
-    split = splits_backward(batch.parallel.schedule)
-    schedule = "zb-h1" if split else "1f1b"
-    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule=schedule).without("cuda_graph_impl")
+    values: dict[str, Any] = {name: getattr(ModelParallelConfig, name) for name in OF_PIPELINE}
+    values["pipeline_schedule"] = "zb-h1" if splits_backward(batch.parallel.schedule) else "1f1b"
+    parallel = replace(batch.parallel, **values).without("cuda_graph_impl")
     return replace(batch, parallel=parallel.with_offloaded_layers(1))
 
 
@@ -193,6 +190,9 @@ class FakeStages:
         self.parallel = parallel = replace(run.parallel, compile=batch.parallel.compiles(batch.device))
         self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
         self.offload = build_store(parallel, self.device)
+        self.offloaded, self.on_host = 0, list[int]()
+        """Of `passes`: bytes copied to the host in the forward, and those of each buffer there."""
+
         model = batch.model
         rows = model.seq_length // parallel.context_parallel_size
         rows //= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -245,6 +245,32 @@ class FakeStages:
         """What a stage is given (None on the first) and what it returns."""
         hidden = None if stage.first else self.hidden().requires_grad_()
         return hidden, stage(hidden, self.micro_batch)
+
+    def passes(self, stage: GPTModel) -> Iterator[str]:
+        """Runs one micro-batch through a stage and back, as the executor does. Yields the name of each part of it as it
+        ends: F; the output is sent; the gradient is received; B, or I; what they held is let go of; W."""
+        if self.offload is not None:
+            self.offload.pool, self.offload.sent = self.offload.new_pool(), 0
+            self.on_host = self.live.count_apart(self.offload.pool)
+        hidden, output = self.forward(stage)
+        self.offloaded = self.offload.sent if self.offload is not None else 0
+        yield "forward"
+        edge, last = get_gradient_edge(output), output.ndim == 0
+        del output  # its values are sent, its place in the graph is needed
+        yield "sent"
+        grad = torch.ones((), dtype=self.loss_dtype) if last else self.hidden()
+        yield "received"
+        split = splits_backward(self.parallel.schedule)
+        if split:
+            self.queue.begin(0)
+        torch.autograd.backward([edge], [grad])
+        yield "backward"
+        del hidden, edge, grad
+        yield "done"
+        if split:
+            self.queue.end()
+            self.queue.run(0)
+        yield "weight"
 
 
 def layer_kinds(batch: MicroBatch) -> list[Hashable]:

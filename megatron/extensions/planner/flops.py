@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,26 +31,19 @@ ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@dataclass(frozen=True)
-class FlopsPerToken:
+class FlopsPerToken(NamedTuple):
     """Model FLOPs of forward and backward per token. Recomputation is not counted."""
 
-    matmul: float = 0.0
+    matmul: float
     """6 x the parameters of matrix multiplications that a token meets, the output layer included, and the products of
     linear attention."""
 
-    attention: float = 0.0
+    attention: float
     """Scores and weighted values of what a token sees."""
 
     @property
     def total(self) -> float:
         return self.matmul + self.attention
-
-    def __add__(self, more: FlopsPerToken) -> FlopsPerToken:
-        return FlopsPerToken(self.matmul + more.matmul, self.attention + more.attention)
-
-    def __mul__(self, factor: int) -> FlopsPerToken:
-        return FlopsPerToken(self.matmul * factor, self.attention * factor)
 
 
 @lru_cache(maxsize=16)
@@ -76,10 +69,11 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
     kinds = layer_kinds(batch)
     with fake_stages(batch) as fakes:
-        total = _count(fakes, fakes.build([], True, True), fmean(modules or seen))  # attention is that of the modules
+        matmul, attention = _count(fakes, fakes.build([], True, True), fmean(modules or seen))  # that of the modules
         for (kind, tokens), times in Counter(zip(kinds, seen, strict=True)).items():
-            total += _count(fakes, fakes.build([kinds.index(kind)], False, False), tokens) * times
-    return total
+            of_layer = _count(fakes, fakes.build([kinds.index(kind)], False, False), tokens)
+            matmul, attention = matmul + of_layer[0] * times, attention + of_layer[1] * times
+    return FlopsPerToken(matmul, attention)
 
 
 def flops_per_token(config: TransformerConfig, seq_length: int | None = None) -> float:
@@ -111,7 +105,8 @@ class _FlopCounts(TorchDispatchMode):
         return out
 
 
-def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
+def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> tuple[float, float]:
+    """(FLOPs of matrix multiplications, of attention) per token in a stage."""
     model, length = fakes.batch.model, fakes.batch.model.seq_length
     # A kernel for keys and values of one width multiplies with zeros where they differ.
     widths = model.head_dim, model.value_head_dim
@@ -128,20 +123,13 @@ def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
         output.backward(torch.ones_like(output))
     counts = counter.counts
     attention = sum(counts.pop(kind, 0) for kind in (ATTENTION, ATTENTION_BACKWARD))
-    return FlopsPerToken(sum(counts.values()) / length, attention / length)
+    return sum(counts.values()) / length, attention / length
 
 
-def _attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout: float = 0.0,
-    causal: bool = False,
-    *_: Any,
-    share: float,
-    widths: tuple[int, int] | Literal[False],
-    **__: Any,
-) -> float:
+def _attention(q: Any, k: Any, v: Any, *options: Any, share: float, widths: Any, **_: Any) -> float:
+    """`options` are the dropout, and whether the mask is causal; `widths` those of a head's keys and values where they
+    differ."""
+    causal = len(options) > 1 and options[1]
     heads = q[1]  # torch 2.11 counts no groups of query heads: each head multiplies with its group's keys and values
     of_keys, of_values = widths or (k[-1], v[-1])
     q, k, v = (*q[:3], of_keys), (k[0], heads, k[2], of_keys), (v[0], heads, v[2], of_values)

@@ -1,24 +1,34 @@
-"""Memory of parameters, gradients and optimizer state per rank, from the shapes of the parameters. No torch.
+"""Memory of each pipeline rank: parameters, gradients and optimizer state, from the shapes of the parameters, and the
+activations beside them. torch is imported only to measure these.
 
 Buffers are planned by the function that lays them out in memory, so the bytes are the allocator's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.distributed.param_layout import BufferLayout, host_slots, place_states, plan_buffers, unit_of
+from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import param_gather, update_ahead
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages
+from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.training.config.batch_size import byte_text, formats_of_states, microbatches_of
+from megatron.training.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.extensions.planner.activations import ActivationPlans, MicroBatch, RankActivations
 
 EMBEDDING = "embedding.word_embeddings"
 
@@ -220,3 +230,211 @@ def _metas_of(
 def local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
     """Shape of the part of a parameter that each rank holds; all parts are equal."""
     return meta.box({axis: (0, dims.size(axis)) for axis in meta.sharded})[1]
+
+
+GIB = 2**30
+
+RANKS_SHOWN = 8
+"""Ranks that a line lists at most."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank at one place of the pipeline holds."""
+
+    plan: RankStates
+    activations: RankActivations
+    working: int
+    """Bytes that come and go."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes on the device by title."""
+        memory = self.plan.memory
+        return {
+            "weights": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": self.activations.peak,
+            "working": self.working,
+        }
+
+    @property
+    def host(self) -> int:
+        return self.plan.memory.host + self.activations.host
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return sum(self.sizes.values())
+
+    @property
+    def record(self) -> dict[str, int]:
+        """As JSON."""
+        return {"pp_rank": self.plan.pp_rank, **self.sizes, "total": self.total, "host": self.host}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether the fullest pipeline rank fits a device."""
+
+    fullest: RankMemory
+    limit: int
+    """Bytes of the device."""
+
+    @property
+    def over(self) -> int:
+        """Bytes that are too much."""
+        return max(0, self.fullest.total - self.limit)
+
+    @property
+    def line(self) -> str:
+        rank = self.fullest
+        where = f"pp {rank.plan.pp_rank} holds most, {gib(rank.total)} of {gib(self.limit)} GiB"
+        return f"does not fit: {where}, {gib(self.over)} too much" if self.over else f"fits: {where}"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"fits": not self.over, "fullest_pp_rank": self.fullest.plan.pp_rank, "bytes_over": self.over}
+
+
+def fullest(memory: Sequence[RankMemory]) -> RankMemory:
+    """The pipeline rank that holds most."""
+    return max(memory, key=lambda rank: rank.total)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, to a tenth; small sizes to three digits."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
+
+
+def memory_of_ranks(config: RunConfig, dims: ParallelDims, measured: ActivationPlans | None = None) -> list[RankMemory]:
+    """By pipeline rank. `measured` keeps between calls what layers of other layouts hold."""
+    from megatron.extensions.planner.activations import MicroBatch, activations_of_ranks
+
+    plans = [
+        states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
+        for rank in range(dims.pp)
+    ]
+    activations = activations_of_ranks(MicroBatch.of(config), microbatches_of(config, dims), measured)
+    pairs = zip(plans, activations, strict=True)
+    return [RankMemory(plan, held, come_and_go(plan, held, config)) for plan, held in pairs]
+
+
+def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:
+    """One line for each pipeline rank: what it holds, bytes of parameters, gradients and optimizer state, and of
+    activations; then what is counted."""
+    from megatron.extensions.planner.activations import MicroBatch
+
+    plans, activations = [rank.plan for rank in ranks], [rank.activations for rank in ranks]
+    titles = [*ranks[0].sizes, "total"]
+    offloads = any(rank.host for rank in ranks)
+    yield "{:<4}{:<44}{:>18}{:>16}".format("pp", "holds", "stage parameters", "rank parameters") + "".join(
+        f"{title:>12}" for title in ([*titles, "host"] if offloads else titles)
+    )
+    for rank in ranks:
+        plan = rank.plan
+        stage = sum(meta.numel for meta in plan.metas)
+        every = [*rank.sizes.values(), rank.total, *([rank.host] if offloads else [])]
+        shown = "".join(f"{byte_text(size):>12}" for size in every)
+        yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
+    owned = "on every rank"
+    if config.optimizer.use_distributed_optimizer:
+        experts = f" (of experts over {dims.shards(True)})" if config.model.num_experts is not None else ""
+        copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
+        owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
+    yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
+    if update_ahead(config.optimizer) is not None:
+        most_copies = max(plan.memory.rollback for plan in plans)
+        yield f"post-validation: at most {most_copies:,} bytes of the optimizer's are copies for a roll-back"
+    if offloads:
+        most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
+        yield (
+            f"{config.optimizer.host_fraction:g} of optimizer states in host memory, not in the total: at most "
+            f"{most_host.host_states:,} bytes of states, {most_host.host_slots:,} that gradients and parameters pass "
+            "through"
+        )
+    if config.ddp.shards_gradients:
+        what = "gradients and parameters" if config.ddp.shards_parameters else "gradients"
+        flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
+        yield (
+            f"matrices' {what} sharded too; whole units count as working: at most {flying.parameters:,} bytes of "
+            f"parameters, {flying.gradients:,} of gradients"
+        )
+    if config.optimizer.has_own_groups:
+        trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta.name)}
+        groups = {name: (config.optimizer.group_of(name, meta.kind), meta.numel) for name, meta in trained.items()}
+        yield from lines_of_groups(groups)
+    yield from _activation_lines(MicroBatch.of(config), activations)
+    most = max(ranks, key=lambda rank: rank.total)
+    yield (
+        f"most on pp {most.plan.pp_rank}: {most.plan.memory.total:,} bytes of states, {most.activations.peak:,} of "
+        f"activations, {most.working:,} of working memory"
+    )
+
+
+def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
+    """Bytes that come and go: temporary tensors, whole units, and copies of weights in fp8, of whole units alone where
+    parameters are sharded."""
+    copies = held.weight_copies
+    if config.ddp.shards_parameters and plan.in_flight.parameters:
+        whole = plan.parameters * DTYPE_BYTES[config.parallel.params_dtype]
+        copies = copies * plan.in_flight.parameters // max(whole, plan.in_flight.parameters)
+    return held.working + copies + plan.in_flight.total
+
+
+def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
+    """What is counted as activations, and how much of it a layer has."""
+    model = batch.model
+    even = ", tokens even over the experts" if model.num_experts is not None else ""
+    on_gpus = ", norms and attention of tiles as GPUs compute them (not yet compared with a GPU)"
+    kernels = "" if batch.device == "cpu" else on_gpus
+    yield (
+        f"activations: saved for backward, measured on fake tensors by the kernels of CPUs{kernels}{even}; "
+        "logits of the loss included, tokens and labels not"
+    )
+    again = model.recompute_granularity
+    if model.recomputed_modules:
+        again += f" ({', '.join(model.recomputed_modules)})"
+    flight = "; ".join(
+        f"pp {rank} " + " + ".join(f"{n} of chunk {c}" if len(held.in_flight) > 1 else str(n) for c, n in numbered)
+        for rank, held in enumerate(ranks[:RANKS_SHOWN])
+        for numbered in [list(enumerate(held.in_flight))]
+    )
+    first = ranks[0].stages[0]
+    kept = f"of a micro-batch of {batch.samples} the first stage keeps {first.kept:,} bytes, recomputation {again}"
+    if offloaded := batch.parallel.offloaded_layers:
+        kept += f"; {first.offloaded:,} of {offloaded} layers are offloaded"
+    yield kept
+    if offloaded:
+        yield "on host: pinned buffers of offloaded activations, powers of two; at most two layers' are on the device"
+    yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
+    yield from _fp8_line(batch)
+    yield "working: gradients and temporary tensors at the highest point of a step, measured in the same way"
+
+
+def _fp8_line(batch: MicroBatch) -> Iterator[str]:
+    own = batch.parallel.options(Fp8Flags)
+    layers = own.layers(batch.model.num_layers)
+    if layers:
+        experts = " (experts: the two products with tokens)" if batch.model.num_experts is not None else ""
+        yield (
+            f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {own.fp8_format}, scaled "
+            f"{own.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"
+        )
+
+
+def _holdings(plan: RankStates) -> str:
+    """`embedding, layers 0-7 (8)` and `layers 24-29 (6), norm, head`; several stages on a rank with a bar between."""
+    predicts = any(meta.name.startswith(MULTI_TOKEN) for meta in plan.metas)
+    return " | ".join(_holding(stage, predicts) for stage in plan.stages)
+
+
+def _holding(stage: Stage, predicts: bool) -> str:
+    parts = ["embedding"] if stage.first else []
+    if len(stage.layers):
+        first, last = stage.layers[0], stage.layers[-1]
+        parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
+    parts += ["norm", *(["multi-token"] if predicts else []), "head"] if stage.last else []
+    return ", ".join(parts) or "nothing"

@@ -13,11 +13,9 @@ import torch
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_stages
-from megatron.extensions.planner.activations import RankActivations, activations_of_ranks
-from megatron.extensions.planner.dry_run.description import micro_batch_of
-from megatron.extensions.planner.dry_run.memory import come_and_go
-from megatron.extensions.planner.memory import states_of_rank
-from megatron.training.config.batch_size import byte_text, microbatches_of
+from megatron.extensions.planner.activations import ActivationPlans
+from megatron.extensions.planner.memory import RankMemory, memory_of_ranks
+from megatron.training.config.batch_size import byte_text
 from megatron.training.config.flags import field_table, with_named
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
@@ -58,30 +56,34 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
     """Several lines: planned and held bytes of the ranks at `pp_rank` by category, and the first of `changes` whose
     plan fits into the device; where the device's size is not known, as on CPU, the first that takes less. `run` is
     None before it has been built."""
-    activations: dict[Any, list[RankActivations]] = {}
-    planned, held = planned_bytes(config, world_size, pp_rank, activations), held_bytes(run)
-    until = time.monotonic() + SECONDS
+    plans, until = ActivationPlans(), time.monotonic() + SECONDS
+    plan, held = planned_memory(config, world_size, pp_rank, plans), held_bytes(run)
     size = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    lines = [f"{'memory of this rank':<24}{'planned':>12}{'held':>12}"]
-    for name, planned_here in (planned | {"total": sum(planned.values())}).items():
-        now = byte_text(held[name]) if name in held else "unknown"
-        lines.append(f"{name:<24}{byte_text(planned_here):>12}{now:>12}")
-    if host := planned_host_bytes(config, world_size, pp_rank):
-        lines.append(f"{'states in host memory':<24}{byte_text(host):>12}{_held_on_host(run):>12}")
+    planned = {
+        "parameters": plan.sizes["weights"],
+        "gradients": plan.sizes["gradients"],
+        "optimizer": plan.sizes["optimizer"],
+        "activations and working": plan.sizes["activations"] + plan.sizes["working"],
+        "total": plan.total,
+    }
+    if plan.plan.memory.host:
+        planned["states in host memory"] = plan.plan.memory.host
     if config.parallel.offloaded_layers:
-        (found,) = activations.values()
-        on_host = byte_text(found[pp_rank].host)
-        lines.append(f"{'activations on host':<24}{on_host:>12}{_activations_on_host(run):>12}")
+        planned["activations on host"] = plan.activations.host
+    lines = [f"{'memory of this rank':<24}{'planned':>12}{'held':>12}"]
+    for name, here in planned.items():
+        now = byte_text(held[name]) if name in held else "unknown"
+        lines.append(f"{name:<24}{byte_text(here):>12}{now:>12}")
     if size is not None:
         lines.append(f"the device has {byte_text(size)}")
     # What is held beyond the plan, as by other programs and in fragments, is held after a change too.
-    limit = sum(planned.values()) if size is None else size - max(0, held["total"] - sum(planned.values()))
-    lines.append(_cheapest(config, world_size, pp_rank, limit, until, activations))
+    limit = plan.total if size is None else size - max(0, held["total"] - plan.total)
+    lines.append(_cheapest(config, world_size, pp_rank, limit, until, plans))
     return "\n".join(lines)
 
 
 def _cheapest(
-    config: RunConfig, world_size: int, pp_rank: int, limit: int, until: float, activations: dict[Any, Any]
+    config: RunConfig, world_size: int, pp_rank: int, limit: int, until: float, plans: ActivationPlans
 ) -> str:
     for change in changes(config):
         if time.monotonic() > until:
@@ -89,11 +91,11 @@ def _cheapest(
         changed = with_change(config, change, world_size)
         if changed is None:
             continue
-        total = sum(planned_bytes(changed, world_size, pp_rank, activations).values())
-        host = planned_host_bytes(changed, world_size, pp_rank)
-        if total < limit and host < host_memory_of_a_rank():
+        plan = planned_memory(changed, world_size, pp_rank, plans)
+        host = plan.plan.memory.host
+        if plan.total < limit and host < host_memory_of_a_rank():
             beside = f" and {byte_text(host)} of host memory" if host else ""
-            return f"cheapest change that fits: {flags_of(change)} (plan: {byte_text(total)}{beside})"
+            return f"cheapest change that fits: {flags_of(change)} (plan: {byte_text(plan.total)}{beside})"
     return "no single change is known to fit: raise the model-parallel sizes, or use more ranks"
 
 
@@ -115,29 +117,9 @@ def flags_of(change: Change) -> str:
     )
 
 
-def planned_bytes(
-    config: RunConfig, world_size: int, pp_rank: int, activations: dict[Any, list[RankActivations]]
-) -> dict[str, int]:
-    """Bytes by category of the ranks at `pp_rank`. `activations` keeps what has been measured for other changes."""
-    dims = ParallelDims.from_config(config.parallel, world_size)
-    plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, pp_rank)
-    batch, microbatches = micro_batch_of(config), microbatches_of(config, dims)
-    key = (batch, microbatches)
-    if key not in activations:
-        activations[key] = activations_of_ranks(batch, microbatches)
-    kept, memory = activations[key][pp_rank], plan.memory
-    return {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations and working": kept.peak + come_and_go(plan, kept, config),
-    }
-
-
-def planned_host_bytes(config: RunConfig, world_size: int, pp_rank: int) -> int:
-    """Bytes in host memory of the ranks at `pp_rank`."""
-    dims = ParallelDims.from_config(config.parallel, world_size)
-    return states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, pp_rank).memory.host
+def planned_memory(config: RunConfig, world_size: int, pp_rank: int, plans: ActivationPlans) -> RankMemory:
+    """What the ranks at `pp_rank` hold. `plans` keeps what has been measured for other changes."""
+    return memory_of_ranks(config, ParallelDims.from_config(config.parallel, world_size), plans)[pp_rank]
 
 
 def host_memory_of_a_rank() -> float:
@@ -150,22 +132,15 @@ def host_memory_of_a_rank() -> float:
     return free / max(1, torch.cuda.device_count())
 
 
-def _held_on_host(run: TrainingRun | None) -> str:
-    return "unknown" if run is None else byte_text(run.optimizer.nbytes[1])
-
-
-def _activations_on_host(run: TrainingRun | None) -> str:
-    offload = None if run is None else next(iter(run.stages.values())).decoder.offload
-    return "unknown" if offload is None else byte_text(offload.pool.nbytes)
-
-
 def held_bytes(run: TrainingRun | None) -> dict[str, int]:
     """Bytes that this rank has taken, as far as they are known."""
     held: dict[str, int] = {}
     if run is not None:
         held["parameters"] = sum(buffer.param_data.nbytes for buffer in run.ddp.buffers)
         held["gradients"] = sum(buffer.grad_data.nbytes for buffer in run.ddp.buffers)
-        held["optimizer"] = run.optimizer.nbytes[0]
+        held["optimizer"], held["states in host memory"] = run.optimizer.nbytes
+        if (offload := next(iter(run.stages.values())).decoder.offload) is not None:
+            held["activations on host"] = offload.pool.nbytes
     if torch.cuda.is_available():
         held["total"] = torch.cuda.max_memory_reserved()
         if run is not None:

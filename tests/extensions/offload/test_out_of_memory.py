@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 
 from megatron.extensions.planner import out_of_memory
-from megatron.extensions.planner.out_of_memory import flags_of, with_change
+from megatron.extensions.planner.activations import ActivationPlans
+from megatron.extensions.planner.out_of_memory import flags_of, planned_memory, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tests.extensions.planner.test_out_of_memory import MODEL, planned, report
@@ -34,8 +35,8 @@ def test_states_in_host_memory_are_named_where_that_has_room(free: int) -> None:
     assert changed is not None
     with mock.patch.object(out_of_memory, "host_memory_of_a_rank", return_value=free):
         found = report(flags, mock.Mock(total_memory=planned(flags, change) + 1))
-    host = out_of_memory.planned_host_bytes(changed, 2, 0)
-    assert host > 100_000 and out_of_memory.planned_host_bytes(config, 2, 0) == 0
+    host, before = (planned_memory(each, 2, 0, ActivationPlans()).plan.memory.host for each in (changed, config))
+    assert host > 100_000 and before == 0
     fits = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 (plan: "
     assert (fits in found) == (free > host)
     assert (f"and {out_of_memory.byte_text(host)} of host memory)" in found) == (free > host)

@@ -270,7 +270,7 @@ def test_epochs_of_each_source_are_counted_over_phases(tmp_path: Path) -> None:
 
 
 def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
-    description = pytest.importorskip("megatron.extensions.planner.dry_run.description")
+    description = pytest.importorskip("megatron.extensions.planner.dry_run")
     for name in ("web", "code"):
         with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
             builder.add_document(np.arange(1000))
@@ -311,7 +311,7 @@ def test_the_phases_of_a_published_recipe_are_legal() -> None:
 
 
 def test_a_plan_says_which_data_are_missing(tmp_path: Path) -> None:
-    description = pytest.importorskip("megatron.extensions.planner.dry_run.description")
+    description = pytest.importorskip("megatron.extensions.planner.dry_run")
     plan = made(tmp_path / "s.yaml", f"- {{data-path: {tmp_path / 'nowhere'}}}\n", "--train-iters 20 --vocab-size 2000")
     lines = list(description.data_lines(plan, plan.phases[0]))
     assert any(f"there is no file {tmp_path / 'nowhere'}.idx" in line for line in lines), lines

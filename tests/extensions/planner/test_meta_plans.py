@@ -12,11 +12,10 @@ from megatron.core.pipeline_parallel.stages import pipeline_stages, whole_model
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions.planner import activations, fake_stage
 from megatron.extensions.planner.activations import ActivationPlans, StageMemory
-from megatron.extensions.planner.dry_run.description import micro_batch_of
 from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.time import traces
 from megatron.extensions.planner.time.replay import PassEvents
-from megatron.extensions.planner.time.traces import TraceCache
+from megatron.extensions.planner.time.traces import PlannerCache
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 
@@ -53,14 +52,14 @@ CASES = {
 def batch_of(flags: str) -> MicroBatch:
     config = resolve(parse_args(flags.split()), 8)
     assert not validate(config, 8)
-    return micro_batch_of(config)
+    return MicroBatch.of(config)
 
 
 def plans_of(batch: MicroBatch) -> tuple[list[list[PassEvents]], list[StageMemory]]:
     """What each stage does and holds."""
     stages = pipeline_stages(batch.model, batch.parallel)
     plan = ActivationPlans().of(batch)
-    return TraceCache().parts_of(batch, stages), [plan.stage(stage) for stage in stages]
+    return PlannerCache().parts_of(batch, stages), [plan.stage(stage) for stage in stages]
 
 
 def on_fake_tensors(batch: MicroBatch, work: Callable[[bool], Any]) -> Any:

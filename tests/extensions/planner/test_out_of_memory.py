@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.extensions.planner import out_of_memory
-from megatron.extensions.planner.out_of_memory import explain, flags_of, planned_bytes, with_change
+from megatron.extensions.planner import activations, out_of_memory
+from megatron.extensions.planner.out_of_memory import explain, flags_of, planned_memory, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.hooks import explain_failure
@@ -20,12 +20,12 @@ MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --lr 1e-3 --mock-data "
     "--train-iters 1 --micro-batch-size 4 --global-batch-size 8 --bf16 --cpu"
 )
-MEASURED = cache(out_of_memory.activations_of_ranks)
+MEASURED = cache(activations.activations_of_ranks)
 
 
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "activations_of_ranks", MEASURED)
+    monkeypatch.setattr(activations, "activations_of_ranks", lambda batch, count, plans: MEASURED(batch, count))
 
 
 SHARDED = {"data_parallel_sharding_strategy": "optim_grads"}
@@ -48,7 +48,7 @@ def report(flags: str, device: mock.Mock | None = None, taken: int = 0) -> str:
 def planned(flags: str, change: Mapping[str, object] = {}) -> int:
     config = with_change(resolve(parse_args(f"{MODEL} {flags}".split()), 2), change, 2) if change else None
     config = config or resolve(parse_args(f"{MODEL} {flags}".split()), 2)
-    return sum(planned_bytes(config, 2, 0, {}).values())
+    return planned_memory(config, 2, 0, activations.ActivationPlans()).total
 
 
 def test_without_a_known_size_the_first_change_that_takes_less_is_named() -> None:

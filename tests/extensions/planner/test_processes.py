@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from megatron.extensions.planner.commands import ctrl_c_ends_the_process
 from megatron.extensions.planner.rehearsal.fake_rank import forked
+from megatron.extensions.planner.terminal import at_interrupt, end_process
 
 FORK = multiprocessing.get_context("fork")
 
@@ -23,8 +23,8 @@ def _starts_a_fork(sender: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the process does that this one is forked from
-    with ctrl_c_ends_the_process():
-        list(forked([job], 1))
+    with at_interrupt(end_process):
+        list(forked({0: job}, 1))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])

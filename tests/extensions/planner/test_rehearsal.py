@@ -6,19 +6,16 @@ from functools import partial
 
 import pytest
 
-from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
-from megatron.extensions.planner.rehearsal.fake_rank import (
-    Lost,
-    Rehearsal,
-    forked,
-    rehearsal_of,
-    rehearse_rank,
+from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog
+from megatron.extensions.planner.rehearsal.fake_rank import Lost, Rehearsal, forked, rehearsal_of, rehearse_rank
+from megatron.extensions.planner.rehearsal.matching import (
+    Box,
+    Collective,
+    RankRecord,
+    coverage_problems,
+    mismatches,
 )
-from megatron.extensions.planner.rehearsal.matching import coverage_problems, mismatches
-from megatron.extensions.planner.rehearsal.record import Box, Collective, RankRecord
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.batch_size import microbatches_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.train_step import train_step
@@ -49,7 +46,7 @@ LAYOUTS = [
 
 def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
     log = CollectiveLog()
-    with LoggedWorld(log), log.objects(answer=False), local_run(config, rank, world_size) as run:
+    with log, log.objects(answer=False), local_run(config, rank, world_size) as run:
         train_step(run)
     return log.collectives
 
@@ -66,9 +63,8 @@ def bare(collective: Collective) -> Collective:
 @pytest.mark.grid("flags", (LAYOUTS[0], LAYOUTS[4]), LAYOUTS)
 def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
     config = resolve_legal(parse_args([*COMMON.split(), *flags.split()]), 4)
-    dims = ParallelDims.from_config(config.parallel, 4)
-    rehearsal = rehearsal_of(config, 4, microbatches_of(config, dims), whole=True)
-    (records,) = forked([partial(all_ranks, rehearsal)], workers=1)
+    rehearsal = rehearsal_of(config, 4, whole=True)
+    (records,) = forked({0: partial(all_ranks, rehearsal)}, workers=1)
     assert not isinstance(records, Lost)
     assert [record.failure for record in records] == [None] * 4
     assert not mismatches(records) and not coverage_problems(records, every_rank=True)

@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.commands import DryRun
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
-from megatron.extensions.planner.dry_run.description import micro_batch_of
-from megatron.extensions.planner.dry_run.plan import predicted_step
+from megatron.extensions.planner.dry_run import predicted_step
+from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.planner.time.replay import Collective, Event, Move, Network, Placement, Product, Replay, Wait
 from megatron.extensions.planner.time.step_time import SUBJECTS, PlannerCache, StepTime, predict_step
@@ -104,9 +104,9 @@ def test_long_steps_are_extrapolated_exactly(name: str) -> None:
     times = [1.0 + 0.1 * stage for stage in range(layout.num_stages)]
     costs = StageCosts(forward=times, input_grad=times, weight_grad=times, comm=0.2)
     lists = build_schedule(name, 4, 43 if chunks == 1 else 44, chunks)
-    found = Schedule(name, layout).times(costs, 43 if chunks == 1 else 44)
+    ends, _ = Schedule(name, layout).times(costs, 43 if chunks == 1 else 44)
     whole = simulate(lists, costs)
-    assert found.ends == pytest.approx([timed[-1].stop for timed in whole.timeline])
+    assert ends == pytest.approx([timed[-1].stop for timed in whole.timeline])
 
 
 MODEL = (
@@ -170,10 +170,10 @@ def test_the_peak_is_that_of_the_precision_of_products() -> None:
 
 def test_a_step_validated_later_has_the_bubble_of_each_rank_alone() -> None:
     layout, costs = PipelineLayout(4), StageCosts(0.5, 0.5, 0.5)
-    waits = Schedule("zb-h2", layout).times(costs, 24)
-    ahead = Schedule("zb-h2", layout, validates=True).times(costs, 24)
-    assert max(waits.ends) == pytest.approx(37.5)
-    assert ahead.ends == pytest.approx((36.0,) * 4)
+    waits, _ = Schedule("zb-h2", layout).times(costs, 24)
+    ahead, _ = Schedule("zb-h2", layout, validates=True).times(costs, 24)
+    assert max(waits) == pytest.approx(37.5)
+    assert ahead == pytest.approx((36.0,) * 4)
 
 
 def test_a_device_without_a_link_is_named() -> None:
@@ -198,7 +198,7 @@ def test_bytes_of_a_layer_beside_those_of_the_compiled_kernels(run: str) -> None
     recipe, flags = (more or "delayed", "") if precision == "fp8" else ("", more)
     given = PRECISIONS[precision].format(format="hybrid", recipe=recipe)
     config = config_of(SHAPES["tiny"], 2, 1, f"{given} {flags}")
-    batch = replace(micro_batch_of(config), device="cuda", parallel=replace(config.parallel, cpu=False, compile=None))
+    batch = replace(MicroBatch.of(config), device="cuda", parallel=replace(config.parallel, cpu=False, compile=None))
     ((layer, _),) = CACHE.parts_of(batch, [Stage(range(2), False, False)])
     events = layer.forward + layer.backward
     golden = json.loads(GPU_BYTES.read_text())["runs"][run]["layer"]

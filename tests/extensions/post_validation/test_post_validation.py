@@ -227,7 +227,7 @@ def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
     ],
 )
 def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
-    from megatron.extensions.planner.dry_run import description
+    from megatron.extensions.planner import dry_run as description
 
     given = parse_args([*MODEL.split(), "--pp", "2", "--global-batch-size", "4", *flags.split()])
     config, said = resolve(given, 2), [p for p in notices(given, 2) if p.flag == SWITCH]

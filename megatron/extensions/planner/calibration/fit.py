@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
+import yaml
 
 from megatron.extensions.planner.device_file import AttentionSpeed, DeviceFile, GemmSpeed, Link
+from megatron.extensions.planner.time.replay import ROUNDS
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,6 @@ class AttentionTime:
 
 
 @dataclass(frozen=True)
-class MoveTime:
-    """Measured: an operation that reads and writes `moved` bytes."""
-
-    name: str
-    moved: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class CollectiveTime:
     """Measured: a collective, by the bytes of its whole operand, of a group of `size` ranks on link `link`: all on one
     node (`node`), or each on a node of its own (`network`)."""
@@ -67,7 +60,9 @@ class Measured:
 
     products: tuple[ProductTime, ...]
     attention: tuple[AttentionTime, ...]
-    moves: tuple[MoveTime, ...]
+    moves: tuple[tuple[int, float], ...]
+    """(bytes read and written, seconds) of copies."""
+
     floor: float
     """Seconds of an operation on one number."""
 
@@ -118,12 +113,10 @@ def attention_speed(points: Sequence[AttentionTime]) -> tuple[float, float]:
     return 1e-12 / per_flop, per_row / per_flop
 
 
-ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
-
-
 def sent(point: CollectiveTime) -> float:
     """Bytes that a rank sends, by the count of `megatron.extensions.planner.time.replay`."""
-    return point.moved if point.kind == "send" else ROUNDS[point.kind] * point.moved * (point.size - 1) / point.size
+    rounds = ROUNDS.get(point.kind, 1.0)
+    return point.moved if point.kind == "send" else rounds * point.moved * (point.size - 1) / point.size
 
 
 def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
@@ -171,7 +164,7 @@ def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **a
             for way in (False, True)
         ]
         attention.setdefault(kernel, {})[width] = AttentionSpeed(*both)
-    per_byte, start = line([[each.moved, 1.0] for each in measured.moves], [each.seconds for each in measured.moves])
+    per_byte, start = line([[moved, 1.0] for moved, _ in measured.moves], [seconds for _, seconds in measured.moves])
     best = {
         precision: max(
             speed.tflops, *(2e-12 * p.m * p.n * p.k / p.seconds for p in measured.products if p.precision == precision)
@@ -206,49 +199,25 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
         us = device.attention_us(a.kernel, a.width, a.flops, a.length, a.backward)
         note(f"attention {a.kernel} {way}", us, a.seconds)
     if device.capability is not None:  # those of a CPU are fitted to steps, whose caches an operation alone has not
-        for move in measured.moves:
-            note("element-wise", device.memory_us(move.moved), move.seconds)
+        for moved, seconds in measured.moves:
+            note("element-wise", device.memory_us(moved), seconds)
     return {what: median(values) for what, values in found.items()}
 
 
 def text_of(device: DeviceFile, remarks: Iterable[str]) -> str:
     """The YAML of a device file, with remarks at its head."""
-    lines = [f"# {remark}" for remark in remarks]
-    lines += [f"name: {device.name}", f"multiprocessors: {device.multiprocessors}"]
-    if device.capability is not None:
-        lines.append(f"capability: [{device.capability[0]}, {device.capability[1]}]")
-        lines += [f"cache_mib: {_rounded(device.cache_mib)}", f"shared_memory_kib: {device.shared_memory_kib}"]
-    lines += [f"memory_gib: {_rounded(device.memory_gib)}", f"peak_tflops: {_flow(device.peak_tflops)}", "gemm:"]
-    lines += [f"  {name}: {_flow(vars(speed))}" for name, speed in device.gemm.items()]
-    lines.append("attention:")
-    for kernel, widths in device.attention.items():
-        lines.append(f"  {kernel}:")
-        lines += [f"    {width}: {_flow(vars(speed))}" for width, speed in widths.items()]
-    numbers = "copy_tb_per_second kernel_floor_us launch_gap_us host_launch_us epilogue_exposed ranks_per_node "
-    numbers += "adapters_per_node overlap_slowdown step_overhead_ms host_gb_per_second"
-    lines += [f"{name}: {_flow(getattr(device, name))}" for name in numbers.split()]
-    if device.host_memory_gib is not None:
-        lines.append(f"host_memory_gib: {_flow(device.host_memory_gib)}")
-    if device.links:
-        lines.append("links:")
-        lines += [f"  {name}: {_flow(vars(each))}" for name, each in device.links.items()]
-    return "\n".join(lines) + "\n"
+    entries = {name: _rounded(value) for name, value in asdict(device).items() if value is not None}
+    text: str = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None, width=120)
+    return "".join(f"# {remark}\n" for remark in remarks) + text
 
 
-def _rounded(value: float) -> float:
-    """Four digits."""
-    return float(f"{value:.4g}")
-
-
-def _flow(value: Any) -> str:
+def _rounded(value: Any) -> Any:
+    """Numbers to four digits."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_flow(each)}" for name, each in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if isinstance(value, float):
-        number = f"{value:.4g}"
-        return number.replace("e", ".0e") if "e" in number and "." not in number else number  # YAML's floats have a dot
-    return str(value)
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 Predict = Callable[[DeviceFile], float]

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.collectives import start_all_gather, start_reduce_scatter
 from megatron.core.parallel_state import Axis
-from megatron.extensions.planner.calibration.fit import AttentionTime, CollectiveTime, Measured, MoveTime, ProductTime
+from megatron.extensions.planner.calibration.fit import AttentionTime, CollectiveTime, Measured, ProductTime
+from megatron.extensions.planner.device_file import COLLECTIVES as KINDS
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def measure(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Measured:
         products=tuple(products(clock, sizes, precisions)),
         attention=tuple(attention(clock, sizes, precisions[-1])),
         moves=tuple(moves(clock, sizes)),
-        floor=clock.seconds(adder(clock.device)),
+        floor=clock.seconds(partial(torch.ones(1, device=clock.device).add_, 1.0)),
     )
 
 
@@ -122,11 +121,6 @@ def measure_links(clock: Clock, sizes: Sizes, ranks_per_node: int) -> tuple[list
     groups = dict(link_groups(clock.world, ranks_per_node))
     found = [point for name, group in groups.items() for point in collectives(clock, sizes, name, group)]
     return found, overlap_slowdown(clock, sizes, list(groups.values())[-1]) if groups else 0.0
-
-
-def adder(device: torch.device) -> Callable[[], object]:
-    one = torch.ones(1, device=device)
-    return lambda: one.add_(1.0)
 
 
 def products(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Iterator[ProductTime]:
@@ -168,37 +162,11 @@ def _attention(
     yield AttentionTime(kernel, width, length, 10.0 * pairs * width, True, back)
 
 
-def moves(clock: Clock, sizes: Sizes) -> Iterator[MoveTime]:
-    """On a GPU, a copy; on a CPU the element-wise operations of a layer in fp32, as arithmetic bounds some of them."""
+def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
+    """(bytes read and written, seconds) of copies. The bandwidth of a CPU is fitted to whole steps from there."""
     for rows in sizes.rows:
-        x, y, z = (torch.randn(rows, sizes.columns, device=clock.device) for _ in range(3))
-        size = 4 * x.numel()
-        calls: dict[str, tuple[int, Callable[[], object]]] = {"copy": (2, partial(y.copy_, x))}
-        if clock.device.type == "cpu":
-            calls |= _layer_operations(x, y, z)
-        for name, (tensors, call) in calls.items():
-            yield MoveTime(name, tensors * size, clock.seconds(call))
-
-
-def _layer_operations(x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Name -> (tensors read and written, the call)."""
-    weight, bias = x.new_ones(x.shape[1]), x.new_zeros(x.shape[1])
-    shape = list(weight.shape)
-    _, mean_, scale = torch.native_layer_norm(x, shape, weight, bias, 1e-5)
-    ops = torch.ops.aten
-    return {
-        "add": (3, lambda: torch.add(x, y, out=z)),
-        "bias": (2, lambda: torch.add(x, bias)),
-        "norm": (2, lambda: torch.native_layer_norm(x, shape, weight, bias, 1e-5)),
-        "norm backward": (
-            3,
-            lambda: ops.native_layer_norm_backward(y, x, shape, mean_, scale, weight, bias, [True] * 3),
-        ),
-        "gelu": (2, lambda: F.gelu(x, approximate="tanh")),
-        "gelu backward": (3, lambda: ops.gelu_backward(y, x, approximate="tanh")),
-        "transpose": (2, lambda: x.t().contiguous()),
-        "sum": (1, lambda: x.sum(0)),
-    }
+        x, y = (torch.randn(rows, sizes.columns, device=clock.device) for _ in range(2))
+        yield 2 * x.nbytes, clock.seconds(partial(y.copy_, x))
 
 
 def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
@@ -221,25 +189,20 @@ def collectives(clock: Clock, sizes: Sizes, link: str, group: dist.ProcessGroup)
     ranks that share processors do not arrive at the same moment, and training has them wait for each other."""
     m, n, k = sizes.products[-1]
     a, b = torch.randn(m, k, device=clock.device), torch.randn(k, n, device=clock.device)
-    before = partial(torch.mm, a, b) if clock.device.type == "cpu" else None
-    alone = clock.seconds(before) if before else 0.0
+    before = [partial(torch.mm, a, b)] if clock.device.type == "cpu" else []
+    alone = clock.seconds(before[0]) if before else 0.0
     for kind in KINDS:
         for moved in sizes.messages:
-            seconds = clock.seconds(_after(before, collective(kind, moved, group, clock.device))) - alone
+            calls: list[Callable[[], object]] = [*before, collective(kind, moved, group, clock.device)]
+            seconds = clock.seconds(partial(_call_each, calls)) - alone
             yield CollectiveTime(link, kind, group.size(), moved, max(seconds, 1e-6))
             if seconds > 0.35:
                 break
 
 
-def _after(before: Callable[[], object] | None, call: Callable[[], object]) -> Callable[[], object]:
-    if before is None:
-        return call
-
-    def both() -> None:
-        before()
+def _call_each(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
         call()
-
-    return both
 
 
 def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Any]:

@@ -10,9 +10,10 @@ import sys
 import sysconfig
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,43 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.extensions.planner.as_on_gpus import replaced
-from megatron.extensions.planner.rehearsal.record import Collective, Group, Splits
+from megatron.extensions.planner.rehearsal.matching import Collective, Group, Splits
 
 LIBRARY = Path(__file__).resolve().parents[3]
 
-OPS = {
-    "broadcast": "broadcast",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "barrier": "barrier",
-    "monitored_barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-    "recv_any_source": "recv",
-}
-"""Name of a c10d operator, less a final underscore -> name in records."""
-
-FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-}
-"""The same of torch's functional collectives."""
+OPS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"),
+    *("send", "recv", "barrier", "monitored_barrier"),
+)
+"""Names in records. Those of operators begin alike, with other underscores: allreduce_coalesced_, _allgather_base_."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 """In torch's order of ReduceOp."""
@@ -76,15 +49,21 @@ WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
 """Library files that call sites leave out, beside those of the planner."""
 
 
-class CollectiveLog:
-    """The collectives of this rank, in order. `phase` returns what it is doing, and the micro-batch or -1."""
+class CollectiveLog(TorchDispatchMode):
+    """The collectives of this rank, in order. `phase` returns what it is doing, and the micro-batch or -1. As a mode it
+    records a rank of a real world."""
 
     def __init__(self, phase: Callable[[], tuple[str, int]] = lambda: ("", -1)) -> None:
+        super().__init__()
         self.collectives: list[Collective] = []
         self.axes: dict[Group, str] = {}
         self.phase = phase
         self._groups: dict[str, Group] = {}
         self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.record(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
     def name_groups(self, axes: dict[str, Any]) -> None:
         """Names the groups of a layout by its axes, the first one where several have the same ranks, and those of all
@@ -116,23 +95,20 @@ class CollectiveLog:
         its arguments and a `Work`."""
         if func.namespace not in ("c10d", "_c10d_functional") or self._inside:
             return False
-        schema, name = func._schema, func._schema.name.partition("::")[2].rstrip("_")
-        op = (OPS if func.namespace == "c10d" else FUNCTIONAL).get(name)
+        schema, name = func._schema, func._schema.name.partition("::")[2].replace("_", "")
+        op = next((op for op in OPS if name.startswith(op.replace("_", ""))), None)
         if op is None:
             return False
+        op = op.removeprefix("monitored_")
         given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+        sent, received = (_tensors(given, names) for names in (SENT, RECEIVED))
+        sizes = [sum(x.numel() for x in tensors) for tensors in (sent, received)]
         if func.namespace == "c10d":
             group = self.group(dist.ProcessGroup.unbox(given["process_group"]))
-        else:
-            group = self.group(given["group_name"])
-        sent, received = (_tensors(given, names) for names in (SENT, RECEIVED))
-        received = received if func.namespace == "c10d" else []
-        sizes = [sum(x.numel() for x in tensors) for tensors in (sent, received)]
-        if func.namespace != "c10d" and op in ("all_reduce", "broadcast", "all_to_all"):
-            sizes[1] = sizes[0]
-        elif func.namespace != "c10d":
-            many = len(group.ranks)
-            sizes[1] = sizes[0] * many if op == "all_gather" else sizes[0] // many
+        else:  # a functional one, which makes its result
+            group, received = self.group(given["group_name"]), []
+            up, down = {"all_gather": (len(group.ranks), 1), "reduce_scatter": (1, len(group.ranks))}.get(op, (1, 1))
+            sizes[1] = sizes[0] * up // down
         fields: dict[str, Any] = {}
         if op == "all_to_all":
             fields["splits"] = _splits(name, given, sent, received, sizes)
@@ -156,35 +132,21 @@ class CollectiveLog:
         real = {name: getattr(dist, name) for name in OBJECTS}
 
         def recorded(name: str) -> Callable[..., Any]:
-            def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
-                root = kwargs.get("src", kwargs.get("dst"))
-                if root is None and name != "all_gather_object":
-                    root = args[1] if name == "broadcast_object_list" and len(args) > 1 else 0
-                fields = {} if name == "all_gather_object" else {"peer": root}
-                self.add(name, self.group(group or distributed_c10d._get_default_group()), **fields)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                given = signature(real[name]).bind(*args, **kwargs).arguments
+                fields = {} if name == "all_gather_object" else {"peer": given.get("src", given.get("dst")) or 0}
+                self.add(name, self.group(given.get("group") or distributed_c10d._get_default_group()), **fields)
                 if answer:
-                    return _answer(name, args, kwargs)
+                    return _answer(given)
                 self._inside = True
                 try:
-                    return real[name](*args, group=group, **kwargs)
+                    return real[name](*args, **kwargs)
                 finally:
                     self._inside = False
 
             return call
 
         return replaced(*((dist, name, recorded(name)) for name in OBJECTS))
-
-
-class LoggedWorld(TorchDispatchMode):
-    """Records the collectives of a rank of a real world. It lies here, as call sites pass over the planner's files."""
-
-    def __init__(self, log: CollectiveLog) -> None:
-        super().__init__()
-        self.log = log
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.log.record(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 def done(func: Any, args: Any) -> Any:
@@ -194,17 +156,12 @@ def done(func: Any, args: Any) -> Any:
     return None if results == 0 else work if results == 1 else (args[0], work)
 
 
-def _answer(name: str, args: Any, kwargs: Any) -> None:
-    given = dict(zip(("first", "second"), args, strict=False))
-    if name == "all_gather_object":
-        values, value = args[0], given.get("second", kwargs.get("obj"))
-        values[:] = [value] * len(values)
-    elif name == "gather_object":
-        values = given.get("second", kwargs.get("object_gather_list"))
-        if values is not None:
-            values[:] = [args[0]] * len(values)
-    elif name == "scatter_object_list" and given.get("second"):
-        args[0][0] = given["second"][0]
+def _answer(given: Mapping[str, Any]) -> None:
+    """What a collective of Python objects with these arguments does where each rank's value is this one's."""
+    if "obj" in given and (values := given.get("object_list", given.get("object_gather_list"))) is not None:
+        values[:] = [given["obj"]] * len(values)
+    if given.get("scatter_object_input_list"):
+        given["scatter_object_output_list"][0] = given["scatter_object_input_list"][0]
 
 
 def _tensors(given: dict[str, Any], names: tuple[str, ...]) -> list[Tensor]:

@@ -13,7 +13,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,8 +36,10 @@ from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
 from megatron.extensions.planner.fake_stage import ANSWERS, regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, done, places_of
-from megatron.extensions.planner.rehearsal.record import Box, Failure, Holder, RankRecord, coords_of
+from megatron.extensions.planner.rehearsal.matching import Box, Failure, Holder, RankRecord, coords_of
+from megatron.testing.local_world import die_with_parent
 from megatron.training import setup
+from megatron.training.config.batch_size import microbatches_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Parts
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
@@ -114,11 +116,8 @@ class RankMode(LiveMemory):
 
 T = TypeVar("T")
 
-PR_SET_PDEATHSIG = 1
 
-
-@dataclass(frozen=True)
-class Lost:
+class Lost(NamedTuple):
     """A job whose process ended without a result."""
 
     job: int
@@ -126,11 +125,11 @@ class Lost:
     """`SIGKILL`, or `exit code 1`."""
 
 
-def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T | Lost]:
+def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lost]:
     """The results of jobs in the order in which they end, `Lost` for those whose process dies without one. Where the
     system has no room for another process, fewer run at a time; raises OSError if it has none for one. Results must
     pickle."""
-    context, waiting = mp.get_context("fork"), list(reversed(range(len(jobs))))
+    context, waiting = mp.get_context("fork"), list(jobs)[::-1]
     running: dict[Connection, tuple[int, Any]] = {}
     workers = max(1, workers)
     try:
@@ -155,7 +154,8 @@ def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T | Lost]:
                     result = receiver.recv()
                 except (EOFError, ConnectionResetError):
                     process.join()
-                    result = Lost(job, _how(process.exitcode or 0))
+                    code = process.exitcode or 0
+                    result = Lost(job, signal.Signals(-code).name if code < 0 else f"exit code {code}")
                 process.join()
                 receiver.close()
                 del running[receiver]
@@ -166,26 +166,12 @@ def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T | Lost]:
             process.join()
 
 
-def _how(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def _end_with_parent(parent: int) -> None:
-    """Has Linux kill this forked process when its parent, the process `parent`, ends, however that ends. Ctrl-C, which
-    reaches all processes of a terminal, is left to the parent; SIGTERM ends this process as it would any other."""
-    import ctypes
-
+def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
+    """Ctrl-C, which reaches all processes of a terminal, is left to the parent; SIGTERM ends this process as it would
+    any other."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it ended before
-
-
-def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
-    _end_with_parent(parent)
+    die_with_parent(parent)
     gc.freeze()  # looking through what came with the fork would copy its pages
     sender.send(job())
     sender.close()
@@ -214,8 +200,6 @@ class Rehearsal:
     device_memory: int | None = None
     """Bytes at which a rank runs out of memory."""
 
-    gpus_per_node: int = 8
-
     @property
     def dims(self) -> ParallelDims:
         return ParallelDims.from_config(self.config.parallel, self.world_size)
@@ -229,12 +213,13 @@ class Rehearsal:
 
 
 def rehearsal_of(
-    config: RunConfig, world_size: int, microbatches: int, device_memory: int | None = None, whole: bool = False
+    config: RunConfig, world_size: int, device_memory: int | None = None, whole: bool = False
 ) -> Rehearsal:
-    """The rehearsal of a resolved and validated configuration with `microbatches` in a step. Unless `whole`, it covers
-    only as many as each stage needs to hold the maximum of the whole step at once."""
+    """The rehearsal of a resolved and validated configuration. Unless `whole`, as many micro-batches are rehearsed as
+    it takes for each stage to hold as many at once as in the whole step."""
     config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training
+    microbatches = microbatches_of(config, dims)
     number = microbatches if whole else enough_microbatches(config, microbatches)
     small = replace(
         training,
@@ -314,24 +299,6 @@ class _Phases:
         run.timers.watchers.append(named)
 
 
-@contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """torch.distributed with a default group of fake ranks, of which this process is one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _device(config: RunConfig, live: LiveMemory) -> Iterator[None]:
-    """Kernels of the device that is rehearsed, on fake CPU tensors."""
-    kernels = as_on_gpus(config.model, config.parallel) if device_of(config) == "cuda" else nullcontext()
-    with kernels, regions_as_kernels(lambda: live):
-        yield
-
-
 def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord:
     """The record of one rank. What the program raises is in it as a `Failure`. Call it in a process of its own: parts
     of the library and of extensions may keep state."""
@@ -357,19 +324,25 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord:
 
 def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phases, stack: ExitStack) -> None:
     config, rank, size = rehearsal.config, record.rank, rehearsal.world_size
+    on_gpu = device_of(config) == "cuda"
     set_determinism(config)
     state = ParallelState()
     if size > 1:
-        stack.enter_context(fake_world(rank, size))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        stack.callback(dist.destroy_process_group)
         phases.begin("process groups")
-        state = build_groups(config.parallel, lanes=device_of(config) == "cuda")
+        state = build_groups(config.parallel, lanes=on_gpu)
         mode.log.name_groups({**state.axes, "world": state.world})
-    launch = Launch(rank, size, rank % rehearsal.gpus_per_node)
-    runtime = Runtime(launch, torch.device("cpu"), state, StartupPhases(phases.begin))
-    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-    stack.enter_context(mode)
-    alone = replaced((storage, "runs_for_all", lambda world: True))  # it does itself what the first rank does for all
-    for context in (alone, mode.log.objects(answer=True), mode.host_pools(), _device(config, mode)):
+    runtime = Runtime(Launch(rank, size, rank % 8), torch.device("cpu"), state, StartupPhases(phases.begin))
+    for context in (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        mode,
+        replaced((storage, "runs_for_all", lambda world: True)),  # it does itself what the first rank does for all
+        mode.log.objects(answer=True),
+        mode.host_pools(),
+        as_on_gpus(config.model, config.parallel) if on_gpu else nullcontext(),
+        regions_as_kernels(lambda: mode),
+    ):
         stack.enter_context(context)
     run = build_run(config, runtime, WithoutInputs())
     stack.callback(run.data.close)
@@ -387,21 +360,13 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
     ]
 
 
-class LostRank(NamedTuple):
-    """A rank whose process ended without a record."""
-
-    rank: int
-    how: str
-
-
-def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord | LostRank]:
+def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord | Lost]:
     """The records of ranks as they come, each from a forked process, `workers` at a time."""
-    for found in forked([partial(_record, rehearsal, rank) for rank in ranks], workers):
-        yield LostRank(ranks[found.job], found.how) if isinstance(found, Lost) else found
+    return forked({rank: partial(_record, rehearsal, rank) for rank in ranks}, workers)
 
 
-def _record(rehearsal: Rehearsal, rank: int) -> RankRecord | LostRank:
+def _record(rehearsal: Rehearsal, rank: int) -> RankRecord | Lost:
     try:
         return rehearse_rank(rehearsal, rank)
     except MemoryError:
-        return LostRank(rank, "MemoryError")
+        return Lost(rank, "MemoryError")

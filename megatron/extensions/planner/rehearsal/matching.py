@@ -1,4 +1,4 @@
-"""Compares rehearsed ranks: their collectives, and what they write of a checkpoint. No torch.
+"""What rehearsed ranks did, and where they differ: collectives, and what they write of a checkpoint. No torch.
 
 The collectives of one group must be the same, in one order. A message needs its receive at the other end, of the same
 size, and messages of two ranks over one group must be sent and received in one order, as NCCL ignores tags. The boxes
@@ -9,11 +9,207 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
+from typing import NamedTuple
 
 from megatron.core.boxes import overlap
-from megatron.extensions.planner.rehearsal.record import POINT_TO_POINT, Box, Collective, Group, RankRecord
+from megatron.core.parallel_dims import ParallelDims
+
+POINT_TO_POINT = ("send", "recv")
+
+
+class Group(NamedTuple):
+    """A process group. Ranks agree on its identity without talking: its members, and how many groups of the same
+    members were made before it."""
+
+    ranks: tuple[int, ...]
+    ordinal: int = 0
+
+
+class Splits(NamedTuple):
+    """Elements of an all-to-all by rank of the group; empty where all are equal."""
+
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+
+class Collective(NamedTuple):
+    """One collective or message, as the rank that calls it sees it."""
+
+    op: str
+    """ "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", ..."""
+
+    group: Group
+    dtype: str
+    sent: int
+    """Elements handed in."""
+
+    received: int
+    """Elements of the result."""
+
+    reduce: str = ""
+    """ "sum", "max", ... of a reduction."""
+
+    peer: int = -1
+    """Rank in the world of the root, of the receiver of a send, or of the sender of a receive."""
+
+    tag: int = 0
+    splits: Splits = Splits()
+    site: str = ""
+    """File and line of the caller, outside of torch and of wrappers of collectives."""
+
+    phase: str = ""
+    """What the rank was doing, such as "F of stage 3, micro-batch 0"."""
+
+    microbatch: int = -1
+    """Number of the micro-batch; -1 outside of forward and backward passes."""
+
+    itemsize: int = 0
+    """Bytes of an element."""
+
+    @property
+    def agreed(self) -> tuple[object, ...]:
+        """What all ranks of the group must have in common."""
+        if self.op in ("gather", "scatter"):  # the root has the whole
+            return self.op, self.dtype, min(self.sent or self.received, self.received or self.sent), self.peer
+        sizes = () if self.op == "all_to_all" else (self.sent, self.received)
+        return self.op, self.dtype, self.reduce, self.peer, *sizes
+
+    def __str__(self) -> str:
+        count = f" of {self.sent or self.received:,} {self.dtype}" if self.dtype else ""
+        to = {"send": " to rank {}", "recv": " from rank {}"}.get(self.op, " of rank {}").format(self.peer)
+        reduce = f" ({self.reduce})" if self.reduce not in ("", "sum") else ""
+        return f"{self.op}{reduce}{count}{to if self.peer >= 0 else ''}"
+
+
+def bytes_sent(collective: Collective, rank: int) -> int:
+    """Bytes that `rank` sends, by the algorithm that sends least where each rank sends as much: rings for all-reduces,
+    all-gathers and reduce-scatters."""
+    n, size = len(collective.group.ranks), collective.sent * collective.itemsize
+    if collective.op == "all_to_all" and collective.splits.sent:
+        own = collective.splits.sent[collective.group.ranks.index(rank)]
+        return (collective.sent - own) * collective.itemsize
+    if collective.op in ("broadcast", "scatter"):
+        return size if rank == collective.peer else 0
+    part, whole = (n - 1, n), (1, 1)
+    factors = {"all_reduce": (2 * (n - 1), n), "reduce_scatter": part, "all_to_all": part, "all_gather": (n - 1, 1)}
+    up, down = (factors | {"send": whole, "reduce": whole, "gather": whole}).get(collective.op, (0, 1))
+    return size * up // down
+
+
+class Box(NamedTuple):
+    """Part of a tensor of a checkpoint that a rank writes."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Memory of one place of the program."""
+
+    nbytes: int
+    tensors: int
+    site: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a rank's rehearsal."""
+
+    kind: str
+    """Class of the exception."""
+
+    message: str
+    phase: str
+    sites: tuple[str, ...]
+    """Places in the traceback outside of torch, the innermost first."""
+
+    holders: tuple[Holder, ...] = ()
+    """The largest ones, where memory ran out."""
+
+
+@dataclass
+class RankRecord:
+    """What one rank did."""
+
+    rank: int
+    coords: dict[str, int]
+    axes: dict[Group, str] = field(default_factory=dict)
+    """Names of the layout's groups."""
+
+    collectives: list[Collective] = field(default_factory=list)
+    built: int = 0
+    """Bytes held when the run was built."""
+
+    peak: int = 0
+    peak_phase: str = ""
+    host: int = 0
+    """Bytes of the host's buffers for what is offloaded."""
+
+    boxes: list[Box] = field(default_factory=list)
+    """What it writes of a checkpoint."""
+
+    failure: Failure | None = None
+    seconds: float = 0.0
+    """Processor time of the rehearsal."""
+
+    def name(self) -> str:
+        """`rank 8 (pp 1, dp 0, tp 0)`, with its coordinates along the axes that are cut."""
+        coords = ", ".join(f"{axis} {value}" for axis, value in self.coords.items())
+        return f"rank {self.rank} ({coords})" if coords else f"rank {self.rank}"
+
+
+DISTINCT = "all-distinct"
+
+AXES = (("pp", "dp", "cp", "tp"), ("pp", "expt_dp", "ep", "expt_tp"))
+
+
+def distinct_ranks(dims: ParallelDims) -> list[int]:
+    """One rank of each kind: every pipeline rank, as their lists of actions and their layers differ; and along each
+    other axis the last rank beside the first, in the first and the last stage. Code may treat the ends of an axis
+    differently: the first rank reports, the last shard of a buffer is shorter, the rings of context parallelism end."""
+    found = {dims.rank(pp=pp) for pp in range(dims.pp)}
+    for pp in {0, dims.pp - 1}:
+        for order in AXES:
+            for axis in order[1:]:
+                found.add(dims.rank(pp=pp, **{axis: dims.size(axis) - 1}))
+            found.add(dims.rank(pp=pp, **{axis: dims.size(axis) - 1 for axis in order[1:]}))
+    return sorted(found)
+
+
+def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
+    """The ranks that --ranks says: "all-distinct", "all", or numbers and ranges as 0,8,1016-1023. Raises ValueError."""
+    if text == DISTINCT:
+        return distinct_ranks(dims)
+    if text == "all":
+        return list(range(dims.world_size))
+    found: set[int] = set()
+    for word in text.split(","):
+        first, dash, last = word.strip().partition("-")
+        if not (first.isdigit() and (last.isdigit() if dash else not last)):
+            raise ValueError(f"--ranks {text}: {word!r} is no rank; give {DISTINCT}, all, or ranks as 0,8,16-23")
+        ranks = range(int(first), int(last or first) + 1)
+        if not ranks:
+            raise ValueError(f"--ranks {text}: {word} ends before it begins; give the lower rank first")
+        if ranks[-1] >= dims.world_size:
+            raise ValueError(
+                f"--ranks {text}: {word} must lie in 0 to {dims.world_size - 1}; raise --world-size, or leave it out"
+            )
+        found.update(ranks)
+    return sorted(found)
+
+
+def coords_of(rank: int, dims: ParallelDims) -> dict[str, int]:
+    """Coordinates of a rank along the axes that are cut."""
+    coords = dims.coords(rank)
+    axes = ["pp", "dp", "cp", "tp"] + (["ep", "expt_dp", "expt_tp"] if dims.ep > 1 or dims.expt_tp != dims.tp else [])
+    return {axis: coords[axis] for axis in axes if dims.size(axis) > 1}
 
 
 @dataclass(frozen=True)
@@ -50,41 +246,34 @@ def mismatches(records: Sequence[RankRecord]) -> list[Mismatch]:
     axes = {group: axis for record in records for group, axis in record.axes.items()}
     joint: dict[Group, dict[int, list[Collective]]] = defaultdict(dict)
     of_rank = {record.rank: record for record in records}
-    sends: dict[tuple[Group, int, int], list[Collective]] = defaultdict(list)
-    receives: dict[tuple[Group, int, int], list[Collective]] = defaultdict(list)
+    messages: dict[tuple[Group, int, int], tuple[list[Collective], list[Collective]]] = defaultdict(lambda: ([], []))
     for record in records:
         for group in {*record.axes, *(each.group for each in record.collectives)}:
             if record.rank in group.ranks:
                 joint[group].setdefault(record.rank, [])
         for each in record.collectives:
             if each.op == "send":
-                sends[each.group, record.rank, each.peer].append(each)
+                messages[each.group, record.rank, each.peer][0].append(each)
             elif each.op == "recv":
-                receives[each.group, each.peer, record.rank].append(each)
+                messages[each.group, each.peer, record.rank][1].append(each)
             else:
                 joint[each.group].setdefault(record.rank, []).append(each)
     found: list[Mismatch] = []
     for group, by_rank in joint.items():
         axis = axes.get(group, "user's")
-        outside = [rank for rank in by_rank if rank not in group.ranks]
-        members = [rank for rank in sorted(by_rank) if rank in group.ranks]
-        for rank in outside:
-            record = of_rank[rank]
-            text = "a rank calls a group that it is not in"
+        for rank in by_rank.keys() - set(group.ranks):
+            record, text = of_rank[rank], "a rank calls a group that it is not in"
             found.append(Mismatch(group, axis, 0, (record, by_rank[rank][0]), (record, None), text))
+        members = [rank for rank in sorted(by_rank) if rank in group.ranks]
         for rank in members[1:]:
             pair = (of_rank[members[0]], by_rank[members[0]]), (of_rank[rank], by_rank[rank])
             if (mismatch := _first_difference(group, axis, *pair)) is not None:
                 found.append(mismatch)
                 break
-    for group, sender, receiver in sorted({*sends, *receives}):
+    for (group, sender, receiver), (out, into) in sorted(messages.items()):
         if sender in of_rank and receiver in of_rank:
-            key = group, sender, receiver
-            out, into = sends.get(key, []), receives.get(key, [])
-            mismatch = _message_difference(
-                group, axes.get(group, "user's"), (of_rank[sender], out), (of_rank[receiver], into)
-            )
-            if mismatch is not None:
+            pair = (of_rank[sender], out), (of_rank[receiver], into)
+            if (mismatch := _message_difference(group, axes.get(group, "user's"), *pair)) is not None:
                 found.append(mismatch)
     return found
 
@@ -95,10 +284,10 @@ Side = tuple[RankRecord, list[Collective]]
 def _first_difference(group: Group, axis: str, left: Side, right: Side) -> Mismatch | None:
     (one, a), (other, b) = left, right
     places = group.ranks.index(one.rank), group.ranks.index(other.rank)
-    bad = next((k for k, pair in enumerate(zip(a, b, strict=False)) if not _fits(*pair, *places)), None)
-    if bad is None and len(a) == len(b):
+    pairs = enumerate(zip_longest(a, b))
+    bad = next((k for k, (x, y) in pairs if x is None or y is None or not _fits(x, y, *places)), None)
+    if bad is None:
         return None
-    bad = min(len(a), len(b)) if bad is None else bad
     # Equal calls may hide that one was left out before: the place where call sites part is where it was.
     bad = next((k for k in range(bad) if a[k].site != b[k].site), bad)
     x, y = (calls[bad] if bad < len(calls) else None for calls in (a, b))
@@ -121,20 +310,20 @@ def _fits(x: Collective, y: Collective, place: int, other: int) -> bool:
         return False
     if x.op != "all_to_all":
         return True
-    n = len(x.group.ranks)
-    return _part(x.sent, x.splits.sent, other, n) == _part(y.received, y.splits.received, place, n) and _part(
-        y.sent, y.splits.sent, place, n
-    ) == _part(x.received, x.splits.received, other, n)
+    return _sent_to(x, other) == _received_from(y, place) and _sent_to(y, place) == _received_from(x, other)
 
 
-def _part(total: int, splits: Sequence[int], place: int, size: int) -> int:
-    return splits[place] if splits else total // size
+def _sent_to(each: Collective, place: int) -> int:
+    return each.splits.sent[place] if each.splits.sent else each.sent // len(each.group.ranks)
+
+
+def _received_from(each: Collective, place: int) -> int:
+    return each.splits.received[place] if each.splits.received else each.received // len(each.group.ranks)
 
 
 def _message_difference(group: Group, axis: str, sender: Side, receiver: Side) -> Mismatch | None:
     (one, out), (other, into) = sender, receiver
-    for number in range(max(len(out), len(into))):
-        x, y = (calls[number] if number < len(calls) else None for calls in (out, into))
+    for number, (x, y) in enumerate(zip_longest(out, into)):
         if x is None or y is None:
             return Mismatch(group, axis, number, (one, x), (other, y), "a message has no other end; a run would hang")
         if (x.sent, x.dtype, x.tag) != (y.received, y.dtype, y.tag):

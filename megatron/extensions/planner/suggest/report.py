@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.dry_run.memory import GIB, Fit, RankMemory, fullest, gib
-from megatron.extensions.planner.dry_run.plan import DeviceError, PredictedStep, share_text
+from megatron.extensions.planner.dry_run import DeviceError, share_text
+from megatron.extensions.planner.memory import GIB, Fit, RankMemory, gib
 from megatron.extensions.planner.suggest.costs import LayoutCosts
-from megatron.extensions.planner.suggest.layouts import CHUNKS, OFFLOADING, RECOMPUTATION, Layout
 from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
-from megatron.extensions.planner.suggest.space import SearchedRun
+from megatron.extensions.planner.suggest.space import CHUNKS, OFFLOADING, RECOMPUTATION, Layout, SearchedRun
+from megatron.extensions.planner.terminal import Progress, at_interrupt
 from megatron.extensions.planner.time.replay import placement
-from megatron.extensions.planner.time.step_time import StepTime
 from megatron.training.config.output_files import write_json
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -35,27 +28,14 @@ ZERO = {
 }
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """The devices that a verdict is about."""
-
-    costs: LayoutCosts
-    limit: int
-    """Bytes of a device."""
-
-    def crossing(self, config: RunConfig) -> list[str]:
-        """Parallel sizes whose groups cross nodes though their messages are in the way of every layer."""
-        dims = ParallelDims.from_config(config.parallel, self.costs.run.world_size)
-        found = []
-        for axis, name in CROSSING.items():
-            if dims.size(axis) > 1 and placement(dims, (axis,), self.costs.gpus_per_node).crosses:
-                found.append(f"{name} {dims.size(axis)}")
-        return found
-
-    def record_of_step(self, step: StepTime) -> dict[str, Any]:
-        """As JSON, in the form of a dry run."""
-        costs = self.costs
-        return PredictedStep(step, costs.device, costs.run.world_size, costs.gpus_per_node).record
+def crossing(each: Found) -> list[str]:
+    """Parallel sizes whose groups cross nodes though their messages are in the way of every layer."""
+    dims = ParallelDims.from_config(each.config.parallel, each.step.world_size)
+    return [
+        f"{name} {dims.size(axis)}"
+        for axis, name in CROSSING.items()
+        if dims.size(axis) > 1 and placement(dims, (axis,), each.step.gpus_per_node).crosses
+    ]
 
 
 UNITS = (("seconds", 1, 60), ("minutes", 60, 60), ("hours", 3600, 48), ("days", 86400, 730))
@@ -83,35 +63,30 @@ def tokens_of(config: RunConfig) -> int:
     return plan.tokens(plan.sizes.samples(plan.iterations))
 
 
-def verdict_lines(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> Iterator[str]:
+def verdict_lines(each: Found, limit: int) -> Iterator[str]:
     """Whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
-    yield Fit(fullest(memory), cluster.limit).line
+    step = each.step
+    yield Fit(each.fullest, limit).line
     line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {share_text(step.mfu)} (causal)"
     yield f"{line}, bound by {step.bound_by.replace('_', ' ')}"
-    if (steps := iterations_of(config)) is not None:
-        yield f"{duration(steps * step.seconds)} for {tokens_of(config):,} tokens in {steps:,} steps of the full batch"
-    crossing = cluster.crossing(config)
-    nodes = f"nodes of {cluster.costs.gpus_per_node}"
-    yield f"{' and '.join(crossing)} cross {nodes}" if crossing else f"TP, CP and EP stay within {nodes}"
+    if (steps := iterations_of(each.config)) is not None:
+        tokens = tokens_of(each.config)
+        yield f"{duration(steps * step.seconds)} for {tokens:,} tokens in {steps:,} steps of the full batch"
+    crosses, nodes = crossing(each), f"nodes of {step.gpus_per_node}"
+    yield f"{' and '.join(crosses)} cross {nodes}" if crosses else f"TP, CP and EP stay within {nodes}"
 
 
-def verdict_record(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> dict[str, Any]:
+def verdict_record(each: Found, limit: int) -> dict[str, Any]:
     """The same as JSON."""
-    steps = iterations_of(config)
+    steps = iterations_of(each.config)
     return {
         "legal": True,
-        **Fit(fullest(memory), cluster.limit).record,
-        "hours": None if steps is None else steps * step.seconds / 3600,
-        "cross_nodes": cluster.crossing(config),
-        "time": cluster.record_of_step(step),
-        "memory": [rank.record for rank in memory],
+        **Fit(each.fullest, limit).record,
+        "hours": None if steps is None else steps * each.step.seconds / 3600,
+        "cross_nodes": crossing(each),
+        "time": each.step.record,
+        "memory": [rank.record for rank in each.memory],
     }
-
-
-def illegal_lines(problems: Sequence[Problem]) -> Iterator[str]:
-    """What is said of flags that cannot run."""
-    yield "cannot run:"
-    yield from (f"    {problem}" for problem in problems)
 
 
 def standing_line(ranked: Sequence[Found]) -> str:
@@ -124,16 +99,15 @@ def standing_line(ranked: Sequence[Found]) -> str:
     return f"the given layout is {where}; the first takes {share:.1%} less time"
 
 
-def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
+def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
     """A line for each layout, and below all the flags of each."""
-    run = cluster.costs.run
     steps = iterations_of(run.own)
     yield f"{'':<4}{'s a step':>9} {'run':>15}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}  {'bound by':<18}layout"
     for number, each in enumerate(found, 1):
         step, whole = each.step, "" if steps is None else duration(steps * each.step.seconds)
         yield (
             f"{number:<4}{step.seconds:>9.4g} {whole:>15}{step.tflops:>9.1f}{share_text(step.mfu):>7}"
-            f"{gib(fullest(each.memory).total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
+            f"{gib(each.fullest.total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
             f"{f', {gib(each.host)} GiB of the host' if each.host else ''}{' (given)' if each.given else ''}"
         )
     yield "flags, to append to those of the run:"
@@ -159,38 +133,35 @@ def layout_text(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def found_record(each: Found, cluster: Cluster) -> dict[str, Any]:
+def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, Any]:
     """A layout as JSON."""
-    run, layout = cluster.costs.run, each.layout
+    layout = each.layout
     return {
         "given": each.given,
         "layout": {**layout.family._asdict(), **layout.pipeline._asdict(), "dp": layout.dp, **layout.saving._asdict()},
         "flags": run.flags(each.config),
         "without": run.dropped(each.config),
-        **verdict_record(each.config, cluster, each.step, each.memory),
+        **verdict_record(each, limit),
     }
 
 
-def nearest_lines(nearest: Found | None, cluster: Cluster) -> Iterator[str]:
+def nearest_lines(nearest: Found | None, run: SearchedRun, limit: int) -> Iterator[str]:
     """What is said where no layout fits."""
-    yield f"no layout fits {gib(cluster.limit)} GiB"
+    yield f"no layout fits {gib(limit)} GiB"
     if nearest is None:
         yield "no layout is legal for this model, batch and number of ranks"
         return
-    most = fullest(nearest.memory)
-    over = gib(most.total - cluster.limit)
-    yield f"nearest: {layout_text(nearest.layout)}: {over} GiB too much on pp {most.plan.pp_rank}"
+    most = nearest.fullest
+    yield f"nearest: {layout_text(nearest.layout)}: {gib(most.total - limit)} GiB too much on pp {most.plan.pp_rank}"
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in most.sizes.items())
     yield f"    GiB there: {sizes}"
-    yield f"    {_remedy(most, cluster)}"
-    yield f"    {' '.join(cluster.costs.run.flags(nearest.config))}"
+    yield f"    {_remedy(most, run.world_size)}"
+    yield f"    {' '.join(run.flags(nearest.config))}"
 
 
-def _remedy(most: RankMemory, cluster: Cluster) -> str:
-    sizes = most.sizes
-    states = sum(sizes[name] for name in ("weights", "gradients", "optimizer"))
-    if states > sum(sizes.values()) - states:
-        ranks = cluster.costs.run.world_size
+def _remedy(most: RankMemory, ranks: int) -> str:
+    states = sum(most.sizes[name] for name in ("weights", "gradients", "optimizer"))
+    if 2 * states > most.total:
         return f"parameters and their states take most: more than {ranks} ranks, or devices with more memory"
     return "activations and temporary tensors take most: a shorter --seq-length, or devices with more memory"
 
@@ -205,17 +176,17 @@ def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
         )
 
 
-def effort_line(effort: Effort, cluster: Cluster) -> str:
+def effort_line(effort: Effort, run: SearchedRun) -> str:
     """What was searched."""
-    space = cluster.costs.run.space
-    schedules = ", ".join(kind.name for kind in space.schedules)
+    space = run.space
     return (
         f"searched: TP up to {max(space.tp_sizes)}, with sequence parallelism, PP, VP up to {CHUNKS[-1]}, CP of "
         f"{space.fewest_tokens} tokens or more, "
         + ("EP, expert TP, " if space.num_experts is not None else "")
-        + f"micro-batches up to {max(space.micro_batches)}, {schedules}, recomputation ({', '.join(space.recompute)}), "
-        f"ZeRO-1 to 3, offloading: {effort.families:,} kinds of layers, {effort.layouts:,} layouts with a bound on "
-        f"their memory, {effort.predicted:,} predicted, {effort.measured:,} measured"
+        + f"micro-batches up to {max(space.micro_batches)}, {', '.join(space.schedules)}, recomputation "
+        f"({', '.join(space.recompute)}), ZeRO-1 to 3, offloading: {effort.families:,} kinds of layers, "
+        f"{effort.layouts:,} layouts with a bound on their memory, {effort.predicted:,} predicted, "
+        f"{effort.measured:,} measured"
     )
 
 
@@ -227,39 +198,10 @@ MOST_PREDICTED = 150
 MOST_TIMED = 90
 """Families whose layers are timed, unless a search is asked to go on."""
 
-SECONDS_BETWEEN_LINES = 10.0
-"""Of progress, on standard error."""
 
-
-class Progress:
-    """Says now and then how far a search is."""
-
-    def __init__(self) -> None:
-        self._said = time.monotonic()
-
-    def __call__(self, effort: Effort) -> None:
-        if time.monotonic() >= self._said + SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
-            counts = f"{effort.traced:,} kinds of layers timed, {effort.predicted:,} layouts predicted"
-            print(f"searching: {counts}; Ctrl-C ends with what is found", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def ended_by_interrupt(search: LayoutSearch) -> Iterator[None]:
-    """The first SIGINT ends the search early, the second one the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, before)
-        search.end_early()
-
-    before = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def progress_text(effort: Effort) -> str:
+    counts = f"{effort.traced:,} kinds of layers timed, {effort.predicted:,} layouts predicted"
+    return f"searching: {counts}; Ctrl-C ends with what is found"
 
 
 def print_suggestions(
@@ -285,12 +227,12 @@ def print_suggestions(
     if run.unavoidable(problems):
         return False
     costs = LayoutCosts(run, speeds, gpus_per_node or speeds.ranks_of_node(world_size))
-    cluster = Cluster(costs, int((device_memory or speeds.memory_gib) * GIB))
+    limit = int((device_memory or speeds.memory_gib) * GIB)
     record: dict[str, Any] = {
         "world_size": world_size,
         "device": speeds.name,
         "gpus_per_node": costs.gpus_per_node,
-        "device_memory": cluster.limit,
+        "device_memory": limit,
     }
 
     def show(title: str, lines: Sequence[str]) -> None:
@@ -298,37 +240,35 @@ def print_suggestions(
             print("\n".join([title, *(f"  {line}" for line in lines)]), flush=True)
 
     title = f"The given layout on {world_size} x {speeds.name}, {costs.gpus_per_node} a node, predicted"
-    mine: Found | None = None
-    search = LayoutSearch(costs, cluster.limit, *most, progress=Progress())
+    standing, mine = list[str](), None
     try:
-        if problems:
-            show(title, list(illegal_lines(problems)))
-            record["given"] = {"legal": False, "problems": [str(problem) for problem in problems]}
-        else:
-            mine = Found(run.own_layout, config, costs.step(config), tuple(costs.memory(config)), given=True)
-            own = config, cluster, mine.step, mine.memory
-            show(title, list(verdict_lines(*own)))
-            record["given"] = verdict_record(*own)
-        with ended_by_interrupt(search):
-            found = search.best(SUGGESTED)
-        if mine is not None and mine.fullest.total <= cluster.limit:
+        with Progress() as progress:
+            search = LayoutSearch(costs, limit, *most, progress=lambda effort: progress.say(progress_text(effort)))
+            if problems:
+                show(title, ["cannot run:", *(f"    {problem}" for problem in problems)])
+                record["given"] = {"legal": False, "problems": [str(problem) for problem in problems]}
+            else:
+                mine = Found(run.own_layout, config, costs.step(config), tuple(costs.memory(config)), given=True)
+                show(title, list(verdict_lines(mine, limit)))
+                record["given"] = verdict_record(mine, limit)
+            with at_interrupt(search.end_early):
+                found = search.best(SUGGESTED)
+        if mine is not None and mine.fullest.total <= limit:
             found = ranked_with(mine, found)
             standing = [standing_line(found)]
-        else:
-            standing = []
         nearest = None if found else search.nearest()
     except ValueError as error:
         raise DeviceError(str(error)) from error
-    record["suggestions"] = [found_record(each, cluster) for each in found]
-    record["searched"] = {"space": search.costs.run.space.record, **vars(search.effort)}
+    record["suggestions"] = [found_record(each, run, limit) for each in found]
+    record["searched"] = {"space": vars(run.space), **vars(search.effort)}
     if found:
         count = sum(not each.given for each in found)
         title = f"Suggested layouts, {count} of the fastest that fit" + (", beside the given one" if standing else "")
-        show(title, [*standing, *table_lines(found, cluster)])
+        show(title, [*standing, *table_lines(found, run)])
     else:
-        show("Suggested layouts", list(nearest_lines(nearest, cluster)))
-        record["nearest"] = None if nearest is None else found_record(nearest, cluster)
-    show("Search", [effort_line(search.effort, cluster), *early_lines(search.effort, found)])
+        show("Suggested layouts", list(nearest_lines(nearest, run, limit)))
+        record["nearest"] = None if nearest is None else found_record(nearest, run, limit)
+    show("Search", [effort_line(search.effort, run), *early_lines(search.effort, found)])
     if plan_file is not None:
         write_json(record, plan_file)
     return bool(found or nearest)

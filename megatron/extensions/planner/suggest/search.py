@@ -1,44 +1,75 @@
-"""The search for the fastest layouts of a run that fit the memory of its devices."""
+"""The search for the fastest layouts of a run that fit the memory of its devices. torch is imported only to measure."""
 
 from __future__ import annotations
 
 import gc
+import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from heapq import nsmallest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
+from typing import Generic, TypeVar
 
-from megatron.extensions.planner.dry_run.memory import RankMemory
-from megatron.extensions.planner.suggest.bounds import Candidate, best_first
+from megatron.extensions.planner.memory import GIB, RankMemory, fullest
 from megatron.extensions.planner.suggest.costs import LayoutCosts
-from megatron.extensions.planner.suggest.layouts import OFFLOADING, RECOMPUTATION, SHARDING, Family, Layout, Saving
+from megatron.extensions.planner.suggest.space import OFFLOADING, RECOMPUTATION, SHARDING, Family, Layout, Saving
 from megatron.extensions.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
 """Layouts that are measured to name the nearest one if nothing fits: those with the lowest bounds on memory."""
 
-
 MOST_OF_A_SHAPE = 4
 """Layouts of one `Layout.shape` that a search that may end early predicts: those with the lowest bounds."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Timed:
-    """A legal layout with its predicted step."""
+class Candidate(Generic[T]):
+    """A candidate and a lower bound on its cost. `order` decides between equal bounds."""
+
+    bound: float
+    order: tuple[object, ...]
+    item: T
+    final: bool = False
+    """Whether `bound` is the cost."""
+
+
+def best_first(
+    candidates: Iterable[Candidate[T]],
+    refine: Callable[[Candidate[T]], Iterable[Candidate[T]]],
+) -> Iterator[Candidate[T]]:
+    """Yields final candidates by their cost, then their order.
+
+    Candidates wait in a heap, ordered by a lower bound on their cost. What leaves it with its cost is the next best,
+    and nothing whose bound is above the last result's cost is ever refined (A*; Hart, Nilsson and Raphael, 1968).
+
+    `refine` is given the first candidate that is not final, and returns what takes its place; a bound below that of
+    what it refines is raised to it. Equal bounds are refined before a result leaves, so that ties are decided by order.
+    """
+    heap = [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
+    heapq.heapify(heap)
+    count = len(heap)
+    while heap:
+        bound, *_, first = heapq.heappop(heap)
+        if first.final:
+            yield first
+            continue
+        for each in refine(first):
+            heapq.heappush(heap, (max(bound, each.bound), each.final, each.order, count, each))
+            count += 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """A legal layout with its predicted step, and its memory by pipeline rank, empty until it is measured."""
 
     layout: Layout
     config: RunConfig
     step: StepTime
-
-
-@dataclass(frozen=True)
-class Found(Timed):
-    """A layout with its predicted step and its memory by pipeline rank."""
-
-    memory: tuple[RankMemory, ...]
+    memory: tuple[RankMemory, ...] = ()
     given: bool = False
     """Whether it is the run's own."""
 
@@ -50,7 +81,7 @@ class Found(Timed):
     @property
     def fullest(self) -> RankMemory:
         """The rank that holds most."""
-        return max(self.memory, key=lambda rank: rank.total)
+        return fullest(self.memory)
 
 
 def ranked_with(own: Found, found: list[Found]) -> list[Found]:
@@ -60,7 +91,7 @@ def ranked_with(own: Found, found: list[Found]) -> list[Found]:
     return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]
 
 
-Item = Family | Layout | Timed
+Item = Family | Layout | Found
 
 
 @dataclass
@@ -74,9 +105,6 @@ class Effort:
     layouts: int = 0
     """Layouts of those, and their ways of saving memory, whose memory was bounded."""
 
-    bounded_closely: int = 0
-    """Of those, the ones whose states were planned, as they were next by their bound on the time."""
-
     predicted: int = 0
     measured: int = 0
 
@@ -88,16 +116,6 @@ class Effort:
 
     interrupted: bool = False
     """Whether it was asked to end."""
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Garbage collection that leaves out what there was before, which is most: a tenth of a search."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class _EnoughError(Exception):
@@ -127,39 +145,35 @@ class LayoutSearch:
 
     effort: Effort = field(default_factory=Effort)
     _asked_to_end: bool = False
-    _predicted: list[Timed] = field(default_factory=list)
+    _predicted: list[Found] = field(default_factory=list)
     _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
     _passed_over: float = inf
     """The lowest bound of the layouts left out, as enough families were timed or layouts of a shape predicted."""
 
-    _fitting: dict[Family, list[Layout]] = field(default_factory=dict)
-    """The layouts of a family that may fit, until they are taken."""
-
     _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
-    _tried: set[Layout] = field(default_factory=set)
-    _too_large: list[tuple[int, tuple[object, ...], Layout]] = field(default_factory=list)
+    _sizes: dict[Layout, float] = field(default_factory=dict)
+    """Layouts that were tried, with the bytes that they have at least; infinite if the host's memory does not do."""
 
     def best(self, count: int) -> list[Found]:
         """The fastest layouts that fit, the fastest first, one of each `Layout.shape`. Raises ValueError where the
         device file lacks a rate."""
         families = list(self._families())
-        with _few_collections():
-            return self._searched(families, count)
-
-    def end_early(self) -> None:
-        """Ends a search that runs, as soon as it can, with the fastest of the layouts that it has come to."""
-        self._asked_to_end = True
-
-    def _searched(self, families: Sequence[Candidate[Item]], count: int) -> list[Found]:
+        gc.freeze()  # garbage collection leaves out what there was before, which is most
         try:
             self._take(families, count)
             self.effort.bound = None if self._passed_over == inf else self._passed_over
         except _EnoughError as enough:
             # Ends early: the fastest that fit among the predicted layouts and what saves more memory in them.
             self.effort.bound, self.most_predicted = enough.bound, None
-            known = [Candidate[Item](t.step.seconds, (2, t.layout.order), t) for t in self._predicted]
+            known = [Candidate[Item](each.step.seconds, (2, each.layout.order), each) for each in self._predicted]
             self._take(known, count)
+        finally:
+            gc.unfreeze()
         return list(self._found.values())
+
+    def end_early(self) -> None:
+        """Ends a search that runs, as soon as it can, with the fastest of the layouts that it has come to."""
+        self._asked_to_end = True
 
     def _take(self, candidates: Sequence[Candidate[Item]], count: int) -> None:
         """Adds the best to what is found, until these are `count`."""
@@ -171,139 +185,101 @@ class LayoutSearch:
 
     def nearest(self) -> Found | None:
         """The legal layout whose fullest rank exceeds the limit least, for when nothing fits; None if none is legal."""
-        best: Found | None = None
-        measured = 0
-        for _, _, layout in sorted(self._too_large):
-            config = self.costs.run.with_layout(layout)
-            if not self.costs.legal(config):
-                continue
-            found = Found(layout, config, self.costs.step(config), tuple(self.costs.memory(config)))
-            if best is None or found.fullest.total < best.fullest.total:
-                best = found
-            measured += 1
-            if measured == NEAREST_MEASURED:
-                break
-        return best
+        too_large = [layout for layout, size in self._sizes.items() if self.limit < size < inf]
+        too_large.sort(key=lambda layout: (self._sizes[layout], layout.order))
+        legal = (
+            (layout, config) for layout in too_large if self.costs.legal(config := self.costs.run.with_layout(layout))
+        )
+        found = [
+            Found(layout, config, self.costs.step(config), tuple(self.costs.memory(config)))
+            for layout, config in islice(legal, NEAREST_MEASURED)
+        ]
+        return min(found, key=lambda each: each.fullest.total, default=None)
 
     def _families(self) -> Iterator[Candidate[Item]]:
         for family in self.costs.run.space.families():
             if self.costs.divides(family.tp, family.cp, family.ep, family.expert_tp):
                 self.effort.families += 1
-                yield self._bounded(family)
-
-    def _bounded(self, family: Family) -> Candidate[Item]:
-        order = (0, *family._replace(recompute=""), RECOMPUTATION.index(family.recompute))
-        return Candidate(self.costs.family_bound(family), order, family)
+                order = (0, *family._replace(recompute=""), RECOMPUTATION.index(family.recompute))
+                yield Candidate(self.costs.family_bound(family), order, family)
 
     def _refine(self, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
-        item = candidate.item
+        item, bound = candidate.item, candidate.bound
         self.progress(self.effort)
         if self._asked_to_end and not self.effort.interrupted:
             self.effort.interrupted = True
-            raise _EnoughError(min(candidate.bound, self._passed_over))
+            raise _EnoughError(min(bound, self._passed_over))
         if isinstance(item, Family):
-            if self.effort.traced == self.most_timed:
-                self._passed_over = min(self._passed_over, candidate.bound)
-                return
-            again = self._bounded_again(candidate)
-            if again is not None:
-                yield from iter([again]) if again.bound > candidate.bound else self._layouts(item)
-        elif (item.layout if isinstance(item, Timed) else item).shape in self._found:
+            yield from self._layouts(item, bound)
+        elif (item.layout if isinstance(item, Found) else item).shape in self._found:
             return  # a faster one stands for it
-        elif isinstance(item, Timed):
-            yield from self._measured(item, candidate.bound)
+        elif isinstance(item, Found):
+            yield from self._measured(item, bound)
         else:
-            yield from self._timed(item, candidate.bound)
+            yield from self._timed(item, bound)
+
+    def _layouts(self, family: Family, bound: float) -> Iterator[Candidate[Item]]:
+        """The layouts of a family that may fit, each with the least saving that lets it."""
+        if self.effort.traced == self.most_timed:
+            self._passed_over = min(self._passed_over, bound)
+            return
+        fitting = [each for layout in self.costs.run.space.layouts(family) for each in self._may_fit(layout)]
+        self.effort.traced += bool(fitting)
+        for layout in fitting:
+            yield Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
 
     def _timed(self, layout: Layout, bound: float) -> Iterator[Candidate[Item]]:
-        """The layout with its predicted step, if its planned states may fit, otherwise what saves more."""
+        """The layout with its predicted step, if it is legal."""
         if self.most_predicted is not None and self._of_shape[layout.shape] == MOST_OF_A_SHAPE:
             self._passed_over = min(self._passed_over, bound)
             return
         config = self.costs.run.with_layout(layout)
         if not self.costs.legal(config):
             return
-        self.effort.bounded_closely += 1
-        size = self.costs.close_memory_bound(layout, config)
-        if size > self.limit:
-            self._note_too_large(size, layout)
-            for saving in self._savings(layout):
-                yield Candidate(bound, (1, saving.order), saving)
-            return
         if self.effort.predicted == self.most_predicted:
             raise _EnoughError(min(bound, self._passed_over))
         self._of_shape[layout.shape] += 1
         self.effort.predicted += 1
-        timed = Timed(layout, config, self.costs.step(config))
+        timed = Found(layout, config, self.costs.step(config))
         self._predicted.append(timed)
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
-    def _bounded_again(self, candidate: Candidate[Item]) -> Candidate[Item] | None:
-        """A family with the bound that is known by now; None if no layout of it fits."""
-        family = candidate.item
-        assert isinstance(family, Family)
-        again = self._bounded(family)
-        if again.bound > candidate.bound:
-            return again
-        if family not in self._fitting:
-            every = self.costs.run.space.layouts(family)
-            self._fitting[family] = [each for layout in every for each in self._may_fit(layout)]
-        fitting = self._fitting[family]
-        if not fitting:
-            return None
-        bound = min(self.costs.untimed_bound(layout, again.bound) for layout in fitting)
-        return replace(again, bound=max(again.bound, bound))
-
-    def _layouts(self, family: Family) -> Iterator[Candidate[Item]]:
-        """The layouts of a family that may fit, each with the least saving that lets it."""
-        fitting = self._fitting.pop(family)
-        self.effort.traced += 1
-        for layout in fitting:
-            yield Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
-
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
         """The layout if the bound on its memory allows it, otherwise what saves more, in the same way."""
-        if layout in self._tried:
+        if layout in self._sizes:
             return
-        self._tried.add(layout)
         self.effort.layouts += 1
-        bound = self.costs.memory_bound(layout)
-        if bound <= self.limit:
+        self._sizes[layout] = self.costs.memory_bound(layout)
+        if self._sizes[layout] <= self.limit:
             yield layout
-            return
-        self._note_too_large(bound, layout)
-        if layout.saving == Saving():
-            most = [self.costs.memory_bound(each) for each in self._most_saving(layout)]
-            if min(most) > self.limit:
-                for size, each in zip(most, self._most_saving(layout), strict=True):
-                    self._note_too_large(size, each)
-                return
-        yield from self._savings(layout)
+        elif layout.saving != Saving() or self._may_fit_at_all(layout):
+            yield from self._savings(layout)
 
-    def _most_saving(self, layout: Layout) -> list[Layout]:
-        """A layout with what saves most memory."""
-        sharding = SHARDING[-1] if layout.dp * layout.family.cp > 1 else SHARDING[0]
-        return [layout._replace(saving=Saving(sharding, offload)) for offload in OFFLOADING[1:]]
+    def _may_fit_at_all(self, layout: Layout) -> bool:
+        """Whether what saves most memory lets a layout fit."""
+        sharding = SHARDING[-1] if layout.replicas > 1 else SHARDING[0]
+        most = [layout._replace(saving=Saving(sharding, offload)) for offload in OFFLOADING[1:]]
+        sizes = {each: self.costs.memory_bound(each) for each in most}
+        if min(sizes.values()) <= self.limit:
+            return True
+        self._sizes |= sizes
+        return False
 
     def _savings(self, layout: Layout) -> Iterator[Layout]:
-        for saving in layout.saving.next(layout.dp * layout.family.cp):
+        for saving in layout.saving.next(layout.replicas):
             yield from self._may_fit(layout._replace(saving=saving))
 
-    def _measured(self, timed: Timed, seconds: float) -> Iterator[Candidate[Item]]:
+    def _measured(self, timed: Found, seconds: float) -> Iterator[Candidate[Item]]:
         self.effort.measured += 1
-        found = Found(timed.layout, timed.config, timed.step, tuple(self.costs.memory(timed.config)))
+        memory = tuple(self.costs.memory(timed.config))
+        found = Found(timed.layout, timed.config, timed.step, memory)
         host = self.costs.device.host_memory_gib
-        if host is not None and found.host > host * 2**30:
+        self._sizes[timed.layout] = found.fullest.total
+        if host is not None and found.host > host * GIB:
             self.effort.beyond_host += 1
+            self._sizes[timed.layout] = inf
         elif found.fullest.total <= self.limit:
             yield Candidate(seconds, (3, timed.layout.order), found, final=True)
             return
-        else:
-            self._note_too_large(found.fullest.total, timed.layout)
         for layout in self._savings(timed.layout):
             yield Candidate(seconds, (1, layout.order), layout)
-
-    def _note_too_large(self, size: int, layout: Layout) -> None:
-        self._too_large.append((size, layout.order, layout))
-        if len(self._too_large) > 1000:
-            self._too_large = nsmallest(100, self._too_large)

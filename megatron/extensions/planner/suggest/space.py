@@ -1,32 +1,199 @@
-"""What --suggest searches: the layouts of a run, and the configuration and the flags of each. No torch."""
+"""The layouts that --suggest searches, and the configuration and the flags of each. No torch.
+
+A layout is legal if validation says so. What is generated here merely divides, so that little of it is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.parts import PIPELINE_SCHEDULES, SHARDING_STRATEGIES
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.extensions.planner.suggest.layouts import (
-    OFFLOADING,
-    SHARDING,
-    Family,
-    Layout,
-    Pipeline,
-    Saving,
-    ScheduleKind,
-    Space,
-)
 from megatron.training.config.flags import Flag, field_table, named_value, value_of, with_named
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 
+RECOMPUTATION = ("none", "selective", "full")
+"""What layers compute again in the backward, from the least to the most."""
+
+SHARDING = tuple(name for name in ("optim", "optim_grads", "optim_grads_params") if name in SHARDING_STRATEGIES)
+"""What data-parallel ranks shard: ZeRO-1 to ZeRO-3. Each takes less memory than the one before, and no less time."""
+
+OFFLOADING = ("none", "states", "activations")
+"""What waits in host memory: nothing, optimizer states, or the activations of all layers of a stage but one."""
+
+CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
+"""Stages of a rank in schedules that take any number."""
+
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 """Schedules that are searched, and a run's own. gpipe takes as long as 1f1b, and more memory."""
+
+
+class Family(NamedTuple):
+    """Layouts whose layers do the same with a micro-batch. Sequence parallelism comes with tensor parallelism."""
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+    micro_batch: int = 1
+    recompute: str = RECOMPUTATION[0]
+    split: bool = False
+    """Whether weight gradients are computed apart, as zero-bubble schedules do."""
+
+
+class Pipeline(NamedTuple):
+    """A schedule of `chunks` stages on each of `ranks` pipeline ranks."""
+
+    schedule: str = "1f1b"
+    ranks: int = 1
+    chunks: int = 1
+    v_shaped: bool = False
+
+
+class Saving(NamedTuple):
+    """How a layout saves memory beside recomputation: entries of `SHARDING` and `OFFLOADING`."""
+
+    sharding: str = SHARDING[0]
+    offload: str = OFFLOADING[0]
+
+    def next(self, replicas: int) -> Iterator[Saving]:
+        """What saves one step more. Each takes at least as long, so that it is worth a look only where this one does
+        not fit."""
+        place = SHARDING.index(self.sharding) + 1
+        if replicas > 1 and place < len(SHARDING):
+            yield Saving(SHARDING[place], self.offload)
+        if self.offload == "none":
+            yield from (Saving(self.sharding, offload) for offload in OFFLOADING[1:])
+
+
+class Layout(NamedTuple):
+    """A family on a pipeline, `dp` times."""
+
+    family: Family = Family()
+    pipeline: Pipeline = Pipeline()
+    dp: int = 1
+    saving: Saving = Saving()
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sorts layouts of equal time: fewer ranks for a model, simpler schedules, less recomputation first."""
+        f, p = self.family, self.pipeline
+        sizes = f.tp * f.cp * p.ranks, p.ranks, f.tp, f.cp, f.ep, f.expert_tp, p.chunks, f.split, p.schedule
+        saving = SHARDING.index(self.saving.sharding), OFFLOADING.index(self.saving.offload)
+        return *sizes, f.micro_batch, RECOMPUTATION.index(f.recompute), *saving
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """The parallel sizes and the micro-batch: what layouts have in common that differ in their schedule, virtual
+        stages, recomputation, sharding and offloading alone."""
+        return self.family._replace(recompute="", split=False), self.pipeline.ranks
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that share the states of dense parameters."""
+        return self.dp * self.family.cp
+
+    @property
+    def place(self) -> PipelineLayout:
+        """Where the stages lie."""
+        return PipelineLayout(self.pipeline.ranks, self.pipeline.chunks, self.pipeline.v_shaped)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched for one model on one cluster."""
+
+    world_size: int
+    num_layers: int
+    num_attention_heads: int
+    seq_length: int
+    global_batch_size: int
+    schedules: tuple[str, ...]
+    """Schedules of several pipeline ranks."""
+
+    num_experts: int | None = None
+    recompute: tuple[str, ...] = RECOMPUTATION
+    most_tp: int = 8
+    most_samples: int = 8
+    """Of a micro-batch."""
+
+    fewest_tokens: int = 512
+    """Of a context-parallel rank."""
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """Tensor-parallel sizes that divide the world and the heads."""
+        return [tp for tp in divisors(self.world_size, self.most_tp) if self.num_attention_heads % tp == 0]
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Sizes of micro-batches that divide the global batch."""
+        return list(divisors(self.global_batch_size, self.most_samples))
+
+    def families(self) -> Iterator[Family]:
+        """Every family that has a layout."""
+        splits = sorted({False, *map(splits_backward, self.schedules)})
+        for tp in self.tp_sizes:
+            for cp in self._context_sizes(self.world_size // tp):
+                for ep, expert_tp in self._expert_sizes(tp):
+                    for samples in self.micro_batches:
+                        for again in self.recompute:
+                            for split in splits:
+                                family = Family(tp, cp, ep, expert_tp, samples, again, split)
+                                if any(self.layouts(family)):
+                                    yield family
+
+    def layouts(self, family: Family) -> Iterator[Layout]:
+        """The layouts of a family."""
+        cluster = self.world_size // (family.tp * family.cp)
+        for ranks in divisors(cluster, self.num_layers):
+            dp = cluster // ranks
+            if self.world_size // ranks % (family.ep * family.expert_tp) == 0 and not (
+                self.global_batch_size % (dp * family.micro_batch)
+            ):
+                for pipeline in self._pipelines(ranks, family.split):
+                    yield Layout(family, pipeline, dp)
+
+    def _pipelines(self, ranks: int, split: bool) -> Iterator[Pipeline]:
+        if ranks == 1:
+            if not split:
+                yield Pipeline()
+            return
+        for name in self.schedules:
+            facts = PIPELINE_SCHEDULES.facts(name)
+            if facts.splits_backward is split:
+                for chunks in CHUNKS if facts.any_chunks else (facts.chunks,):
+                    if chunks <= self.num_layers // ranks:
+                        yield Pipeline(name, ranks, chunks, facts.v_shaped)
+
+    def _context_sizes(self, ranks: int) -> Iterator[int]:
+        for cp in divisors(ranks, self.seq_length // self.fewest_tokens):
+            if cp == 1 or self.seq_length % (2 * cp) == 0:
+                yield cp
+
+    def _expert_sizes(self, tp: int) -> Iterator[tuple[int, int]]:
+        """(EP, tensor parallelism of experts)."""
+        if self.num_experts is None:
+            yield 1, tp
+            return
+        for ep in divisors(self.num_experts, self.world_size):
+            for expert_tp in sorted({1, tp}):
+                if self.world_size % (ep * expert_tp) == 0:
+                    yield ep, expert_tp
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """The divisors of a number, ascending, at most `most`; 1 is always one of them."""
+    most = number if most is None else max(1, min(most, number))
+    return [size for size in range(1, most + 1) if number % size == 0]
 
 
 class SearchedRun:
@@ -35,21 +202,21 @@ class SearchedRun:
     def __init__(self, config: RunConfig, world_size: int) -> None:
         """`config` is resolved; its own layout need not be legal."""
         self.own, self.world_size = config, world_size
-        self.given = _as_given(config)
+        self._flags = [field_table()[field] for field in values_of(config, Layout()) if field in field_table()]
+        self.given = self._as_given(config)
 
     @cached_property
     def space(self) -> Space:
         """The space of layouts."""
         model, own = self.own.model, self.own.parallel.schedule
         assert self.own.training.global_batch_size is not None, "resolve() fills the global batch size"
-        names = [*SCHEDULES, *(() if own in (*SCHEDULES, "gpipe") else (own,))]
         return Space(
             self.world_size,
             model.num_layers,
             model.num_attention_heads,
             model.seq_length,
             self.own.training.global_batch_size,
-            tuple(map(_kind, names)),
+            (*SCHEDULES, *(() if own in (*SCHEDULES, "gpipe") else (own,))),
             model.num_experts,
         )
 
@@ -74,8 +241,7 @@ class SearchedRun:
         place = pipeline_layout(model, parallel)
         samples, again = self.own.training.micro_batch_size, model.recompute_granularity
         sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size
-        split = PIPELINE_SCHEDULES.facts(parallel.schedule).splits_backward
-        family = Family(*sizes, parallel.expert_tp, samples, again, split)
+        family = Family(*sizes, parallel.expert_tp, samples, again, splits_backward(parallel.schedule))
         pipeline = Pipeline(parallel.schedule, place.pp, place.chunks, place.v_shaped)
         offload = "activations" if parallel.offloaded_layers else OFFLOADING[0]
         offload = "states" if named_value(self.own, "optimizer_cpu_offload") else offload
@@ -85,138 +251,101 @@ class SearchedRun:
 
     def with_layout(self, layout: Layout) -> RunConfig:
         """The resolved configuration of the run in another layout. It need not be legal."""
-        family, pipeline, given = layout.family, layout.pipeline, self.given
-        experts = given.model.num_experts is not None
-        parallel = replace(
-            given.parallel,
-            tensor_model_parallel_size=family.tp,
-            sequence_parallel=family.tp > 1,
-            context_parallel_size=family.cp,
-            expert_model_parallel_size=family.ep,
-            expert_tensor_parallel_size=family.expert_tp if experts else None,
-            data_parallel_size=None,
-            num_distributed_optimizer_instances=1,
-            pipeline_model_parallel_size=pipeline.ranks,
-            pipeline_schedule=pipeline.schedule,
-            num_virtual_stages_per_pipeline_rank=pipeline.chunks if self._names_stages(pipeline) else None,
-            num_layers_per_virtual_pipeline_stage=None,
-            pipeline_model_parallel_layout=None,
-            microbatch_group_size_per_virtual_pipeline_stage=None,
-            decoder_first_pipeline_num_layers=None,
-            decoder_last_pipeline_num_layers=None,
-        )
-        saving, replicas = layout.saving, layout.dp * family.cp
-        ddp = replace(
-            given.ddp,
-            data_parallel_sharding_strategy=saving.sharding,
-            overlap_grad_reduce=saving.sharding == "optim" and replicas > 1,
-            overlap_param_gather=saving.sharding != "optim_grads_params" and replicas > 1,
-        )
-        optimizer = replace(given.optimizer, use_distributed_optimizer=True)
-        training = replace(given.training, micro_batch_size=family.micro_batch, num_microbatches=None)
-        model = replace(given.model, **self._recomputation(family.recompute))
-        config = replace(given, parallel=parallel, ddp=ddp, optimizer=optimizer, training=training, model=model)
-        values = {
-            "tp_comm_overlap": named_value(given, "tp_comm_overlap") and family.tp > 1,
-            IN_TURNS: named_value(given, IN_TURNS) and family.ep > 1,
-            "optimizer_cpu_offload": saving.offload == "states",
-            "optimizer_offload_fraction": 1.0,
-        }
-        return resolve(with_named(config, values | self._activation_offload(layout)), self.world_size)
-
-    def _names_stages(self, pipeline: Pipeline) -> bool:
-        """Whether a layout says the number of stages per rank: also to win over what the run's own flags say of it."""
-        own = self.given.parallel
-        stages = (
-            own.num_virtual_stages_per_pipeline_rank,
-            own.num_layers_per_virtual_pipeline_stage,
-            own.pipeline_model_parallel_layout,
-        )
-        return pipeline.schedule == "interleaved" or any(stages)
-
-    def _activation_offload(self, layout: Layout) -> dict[str, Any]:
-        stage = self.own.model.num_layers // (layout.pipeline.ranks * layout.pipeline.chunks)
-        offloads = layout.saving.offload == "activations"
-        return {"cpu_offloading": offloads, "cpu_offloading_num_layers": max(1, stage - 1) if offloads else 0}
-
-    def _recomputation(self, rung: str) -> dict[str, Any]:
-        """Fields of an entry of `RECOMPUTATION`."""
-        model = self.own.model
-        values: dict[str, Any] = dict.fromkeys(RECOMPUTE_FIELDS) | {"recompute_granularity": "none"}
-        if rung == "full":
-            values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if rung == "selective":
-            modules = {
-                "core_attn": self.own.parallel.attention_backend == "unfused",
-                "mla_up_proj": model.attention == "multi_latent_attention",
-                "layernorm": True,
-                "mlp_act": len(model.moe_layers) < model.num_layers if model.num_experts is not None else True,
-                "moe_act": model.num_experts is not None,
-            }
-            chosen = tuple(name for name, there in modules.items() if there)
-            values |= {"recompute_granularity": "selective", "recompute_modules": chosen}
-        return values
+        return resolve(with_named(self.given, values_of(self.given, layout)), self.world_size)
 
     def flags(self, config: RunConfig) -> list[str]:
         """Flags that turn the run's own command line into `config`, behind it or in place of its own; those of
         `dropped` must go."""
         found: list[str] = []
-        asked = _as_given(config)
-        for flag in _searched():
-            value, own = value_of(asked, flag), value_of(self.given, flag)
+        for flag, value, own in self._differing(config):
             if value != flag.default or (own != value and value is not None) or flag.field in ALWAYS:
                 found += _words(flag, value)
         return found
 
     def dropped(self, config: RunConfig) -> list[str]:
         """Flags of the run's own command line that have no place beside `flags`."""
-        asked = _as_given(config)
-        pairs = ((flag, value_of(asked, flag), value_of(self.given, flag)) for flag in _searched())
-        return [flag.name for flag, value, own in pairs if value is None and own is not None]
+        return [flag.name for flag, value, own in self._differing(config) if value is None and own is not None]
+
+    def _differing(self, config: RunConfig) -> list[tuple[Flag, Any, Any]]:
+        """Each flag of a layout with its value in `config`, and the run's own."""
+        asked = self._as_given(config)
+        return [(flag, value_of(asked, flag), value_of(self.given, flag)) for flag in self._flags]
+
+    def _as_given(self, config: RunConfig) -> RunConfig:
+        """A configuration with what its layout says as it was before `resolve`, but for the global batch size, which
+        another layout must not change."""
+        fields = {flag.field for flag in self._flags} - {"global_batch_size"}
+        before = {field: value for field, value in config.given if field in fields}
+        return replace(with_named(config, before), given=())
 
 
-RECOMPUTE_FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+def values_of(run: RunConfig, layout: Layout) -> Mapping[str, Any]:
+    """Field -> value of everything that a layout of a run sets, in the order of its flags."""
+    family, pipeline, saving, own = layout.family, layout.pipeline, layout.saving, run.parallel
+    by_hand = (
+        own.num_virtual_stages_per_pipeline_rank,
+        own.num_layers_per_virtual_pipeline_stage,
+        own.pipeline_model_parallel_layout,
+    )
+    # The number of stages is also said to win over what the run's own flags say of it.
+    says_stages = pipeline.schedule == "interleaved" or any(by_hand)
+    offloads = saving.offload == "activations"
+    of_stage = run.model.num_layers // (pipeline.ranks * pipeline.chunks)
+    return {
+        "tensor_model_parallel_size": family.tp,
+        "sequence_parallel": family.tp > 1,
+        "tp_comm_overlap": named_value(run, "tp_comm_overlap") and family.tp > 1,
+        "context_parallel_size": family.cp,
+        "expert_model_parallel_size": family.ep,
+        "expert_tensor_parallel_size": family.expert_tp if run.model.num_experts is not None else None,
+        IN_TURNS: named_value(run, IN_TURNS) and family.ep > 1,
+        "data_parallel_size": None,
+        "num_distributed_optimizer_instances": 1,
+        "pipeline_model_parallel_size": pipeline.ranks,
+        "pipeline_schedule": pipeline.schedule,
+        "num_virtual_stages_per_pipeline_rank": pipeline.chunks if says_stages else None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "pipeline_model_parallel_layout": None,
+        "microbatch_group_size_per_virtual_pipeline_stage": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "cpu_offloading": offloads,
+        "cpu_offloading_num_layers": max(1, of_stage - 1) if offloads else 0,
+        "micro_batch_size": family.micro_batch,
+        "num_microbatches": None,
+        "global_batch_size": run.training.global_batch_size,
+        **_recomputation(run, family.recompute),
+        "data_parallel_sharding_strategy": saving.sharding,
+        "overlap_grad_reduce": saving.sharding == "optim" and layout.replicas > 1,
+        "overlap_param_gather": saving.sharding != "optim_grads_params" and layout.replicas > 1,
+        "use_distributed_optimizer": True,
+        "optimizer_cpu_offload": saving.offload == "states",
+        "optimizer_offload_fraction": 1.0,
+    }
+
+
+def _recomputation(run: RunConfig, rung: str) -> dict[str, Any]:
+    """Fields of an entry of `RECOMPUTATION`."""
+    model, full = run.model, rung == "full"
+    modules = {
+        "core_attn": run.parallel.attention_backend == "unfused",
+        "mla_up_proj": model.attention == "multi_latent_attention",
+        "layernorm": True,
+        "mlp_act": len(model.moe_layers) < model.num_layers if model.num_experts is not None else True,
+        "moe_act": model.num_experts is not None,
+    }
+    return {
+        "recompute_granularity": rung,
+        "recompute_method": "uniform" if full else None,
+        "recompute_num_layers": 1 if full else None,
+        "recompute_modules": tuple(name for name in modules if modules[name]) if rung == "selective" else None,
+    }
+
 
 IN_TURNS = "overlap_moe_expert_parallel_comm"
 
-SEARCHED = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "tp_comm_overlap",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    IN_TURNS,
-    "data_parallel_size",
-    "num_distributed_optimizer_instances",
-    "pipeline_model_parallel_size",
-    "pipeline_schedule",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "microbatch_group_size_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "cpu_offloading",
-    "cpu_offloading_num_layers",
-    "micro_batch_size",
-    "num_microbatches",
-    "global_batch_size",
-    *RECOMPUTE_FIELDS,
-    "data_parallel_sharding_strategy",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "use_distributed_optimizer",
-    "optimizer_cpu_offload",
-)
-"""Fields that a layout sets, as far as their extensions are installed."""
-
 ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
 """Fields that are shown at their defaults too."""
-
-
-def _searched() -> Iterator[Flag]:
-    yield from (field_table()[field] for field in SEARCHED if field in field_table())
 
 
 def _words(flag: Flag, value: Any) -> list[str]:
@@ -224,15 +353,3 @@ def _words(flag: Flag, value: Any) -> list[str]:
     if flag.kind is bool:
         return [next(spelling for spelling, on in flag.spellings() if on is value)]
     return [flag.name, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-
-
-def _as_given(config: RunConfig) -> RunConfig:
-    """A configuration with what its layout says as it was before `resolve`, but for the global batch size, which
-    another layout must not change."""
-    before = {field: value for field, value in config.given if field in SEARCHED and field != "global_batch_size"}
-    return replace(with_named(config, before), given=())
-
-
-def _kind(name: str) -> ScheduleKind:
-    facts = PIPELINE_SCHEDULES.facts(name)
-    return ScheduleKind(name, 0 if facts.any_chunks else facts.chunks, facts.v_shaped, facts.splits_backward)

@@ -6,36 +6,16 @@ round of micro-batches adds is measured between two short ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists
+from megatron.core.pipeline_parallel.actions import Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import (
-    TIMED,
-    Simulation,
-    StageCosts,
-    at_stage,
-    execution_order,
-    simulate,
-)
+from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, at_stage, simulate
 
 ROUNDS = 3
 """Steps of more rounds of p micro-batches than this are extrapolated."""
-
-
-@dataclass(frozen=True)
-class PipelineTimes:
-    """Of one step, by pipeline rank."""
-
-    ends: tuple[float, ...]
-    """When a rank has computed its last action."""
-
-    messages: tuple[float, ...]
-    """What of that is because messages take time."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +29,12 @@ class Schedule:
     validates: bool = False
     """Whether no rank waits for the others between two steps: ends are then those of a step behind another one."""
 
-    def times(self, costs: StageCosts, microbatches: int) -> PipelineTimes:
-        """Times of a step of this number of micro-batches."""
+    def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By pipeline rank, of a step of this number of micro-batches: when it has computed its last action, and what
+        of that is because messages take time."""
         ends = self._ends(costs, microbatches)
         alone = self._ends(replace(costs, comm=0.0), microbatches)
-        return PipelineTimes(ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True)))
+        return ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True))
 
     def _ends(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
         turn = max(self.layout.pp, self.group or 0)
@@ -71,59 +52,12 @@ class Schedule:
         return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
 
     def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
+        shape = self.name, self.layout.pp, microbatches, self.layout.chunks
         if self.validates:
-            shape = self.name, self.layout.pp, microbatches, self.layout.chunks
             time, _ = post_validated(pipeline_lists(*shape, False, self.group, self.in_turns, True), costs)
             return (time,) * self.layout.pp
-        if self.in_turns:
-            found = simulate(_lists(self, microbatches), costs)
-            return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
-        durations = {
-            kind: [costs.time(Action(kind, stage, 0)) for stage in range(self.layout.num_stages)] for kind in COMPUTE
-        }
-        free, done = [0.0] * self.layout.pp, list[float]()
-        for rank, kind, stage, needs in _order(self, microbatches):
-            start = free[rank]
-            for need, edge in needs:
-                arrival = done[need] if edge is None else done[need] + at_stage(costs.comm, edge)
-                if arrival > start:
-                    start = arrival
-            free[rank] = start + durations[kind][stage]
-            done.append(free[rank])
-        return tuple(free)
-
-
-def _lists(schedule: Schedule, microbatches: int) -> Lists:
-    layout = schedule.layout
-    return build_schedule(schedule.name, layout.pp, microbatches, layout.chunks, schedule.group, schedule.in_turns)
-
-
-Step = tuple[int, Kind, int, list[tuple[int, int | None]]]
-"""Rank, kind and stage of an action, and what it needs: the place in the order, and the first of the two stages whose
-message brings it, None without a message."""
-
-
-@lru_cache(maxsize=64)
-def _order(schedule: Schedule, microbatches: int) -> list[Step]:
-    """`execution_order` of a schedule: the same for all costs."""
-    found = execution_order(_lists(schedule, microbatches))
-    steps = []
-    for rank, action, needs in found:
-        edges = []
-        for need in needs:
-            sender, other, _ = found[need]
-            edges.append((need, None if sender == rank else min(action.stage, other.stage)))
-        steps.append((rank, action.kind, action.stage, edges))
-    return steps
-
-
-def message_places(layout: PipelineLayout, ranks: Sequence[int], ranks_per_node: int) -> list[bool]:
-    """By stage, whether the next stage is on another node; `ranks` are those of the pipeline's places."""
-    nodes = [rank // ranks_per_node for rank in ranks]
-    return [
-        nodes[layout.rank_of(stage)] != nodes[layout.rank_of(min(stage + 1, layout.num_stages - 1))]
-        for stage in range(layout.num_stages)
-    ]
+        found = simulate(build_schedule(*shape, self.group, self.in_turns), costs)
+        return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
 
 
 STEPS = 4

@@ -6,7 +6,7 @@ again from the inputs, as the compiler's does. Fake kernels stand for FlashAtten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Rows, key_rows, query_rows
+from megatron.core.attention.tile_kernels import Dropout
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Sequences
 from megatron.core.config.layers import Span
+from megatron.core.moe.experts import Segments
+from megatron.extensions.fp8.casts import Scaled
 from megatron.extensions.fusions.attention.flash_dropout.bands import band_of
-from megatron.extensions.planner.as_on_gpus import PlannedDropoutKernel
+from megatron.extensions.planner.as_on_gpus import FakeKernel, PlannedDropoutKernel, statistics_of
 from megatron.extensions.planner.fake_stage import COLLECTIVES, FakeGroup
 from megatron.extensions.planner.time.replay import Attention, Collective, Event, Move, Product, Wait
 
@@ -130,10 +132,6 @@ class Recorder(TorchDispatchMode):
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, Any]) -> None:
         """A product of a [m, k] or [batches, m, k] and b [k, n]; grouped ones are even over their groups."""
-        self.add(self.product_of(name, a, b, out, kwargs))
-
-    def product_of(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, Any]) -> Product:
-        """The event of such a product."""
         batches, (m, k), n = 1, a.shape[-2:], b.shape[-1]
         if "bmm" in name:
             batches = a.shape[0]
@@ -144,7 +142,22 @@ class Recorder(TorchDispatchMode):
         whole = size_of(out) * (2 if self.fp32_sums and out.element_size() == 2 else 1)
         sums = 2 * whole if added and kwargs.get("beta", 1) else 0
         moved = size_of(a) + size_of(b) + (0 if sums else whole if added else size_of(out))
-        return Product(precision_of(a), int(m), int(n), int(k), int(batches), moved, sums, "grouped" in name)
+        self.add(Product(precision_of(a), int(m), int(n), int(k), int(batches), moved, sums, "grouped" in name))
+
+    def add_fp8_product_(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
+        """out [o, i] += dy [o, n] x [i, n]^T"""
+        self.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
+
+    def dequantized_mm(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """a [n, k], b [m, k] -> [n, m]"""
+        out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
+        self.product("fp8", a.values, b.values.t(), out, {})
+        return out
+
+    def add_each_product_(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+        """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
+        for rows in filter(None, segments.sizes_of(x)):
+            self.product("addmm_", dy[:rows].t(), x[:rows], out[0], {})
 
     def _attention(self, args: Any, backward: bool) -> None:
         """Causal attention of q [b, heads, s, d] with k and v [b, groups, s, d]."""
@@ -152,17 +165,16 @@ class Recorder(TorchDispatchMode):
         batch, heads, length, width = q.shape
         self.attention(batch * heads * length * k.shape[2] / 2, width, v.shape[3], k.shape[2], backward)
 
-    def attention(self, pairs: float, width: int, value_width: int, length: int, backward: bool) -> None:
-        """A launch of a fused kernel for this number of query-key pairs, of all heads."""
-        flops = 2 * pairs * (3 * width + 2 * value_width if backward else width + value_width)
-        self.add(Attention(self.backend, max(width, value_width), flops, length, backward))
-
-    def attention_with_dropout(self, pairs: float, width: int, value_width: int, length: int, backward: bool) -> None:
-        """A launch of the fused kernel with dropout, or both passes of its backward: each computes the scores and their
-        gradients again, and hashes the masks."""
-        flops = 2 * pairs * (4 * width + 3 * value_width if backward else width + value_width)
-        hashes = pairs * (2 if backward else 1)
-        self.add(Attention("triton", max(width, value_width), flops, length, backward, hashes))
+    def attention(
+        self, pairs: float, width: int, value_width: int, length: int, backward: bool, dropout: bool = False
+    ) -> None:
+        """A launch of a fused kernel for this number of query-key pairs, of all heads. With `dropout` both passes of
+        the backward: each computes the scores and their gradients again, and hashes the masks."""
+        passes = 1 + dropout
+        of_pair = (2 + passes) * width + (1 + passes) * value_width if backward else width + value_width
+        hashes = float(pairs * (passes if backward else 1) * dropout)
+        backend, flops = "triton" if dropout else self.backend, 2 * pairs * of_pair
+        self.add(Attention(backend, max(width, value_width), flops, length, backward, hashes))
 
     def _element_wise(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         given, made = _tensors((args, kwargs)), _tensors(out)
@@ -273,30 +285,13 @@ def _written(func: Any) -> list[int]:
     return [i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
 
 
-class RecordedKernel:
+class RecordedKernel(FakeKernel):
     """Tiles of attention, one launch each, and whole samples in one launch."""
-
-    needs_places, most_queries = False, None
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.packed = recorder, RecordedPackedKernel(recorder)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        for tile in tiles:
-            queries = query_rows(q, tile)
-            self._launch(queries, v, tile, False)
-            yield tile, (queries.new_empty(*queries.shape[:-1], v.shape[-1]), _statistics(queries))
-
-    def backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
-    ) -> Iterator[tuple[Tile, Gradients]]:
-        for tile in tiles:
-            queries = query_rows(q, tile)
-            self._launch(queries, v, tile, True)
-            keys, values = key_rows(k, tile), key_rows(v, tile)
-            yield tile, (queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape))
-
-    def _launch(self, q: Tensor, v: Tensor, tile: Tile, backward: bool) -> None:
+    def launched(self, q: Tensor, v: Tensor, tile: Tile, backward: bool) -> None:
         (_, samples, heads, width), keys = q.shape, len(tile.keys)
         pairs = seen_pairs(tile) * samples * heads
         self.recorder.attention(pairs, width, v.shape[-1], min(keys, tile.window or keys), backward)
@@ -313,7 +308,7 @@ class RecordedDropoutKernel(PlannedDropoutKernel):
         (_, samples, heads, width), keys = q.shape, band_of(tiles).keys
         pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
         length = min(len(keys), max(tile.window or len(keys) for tile in tiles))
-        self.recorder.attention_with_dropout(pairs, width, v.shape[-1], length, backward)
+        self.recorder.attention(pairs, width, v.shape[-1], length, backward, dropout=True)
 
 
 def seen_pairs(tile: Tile) -> float:
@@ -334,7 +329,7 @@ class RecordedPackedKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         self._launch(q, v, sequences, False)
-        return q.new_empty(*q.shape[:-1], v.shape[-1]), _statistics(q).t()
+        return q.new_empty(*q.shape[:-1], v.shape[-1]), statistics_of(q).t()
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
@@ -346,8 +341,3 @@ class RecordedPackedKernel:
         rows, heads, width = q.shape
         seen = Span(sequences.window).mean(sequences.longest)
         self.recorder.attention(rows * heads * seen, width, v.shape[-1], sequences.longest, backward)
-
-
-def _statistics(q: Tensor) -> Tensor:
-    """The log-sum-exp of each row [..., heads]."""
-    return torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))

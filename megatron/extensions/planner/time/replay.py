@@ -114,6 +114,11 @@ class PassEvents:
     offloaded: int = 0
     """Bytes copied to the host in the forward, and back in the backward."""
 
+    @property
+    def every(self) -> tuple[Event, ...]:
+        """What each micro-batch does."""
+        return self.forward + self.backward + self.weight
+
 
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """How often a ring moves its operand."""

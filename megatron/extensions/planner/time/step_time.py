@@ -7,39 +7,40 @@ is modelled and how close predictions are to published runs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, prod
+from typing import Any
 
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.distributed.param_layout import unit_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, update_ahead
-from megatron.core.pipeline_parallel.schedules import splits_backward
+from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, param_gather, update_ahead
 from megatron.core.pipeline_parallel.simulator import StageCosts
-from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages, whole_model
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages, whole_model
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.dry_run.description import micro_batch_of
+from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.flops import model_flops
-from megatron.extensions.planner.memory import RankStates, states_of_rank
-from megatron.extensions.planner.time.data_parallel import DataParallel, Exposed
-from megatron.extensions.planner.time.pipeline import Schedule, message_places
-from megatron.extensions.planner.time.replay import Collective, Network, PassEvents, Placement, Replay, Times, placement
-from megatron.extensions.planner.time.traces import TraceCache
+from megatron.extensions.planner.memory import DTYPE_BYTES, RankStates, local_shape, states_of_rank
+from megatron.extensions.planner.time.pipeline import Schedule
+from megatron.extensions.planner.time.replay import (
+    Collective,
+    Event,
+    Network,
+    PassEvents,
+    Placement,
+    Replay,
+    Times,
+    placement,
+)
+from megatron.extensions.planner.time.traces import PlannerCache
 from megatron.training.config.run_config import RunConfig
 
 SUBJECTS = (
-    "matmul",
-    "attention",
-    "element_wise",
-    "tp_communication",
-    "cp_communication",
-    "ep_communication",
-    "launch",
-    "offload",
-    "pipeline_bubble",
-    "pipeline_messages",
-    "grad_reduce",
-    "param_gather",
-    "optimizer",
-    "overhead",
+    *("matmul", "attention", "element_wise", "tp_communication", "cp_communication", "ep_communication", "launch"),
+    *("offload", "pipeline_bubble", "pipeline_messages", "grad_reduce", "param_gather", "optimizer", "overhead"),
 )
 """What a step's time is spent on. Communication is what is exposed of it, and by what it slows kernels beside it."""
 
@@ -64,20 +65,34 @@ class StepTime:
     bubble: float
     """Share of the step that the mean pipeline rank idles or sends while passes run, until the last of them ends."""
 
-    parts_of_pp_rank: int | None = None
+    parts_of_pp_rank: int | None
     """The pipeline rank whose `parts` these are; None without pipeline parallelism."""
+
+    device: DeviceFile
+    world_size: int
+    gpus_per_node: int
 
     @property
     def bound_by(self) -> str:
         """The subject that takes longest."""
         return max(self.parts, key=self.parts.__getitem__)
 
-
-@dataclass
-class PlannerCache(TraceCache):
-    """What predictions of many layouts share."""
-
-    states: dict[Hashable, RankStates] = field(default_factory=dict)
+    @property
+    def record(self) -> dict[str, Any]:
+        """As JSON: seconds and shares."""
+        return {
+            "device": self.device.name,
+            "gpus_per_node": self.gpus_per_node,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_device": self.tokens_per_second / self.world_size,
+            "tflops": self.tflops,
+            "mfu": self.mfu,
+            "bubble": self.bubble,
+            "bound_by": self.bound_by,
+            "parts_of_pp_rank": self.parts_of_pp_rank,
+            "parts": self.parts,
+        }
 
 
 def predict_step(
@@ -92,23 +107,9 @@ def predict_step(
     `gpus_per_node` is by default `device.ranks_of_node`. `cache` keeps traces between calls. Raises ValueError where
     the device file lacks a rate that the step needs.
     """
-    step = _Step(config, world_size, device, gpus_per_node or device.ranks_of_node(world_size), cache or PlannerCache())
-    return step.predict()
-
-
-def part_times(
-    config: RunConfig,
-    world_size: int,
-    device: DeviceFile,
-    gpus_per_node: int | None = None,
-    cache: PlannerCache | None = None,
-) -> list[StageTimes]:
-    """What `predict_step` adds up to stages: a micro-batch in the embedding, in each layer, and in the head. Layouts
-    whose layers do the same have equal times, wherever their stages lie. Raises ValueError as `predict_step` does."""
-    step = _Step(config, world_size, device, gpus_per_node or device.ranks_of_node(world_size), cache or PlannerCache())
-    found: dict[int, Times] = {}
-    (parts,) = step.cache.parts_of(step.batch, [whole_model(config.model)])
-    return [step.stage([part], found) for part in parts]
+    return Step(
+        config, world_size, device, gpus_per_node or device.ranks_of_node(world_size), cache or PlannerCache()
+    ).predict()
 
 
 @dataclass(frozen=True)
@@ -130,44 +131,51 @@ class StageTimes:
         return Times().add(self.forward).add(self.backward).add(self.weight)
 
 
-class _Step:
+class Step:
+    """A step of one configuration on one kind of device."""
+
     def __init__(
-        self, config: RunConfig, world_size: int, device: DeviceFile, ranks_per_node: int, cache: PlannerCache
+        self, config: RunConfig, world_size: int, device: DeviceFile, gpus_per_node: int, cache: PlannerCache
     ) -> None:
-        self.config, self.device, self.cache = config, device, cache
+        self.config, self.device, self.gpus_per_node, self.cache = config, device, gpus_per_node, cache
         self.dims = ParallelDims.from_config(config.parallel, world_size)
-        self.network = Network(device, min(ranks_per_node, world_size))
+        self.network = Network(device, min(gpus_per_node, world_size))
         groups = {axis: placement(self.dims, (axis,), self.network.ranks_per_node) for axis in AXES}
         groups["tp_cp"] = placement(self.dims, ("cp", "tp"), self.network.ranks_per_node)
         groups["expt_tp_ep"] = placement(self.dims, ("ep", "expt_tp"), self.network.ranks_per_node)
         runner = config.parallel.microbatch_runner
         at_once = runner is not None and MICROBATCH_RUNNERS.facts(runner).launches_once
         host_us = 0.0 if at_once else device.host_launch_us
-        self.replay = Replay(device, self.network, groups, host_us)
-        self.batch = replace(micro_batch_of(config), device=device.device_type)
+        self.replay, self._known_times = Replay(device, self.network, groups, host_us), dict[int, Times]()
+        self.batch = replace(MicroBatch.of(config), device=device.device_type)
         samples = config.training.global_batch_size or config.training.micro_batch_size * self.dims.dp
         self.tokens = samples * config.model.seq_length
         self.microbatches = max(1, samples // (config.training.micro_batch_size * self.dims.dp))
 
+    def part_times(self) -> list[StageTimes]:
+        """What `predict` adds up to stages: a micro-batch in the embedding, in each layer, and in the head. Layouts
+        whose layers do the same have equal times, wherever their stages lie."""
+        (parts,) = self.cache.parts_of(self.batch, [whole_model(self.config.model)])
+        return [self._stage([part]) for part in parts]
+
     def predict(self) -> StepTime:
+        """Raises ValueError where the device file lacks a rate."""
         config = self.config
         self.layout = pipeline_layout(config.model, config.parallel)
         stages = pipeline_stages(config.model, config.parallel)
-        found: dict[int, Times] = {}
-        times = [self.stage(parts, found) for parts in self.cache.parts_of(self.batch, stages)]
+        times = [self._stage(parts) for parts in self.cache.parts_of(self.batch, stages)]
         costs = self._costs(times)
         ranks = [self._rank(times, rank) for rank in range(self.layout.pp)]
         busy = [self.microbatches * each.total for each in ranks]
-        ends, messages = busy, [0.0] * len(busy)
+        ends, messages = tuple(busy), (0.0,) * len(busy)
         if self.layout.num_stages > 1:
             parallel = config.parallel
             group = parallel.microbatch_group_size_per_virtual_pipeline_stage
             in_turns = parallel.pass_pair is not None
             ahead = update_ahead(config.optimizer) is not None and not tied_stages(config.model, self.layout)
             schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead)
-            pipeline = schedule.times(costs, self.microbatches)
-            ends, messages = list(pipeline.ends), list(pipeline.messages)
-        between = self._between_all(stages, times)
+            ends, messages = schedule.times(costs, self.microbatches)
+        between = [self._between(rank, times) for rank in range(self.layout.pp)]
         reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]
         # The rank that ends last may be one that idles for most of the step, and then tells nothing of what bounds it.
         busiest = max(range(len(ranks)), key=busy.__getitem__)
@@ -186,8 +194,18 @@ class _Step:
         rate = model_flops(config.model).total * self.tokens / seconds / self.dims.world_size / 1e12
         peak = self._peak_tflops()
         bubble = (max(ends) - sum(busy) / len(busy)) / seconds
-        place = busiest if len(ranks) > 1 else None
-        return StepTime(seconds, self.tokens / seconds, rate, rate / peak if peak else None, dict(parts), bubble, place)
+        return StepTime(
+            seconds,
+            self.tokens / seconds,
+            rate,
+            rate / peak if peak else None,
+            dict(parts),
+            bubble,
+            busiest if len(ranks) > 1 else None,
+            self.device,
+            self.dims.world_size,
+            self.gpus_per_node,
+        )
 
     def _peak_tflops(self) -> float | None:
         """Of the linear layers' precision, if the device file has it. An fp8 step beside no peak of fp8 is one of 16
@@ -199,34 +217,31 @@ class _Step:
         wide = {"float32": "fp32", "float64": "fp64"}
         return peaks.get(wide.get(parallel.params_dtype, "bf16"))
 
-    def stage(self, parts: Sequence[PassEvents], found: dict[int, Times]) -> StageTimes:
-        """`found` keeps the times of lists of events that occur again."""
+    def _times(self, events: Sequence[Event]) -> Times:
+        """Of a list of events; those of equal layers are one list."""
+        if id(events) not in self._known_times:
+            self._known_times[id(events)] = self.replay.run(events)
+        return self._known_times[id(events)]
 
-        def of(events: Sequence[object]) -> Times:
-            if id(events) not in found:
-                found[id(events)] = self.replay.run(events)  # type: ignore[arg-type]
-            return found[id(events)]
-
+    def _stage(self, parts: Sequence[PassEvents]) -> StageTimes:
         forward, backward, weight, once = Times(), Times(), Times(), Times()
         exchanges, exchange = 0, 0.0
         for part in parts:
-            forward.add(of(part.forward))
-            backward.add(of(part.backward))
-            weight.add(of(part.weight))
-            once.add(of(part.once))
+            forward.add(self._times(part.forward))
+            backward.add(self._times(part.backward))
+            weight.add(self._times(part.weight))
+            once.add(self._times(part.once))
             if part.offloaded:
                 copy = part.offloaded / self.device.host_gb_per_second / 1e9
-                forward.spend("offload", max(0.0, copy - of(part.forward).total))
-                backward.spend("offload", max(0.0, copy - of(part.backward).total))
+                forward.spend("offload", max(0.0, copy - self._times(part.forward).total))
+                backward.spend("offload", max(0.0, copy - self._times(part.backward).total))
             swaps = [e for e in part.forward if isinstance(e, Collective) and e.kind == "all_to_all"]
             exchanges += len(swaps)
             exchange += sum(map(self.replay.collective, swaps))
         return StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
 
     def _costs(self, times: Sequence[StageTimes]) -> StageCosts:
-        parallel = self.config.parallel
-        split = splits_backward(parallel.schedule)
-        in_turns = parallel.pass_pair is not None
+        in_turns = self.config.parallel.pass_pair is not None
 
         def seconds(spent: Times) -> float:
             return spent.total - (spent.get("ep_communication", 0.0) if in_turns else 0.0)
@@ -234,7 +249,7 @@ class _Step:
         return StageCosts(
             forward=[seconds(stage.forward) for stage in times],
             input_grad=[seconds(stage.backward) for stage in times],
-            weight_grad=[stage.weight.total if split else 0.0 for stage in times],
+            weight_grad=[stage.weight.total for stage in times],
             comm=self._messages(),
             exchanges=[stage.exchanges if in_turns else 0 for stage in times],
             exchange=max(stage.exchange for stage in times) if in_turns else 0.0,
@@ -247,12 +262,15 @@ class _Step:
             return [0.0]
         rows = model.seq_length // self.dims.cp // (self.dims.tp if parallel.sequence_parallel else 1)
         size = rows * self.config.training.micro_batch_size * model.hidden_size
-        size *= {"float32": 4, "float64": 8}.get(parallel.params_dtype, 2)
-        ranks = [self.dims.rank(pp=place) for place in range(self.layout.pp)]
-        crossing = message_places(self.layout, ranks, self.network.ranks_per_node)
+        size *= DTYPE_BYTES[parallel.params_dtype]
+        nodes = [self.dims.rank(pp=place) // self.network.ranks_per_node for place in range(self.layout.pp)]
+        places = [nodes[self.layout.rank_of(stage)] for stage in range(self.layout.num_stages)]
         # Of the ranks of a node those send to another one whose pipeline continues there.
         within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
-        return [self.network.seconds("send", size, between if crosses else within) for crosses in crossing]
+        return [
+            self.network.seconds("send", size, within if here == there else between)
+            for here, there in pairwise([*places, places[-1]])
+        ]
 
     def _rank(self, times: Sequence[StageTimes], rank: int) -> Times:
         """What a rank does for one micro-batch."""
@@ -261,32 +279,133 @@ class _Step:
             spent.add(times[stage].every)
         return spent
 
-    def _between_all(self, stages: Sequence[Stage], times: Sequence[StageTimes]) -> list[Exposed]:
-        """By pipeline rank. Ranks that hold layers of the same kinds do the same, unless parameters are told apart by
-        their names."""
-        alike, found = self.cache.alike(self.batch), dict[Hashable, Exposed]()
-        result = []
-        for rank in range(self.layout.pp):
-            own = [stages[stage] for stage in self.layout.stages_of(rank)]
-            key: Hashable = rank
-            if not (self.config.optimizer.has_own_groups or self.config.optimizer.freeze):
-                key = tuple((s.first, s.last, tuple(alike[number] for number in s.layers)) for s in own)
-            if key not in found:
-                found[key] = self._between(rank, times)
-            result.append(found[key])
-        return result
-
     def _between(self, rank: int, times: Sequence[StageTimes]) -> Exposed:
         config, own = self.config, self.layout.stages_of(rank)
-        key = config.model, config.parallel, config.optimizer, config.ddp, self.dims, rank
-        if key not in self.cache.states:
-            self.cache.states[key] = states_of_rank(*key)
-        shared = DataParallel(config.parallel, config.ddp, config.optimizer, self.dims, self.network, self.device)
+        states = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, self.dims, rank)
         forward = sum(times[stage].forward.total for stage in own)
         backward = sum(times[stage].backward.total + times[stage].weight.total for stage in own)
-        return shared.exposed(self.cache.states[key], forward, backward, self.microbatches)
+        replicas = DataParallel(config.parallel, config.ddp, config.optimizer, self.dims, self.network)
+        return replicas.exposed(states, forward, backward, self.microbatches)
 
     def _overhead(self) -> float:
         """Fixed time, and the sums over all ranks of a number or two: loss, tokens and gradient norm."""
         world = Placement(self.dims.world_size, self.network.ranks_per_node)
         return 1e-3 * self.device.step_overhead_ms + 3 * self.network.seconds("all_reduce", 8, world)
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Seconds of a step on one rank."""
+
+    grad_reduce: float
+    param_gather: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """One layout's replicas."""
+
+    parallel: ModelParallelConfig
+    ddp: DDPConfig
+    optimizer: OptimizerConfig
+    dims: ParallelDims
+    network: Network
+
+    def exposed(self, states: RankStates, forward: float, backward: float, microbatches: int) -> Exposed:
+        """`forward` and `backward` are what the rank computes for one micro-batch."""
+        numels = {False: 0, True: 0}
+        for meta in states.metas:
+            if not self.optimizer.freezes(meta.name):
+                numels[meta.expert] += prod(local_shape(meta, self.dims))
+        every_batch = self.ddp.shards_gradients
+        units = len({unit_of(meta.name) for meta in states.metas})
+        reduce = [time for expert, numel in numels.items() for time in self._reductions(numel, expert, units)]
+        gather = [time for expert, numel in numels.items() for time in self._gathers(numel, expert, units)]
+        overlaps = self.ddp.overlap_grad_reduce or every_batch
+        reduced = self._behind(reduce, backward) if overlaps else sum(reduce)
+        reduced *= microbatches if every_batch else 1
+        if self.ddp.shards_parameters:  # gathered for the forward and again for the backward of every micro-batch
+            gathered = microbatches * (self._behind(gather, forward) + self._behind(gather, backward))
+        elif self.optimizer.use_distributed_optimizer:
+            gathered = self._behind(gather, forward) if self.ddp.overlap_param_gather else sum(gather)
+        else:
+            gathered = 0.0
+        return Exposed(reduced, gathered, self._update(states))
+
+    def least(self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int) -> float:
+        """Seconds that reducing and gathering so many trained parameters, by whether they are experts', adds at least
+        to a rank's passes, if those of a micro-batch take `forward` and `backward`, or to longer ones and what they are
+        longer. With endless passes all is hidden.
+
+        Of collectives of T seconds behind C of computation at least T - C is exposed, and what is hidden slows the
+        computation.
+        """
+        slowdown = min(1.0, self.network.device.overlap_slowdown)
+        reduce = sum(time for expert, count in elements.items() for time in self._reductions(count, expert, 1))
+        gather = sum(time for expert, count in elements.items() for time in self._gathers(count, expert, 1))
+
+        def added(time: float, compute: float) -> float:
+            return (1 - slowdown) * max(0.0, time - compute) + slowdown * time
+
+        if self.ddp.shards_parameters:  # a longer backward hides more of a reduction and of a gather
+            longer = max(0.0, min(reduce, gather) - backward)
+            both = added(reduce, backward + longer) + added(gather, backward + longer)
+            return microbatches * (longer + both + added(gather, forward))
+        reductions = microbatches if self.ddp.shards_gradients else 1
+        return reductions * added(reduce, backward) + added(gather, forward)
+
+    def _behind(self, times: Sequence[float], compute: float) -> float:
+        """What is exposed of collectives that follow each other, the operands of each ready after an equal share of the
+        computation; what is hidden slows the computation."""
+        clock = 0.0
+        for number, time in enumerate(times, 1):
+            clock = max(clock, compute * number / len(times)) + time
+        exposed = max(0.0, clock - compute) if times else 0.0
+        return exposed + self.network.device.overlap_slowdown * max(0.0, sum(times) - exposed)
+
+    def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
+        """Times of the buckets of gradients; of the layers where every micro-batch's gradients are reduced."""
+        main = 2 if self.ddp.grad_reduce_in_bf16 or self.optimizer.gradients_dtype == "bfloat16" else None
+        size = main or DTYPE_BYTES[self.parallel.main_dtype]
+        kind = "reduce_scatter" if self.optimizer.use_distributed_optimizer else "all_reduce"
+        return self._buckets(numel, size, expert, kind, units if self.ddp.shards_gradients else 1)
+
+    def _gathers(self, numel: float, expert: bool, units: int) -> list[float]:
+        size = DTYPE_BYTES[self.parallel.params_dtype] if param_gather(self.parallel) is None else 1
+        return self._buckets(numel, size, expert, "all_gather", units if self.ddp.shards_parameters else 1)
+
+    def _buckets(self, numel: float, size: int, expert: bool, kind: str, least: int) -> list[float]:
+        if not numel:
+            return []
+        within, across = self._groups(expert)
+        if within.size * across.size == 1:
+            return []
+        limit = self.ddp.ddp_bucket_size or max(40_000_000, 1_000_000 * within.size)
+        count = max(least, ceil(numel / limit))
+        moved = numel * size / count
+        time = self.network.seconds(kind, moved, within)
+        if across.size > 1 and kind != "all_gather":
+            share = moved / within.size if kind == "reduce_scatter" else moved
+            time += self.network.seconds("all_reduce", share, across)
+        return [time] * count
+
+    def _groups(self, expert: bool) -> tuple[Placement, Placement]:
+        """The ranks that shard states, and those at the same place of each instance."""
+        axes = ("expt_dp",) if expert else ("dp", "cp")
+        whole = placement(self.dims, axes, self.network.ranks_per_node)
+        if self.dims.instances == 1:
+            return whole, Placement(1, 1)
+        size = whole.size // self.dims.instances
+        return Placement(size, min(size, whole.in_node), whole.stride), Placement(
+            self.dims.instances, max(1, whole.in_node // size), whole.stride * size
+        )
+
+    def _update(self, states: RankStates) -> float:
+        """Gradients cleared, read for their norm and for the update; states read and written; parameters written."""
+        memory, device = states.memory, self.network.device
+        shards = self.dims.shards(False) if self.optimizer.use_distributed_optimizer else 1
+        moved = memory.gradients + 2 * memory.gradients / shards + memory.parameters / shards
+        moved += 2 * (memory.main_parameters + memory.moments + memory.rollback)
+        host = 2 * memory.host_states + 2 * memory.host_slots
+        return moved / device.copy_tb_per_second / 1e12 + host / device.host_gb_per_second / 1e9

@@ -7,22 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
-
 from megatron.core import compiled_regions
 from megatron.core.attention import core_attention
 from megatron.core.config.layers import RecomputeConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe import experts
-from megatron.core.moe.experts import Segments
 from megatron.core.parts import linear_format
-from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.fp8 import casts
-from megatron.extensions.fp8.casts import Scaled
 from megatron.extensions.planner.as_on_gpus import plans_fused_dropout, replaced
 from megatron.extensions.planner.fake_stage import (
     FakeGroup,
@@ -35,7 +28,7 @@ from megatron.extensions.planner.fake_stage import (
     planned,
 )
 from megatron.extensions.planner.time.recorder import RecordedDropoutKernel, RecordedKernel, Recorder
-from megatron.extensions.planner.time.replay import PassEvents, Product
+from megatron.extensions.planner.time.replay import PassEvents
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ class _Part:
 
 
 @dataclass
-class TraceCache:
+class PlannerCache:
     """Traces by what determines them, shared by predictions of many layouts."""
 
     kinds: dict[Hashable, list[int]] = field(default_factory=dict)
@@ -127,9 +120,9 @@ def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[Fak
     ]
     if on_gpu:
         stand_ins += [
-            (casts, "add_fp8_product_", _recorded_weight_grad(recorder)),
-            (experts, "add_each_product_", _recorded_expert_grads(recorder)),
-            (casts, "dequantized_mm", _recorded_scaled_mm(recorder)),
+            (casts, "add_fp8_product_", recorder.add_fp8_product_),
+            (experts, "add_each_product_", recorder.add_each_product_),
+            (casts, "dequantized_mm", recorder.dequantized_mm),
             (casts, "multiplies_in_fp8", lambda x: False),
         ]
     if on_gpu and asked != "unfused":
@@ -139,40 +132,6 @@ def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[Fak
         stand_ins.append((core_attention, "dropout_kernel", dropout))
     with fake_stages(batch, meta) as fakes, replaced(*stand_ins), recorder:
         yield fakes, recorder
-
-
-def _recorded_weight_grad(recorder: Recorder) -> Any:
-    def add_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
-        """out [o, i] += dy [o, n] x [i, n]^T"""
-        recorder.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
-
-    return add_product_
-
-
-def _recorded_expert_grads(recorder: Recorder) -> Any:
-    def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-        """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert: one product for each number of rows is
-        looked at."""
-
-        def product_of(rows: int) -> Product:
-            return recorder.product_of("addmm_", dy[:rows].t(), x[:rows], out[0], {})
-
-        sizes = [rows for rows in segments.sizes_of(x) if rows]
-        each = {rows: product_of(rows) for rows in dict.fromkeys(sizes)}
-        for rows in sizes:
-            recorder.add(each[rows])
-
-    return add_each_product_
-
-
-def _recorded_scaled_mm(recorder: Recorder) -> Any:
-    def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """a [n, k], b [m, k] -> [n, m]"""
-        out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
-        recorder.product("fp8", a.values, b.values.t(), out, {})
-        return out
-
-    return scaled_mm
 
 
 def _trace(fakes: FakeStages, recorder: Recorder, part: _Part) -> PassEvents:
@@ -190,22 +149,7 @@ def _trace(fakes: FakeStages, recorder: Recorder, part: _Part) -> PassEvents:
 
 
 def _run(fakes: FakeStages, recorder: Recorder, stage: GPTModel) -> PassEvents:
-    """One micro-batch through a part and back, as the executor runs it."""
-    if fakes.offload is not None:
-        fakes.offload.pool, fakes.offload.sent = fakes.offload.new_pool(), 0
+    """One micro-batch through a part and back."""
     recorder.take()
-    _, output = fakes.forward(stage)
-    forward = recorder.take()
-    edge = get_gradient_edge(output)
-    with recorder.one_kernel():
-        grad = torch.ones((), dtype=fakes.loss_dtype) if output.ndim == 0 else fakes.hidden()
-    split = splits_backward(fakes.parallel.schedule)
-    if split:
-        fakes.queue.begin(0)
-    torch.autograd.backward([edge], [grad])
-    backward = recorder.take()
-    if split:
-        fakes.queue.end()
-        fakes.queue.run(0)
-    offloaded = fakes.offload.sent if fakes.offload is not None else 0
-    return PassEvents(forward, backward, recorder.take(), (), offloaded)
+    events = {part: recorder.take() for part in fakes.passes(stage)}
+    return PassEvents(events["forward"], events["backward"], events["weight"], (), fakes.offloaded)
