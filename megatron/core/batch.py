@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.attention.tiles import Documents, document_starts, rank_spans
-from megatron.core.config.layers import Rotation, Span
+from megatron.core.config.layers import Rotation
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
 
@@ -164,19 +164,9 @@ class EarlierTokens(Protocol):
     def set_states(self, layer: int, *new: Tensor) -> None:
         """Replaces them."""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        span: Span,
-        scale: float,
-        cap: float | None,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all, slopes
-        of ALiBi and sinks [heads] if there are any -> [s, b, heads, dv]"""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, core: Any) -> Tensor:
+        """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all ->
+        [s, b, heads, dv], with the settings of a `CoreAttention`"""
 
 
 @dataclass(frozen=True)

@@ -181,30 +181,12 @@ def local_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 LinearMap = Callable[[Tensor], Tensor]
 
 
-class _AdjointPair(torch.autograd.Function):
-    """A linear map whose backward is its adjoint. The adjoint's backward is the map, so it differentiates again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
-        ctx.pair = forward, adjoint
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        forward, adjoint = ctx.pair
-        return _AdjointPair.apply(grads[0], adjoint, forward), None, None
-
-
-def apply_linear(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
-    """Computes forward(x), and differentiates it by its adjoint."""
-    return _AdjointPair.apply(x, forward, adjoint)
-
-
 LinearMaps = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-class _AdjointPairs(torch.autograd.Function):
-    """`_AdjointPair` of several tensors together."""
+class _AdjointPair(torch.autograd.Function):
+    """A map, linear in each of several tensors, whose backward is its adjoint. The adjoint's backward is the map, so it
+    differentiates again."""
 
     @staticmethod
     def forward(ctx: Any, forward: LinearMaps, adjoint: LinearMaps, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -214,12 +196,17 @@ class _AdjointPairs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         forward, adjoint = ctx.pair
-        return None, None, *_AdjointPairs.apply(adjoint, forward, *grads)
+        return None, None, *_AdjointPair.apply(adjoint, forward, *grads)
 
 
 def apply_linear_together(tensors: Sequence[Tensor], forward: LinearMaps, adjoint: LinearMaps) -> tuple[Tensor, ...]:
     """Computes forward(tensors), linear in each of them, and differentiates it by its adjoint."""
-    return _AdjointPairs.apply(forward, adjoint, *tensors)
+    return _AdjointPair.apply(forward, adjoint, *tensors)
+
+
+def apply_linear(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
+    """Computes forward(x), and differentiates it by its adjoint."""
+    return apply_linear_together((x,), lambda xs: [forward(xs[0])], lambda ys: [adjoint(ys[0])])[0]
 
 
 def _pair(x: Tensor, axis: Axis, forward: Callable[..., Tensor], adjoint: Callable[..., Tensor], *dim: int) -> Tensor:

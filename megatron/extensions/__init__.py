@@ -49,6 +49,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("unit_sharding", "ZeRO-2 and ZeRO-3: gradients and parameters sharded over data-parallel ranks"),
     BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
+    BuiltIn("cpu_half", "matrix products of 16 bits in fp32, on CPUs without instructions for them"),
     BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
     BuiltIn("text_data", "training on text files, local or remote, without preprocessing; fill-in-the-middle samples"),
     BuiltIn(
@@ -56,7 +57,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints.",
         needs=("inference", "text_data"),
     ),
-    BuiltIn("inference", "Generation of text from checkpoints, and its server."),
+    BuiltIn("inference", "Generation of text from checkpoints, and its server.", needs=("cpu_half",)),
     BuiltIn(
         "resilience",
         "Runs on several hosts, some of which may be lost: heartbeats, elastic restarts, a lease on --save.",

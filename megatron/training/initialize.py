@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.cpu_half import has_products_of, multiply_in_fp32
-from megatron.core.dist_checkpointing.storage import ranks_without
-from megatron.core.parallel_state import Axis, ParallelState, build_groups
+from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.training.config.output_files import unwritable
@@ -105,20 +103,6 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
             f"--compile needs a C++ compiler on CPU, and there is no {compiler}: install one, set CXX to one, or leave "
             "out --compile"
         )
-
-
-def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:
-    """Computes products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them: on all ranks, as
-    replicas must stay equal. Returns lines that say so. Collective over `world`."""
-    lines = []
-    for dtype in dtypes:
-        if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-            continue
-        if lacking := ranks_without(has_products_of(dtype), world):
-            multiply_in_fp32(dtype)
-            name = str(dtype).removeprefix("torch.")
-            lines.append(f"matrix products of {name} are computed in fp32: no instructions for them on {lacking}")
-    return lines
 
 
 def set_determinism(config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
-from megatron.core.parts import LOG_FORMATS, OPTIMIZERS, PASS_PAIRS
+from megatron.core.parts import LOG_FORMATS, PASS_PAIRS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -24,7 +24,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Meter, Parts
-from megatron.training.initialize import Runtime, choose_products
+from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.meters import MultiTokenLosses, PeakMemory, UserMetrics
 from megatron.training.plan import plan_of, read_history
@@ -77,15 +77,6 @@ def host_threads(device: torch.device) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
 
-def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
-    """The dtypes of matrix products: that of the layers, and those in which the optimizer multiplies."""
-    params_dtype, main_dtype = (
-        getattr(torch, name) for name in (config.parallel.params_dtype, config.parallel.main_dtype)
-    )
-    of_updates = getattr(OPTIMIZERS[config.optimizer.optimizer], "update_dtypes", lambda config, main_dtype: ())
-    return list(dict.fromkeys([params_dtype, *of_updates(config.optimizer, main_dtype)]))
-
-
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
@@ -100,8 +91,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         for callback in parts.callbacks:
             callback.on_setup(runtime)
     with phases("model"):
-        for line in choose_products(multiplied_dtypes(config), runtime.device, state.world):
-            runtime.say(f" {line}")
         parallel = config.parallel
         for callback in parts.callbacks:
             parallel = callback.choose(plan.longest.config, parallel, runtime)

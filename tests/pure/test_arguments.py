@@ -17,14 +17,13 @@ from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
 from megatron.training.config.commands import COMMANDS
 from megatron.training.config.flags import (
-    FIRST_RUN,
     all_flags,
-    field_docs,
     flat_values,
     sections,
     spelling_table,
 )
-from megatron.training.config.foreign_flags import FLAG_TABLES, Accepted, Exchange, ForeignFlags, NotBuilt, SameAs
+from megatron.training.config.foreign_flags import FLAG_TABLES
+from megatron.training.config.help import FIRST_RUN, field_docs
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
@@ -88,7 +87,7 @@ def test_every_field_has_help_and_a_unique_name() -> None:
     for section, cls in sections().items():
         docs = field_docs(cls)
         for flag in (flag for flag in all_flags() if flag.section == section):
-            assert docs.get(f"{cls.__name__}.{flag.field}"), f"{flag.field} has no help"
+            assert docs.get(flag.field), f"{flag.field} has no help"
 
 
 def test_defaults_without_flags() -> None:
@@ -416,32 +415,6 @@ def test_switches_may_say_true_or_false() -> None:
 if __name__ == "__main__":
     GOLDEN.write_text(surface())
     extensions.INDEX.write_text(index())
-
-
-@pytest.mark.usefixtures("forget_extensions_at_once")
-def test_an_extension_tells_what_flags_of_another_program_are(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = {
-        "--their-width": SameAs("--hidden-size {}"),
-        "--their-mode": Accepted("this program has one mode"),
-        "--their-rope": Exchange("--position-embedding-type", "any", "rope"),
-        "--their-magic": NotBuilt("magic"),
-    }
-    table = ForeignFlags(entries, {"--their-spell-": NotBuilt("a spell")}, {}, {}, {}, {})
-    FLAG_TABLES.register("Theirs", lambda: table)
-    command = command_line(f"{TINY} --their-width 64 --their-mode --their-rope".split(), Launch())
-    assert (command.config.model.hidden_size, command.config.model.position_embedding_type) == (64, "rope")
-    assert "--their-width 64 is read as --hidden-size 64" in command.notes
-    assert "--their-mode has no effect: this program has one mode" in command.notes
-    lines = failure(f"{TINY} --their-magic --their-spell-x 1 --gibberish", capsys)
-    assert lines[:2] == [
-        "--their-magic: asks for magic, which is not built; remove it",
-        "--their-spell-x 1: asks for a spell, which is not built; remove it",
-    ]
-    assert "Theirs has it; remove it" in lines[2]
-    monkeypatch.setattr("megatron.training.config.reading.home_of", {"--their-spell-x": "spells"}.get)
-    assert "is a flag of the extension spells, which is not installed" in failure("--their-spell-x 1", capsys)[0]
 
 
 def test_a_part_of_a_kind_that_nothing_registers(

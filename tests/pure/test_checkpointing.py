@@ -28,7 +28,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import build_tokenizer
-from megatron.core.tokenizers.kept_files import found_tokenizer
 from megatron.training.checkpointing import Checkpointer, load_whole_model
 from megatron.training.config.flags import run_of
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
@@ -338,7 +337,7 @@ def test_inference_needs_the_folder_alone(tmp_path: Path, parallel: ModelParalle
     run.save(Progress(1, 8))
     for path in (tmp_path, tmp_path / "iter_0000001"):
         model, saved = load_whole_model(path)
-        tokenizer = build_tokenizer(found_tokenizer(saved.tokenizer, path), saved.model.vocab_size)
+        tokenizer = build_tokenizer(saved.tokenizer, saved.model.vocab_size)
         assert saved == run.config.with_options(*saved.extension_options)
         assert tokenizer.vocab_size == GPT.vocab_size and not model.training
         batch = random_batch(GPT)

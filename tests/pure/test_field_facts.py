@@ -3,13 +3,15 @@ mended."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.core.config.flag_spec import Condition
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import Flag, all_flags, spelling_table, value_of
 from megatron.training.config.rules.fields import needs_and_exclusions
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import CHECKS, RunConfig
 from megatron.training.config.validation import notices, resolve
 
 GOOD = "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --lr 1e-3 --data-path a"
@@ -17,7 +19,7 @@ SAMPLES: dict[type, str] = {int: "7", float: "0.7", str: "2"}
 NO_EFFECT = [(f, c) for f in all_flags() for c in f.section_needs or f.spec.no_effect_without]
 NESTED = [(f, c) for f in all_flags() if f.section_needs for c in f.spec.no_effect_without]
 OFF = [(f, c) for f in all_flags() for c in f.spec.off_without]
-NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs]
+NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs if f.field != "apply_layernorm_1p"]
 EXCLUDES = [(f, c) for f in all_flags() for c in f.spec.excludes if c.parts[0].split()[0] in spelling_table()]
 FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
 """Conditions of several flags, or of a device."""
@@ -25,6 +27,9 @@ FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
 BROKEN_BY = {
     "GPUs": "--cpu",
     "--position-embedding-type learned_absolute": "--position-embedding-type none",
+    "--moe-router-score-function softmax": "--moe-router-score-function sigmoid",
+    "--eval-iters above 0": "--eval-iters 0",
+    CHECKS.partition(": ")[0]: "--no-check-for-nan-in-loss-and-grad",
 }
 """Flags that break conditions which hold by default."""
 
@@ -40,6 +45,8 @@ def asked(condition: Condition) -> str:
     name, *rest = condition.parts[0].split(" or ")[0].split()
     if name == "--rope-type":
         return "--rope-type yarn --position-embedding-type rope"
+    if not name.startswith("--"):
+        name, rest = condition.parts[2].removeprefix("add "), []
     if rest:
         return f"{name} {float(rest[1]) + 1:g}" if rest[0] == "above" else f"{name} {rest[0]}"
     return given(spelling_table()[name][0])
@@ -73,7 +80,8 @@ def test_no_effect_without(flag: Flag, condition: Condition) -> None:
 @pytest.mark.parametrize(("flag", "condition"), NESTED, ids=ids(NESTED))
 def test_no_effect_without_beside_what_the_section_needs(flag: Flag, condition: Condition) -> None:
     section, needed = [asked(each) for each in flag.section_needs], condition.parts[0]
-    assert f"has no effect without {needed}; add {needed}" in " ".join(lines(flag, *section))
+    found = lines(flag, *section, BROKEN_BY.get(needed, ""))
+    assert f"has no effect without {needed}; add {needed}" in " ".join(found)
     assert f"without {needed};" not in " ".join(lines(flag, *section, asked(condition)))
 
 
@@ -90,8 +98,15 @@ def test_off_without(flag: Flag, condition: Condition) -> None:
 def test_needs(flag: Flag, condition: Condition) -> None:
     section, (needed, why, remedy) = [asked(each) for each in flag.section_needs], condition.parts
     said = f"{given(flag)}: needs {needed}{why}; {remedy or f'add {needed}, or remove {flag.name}'}"
-    assert said in lines(flag, *section)
+    assert said in lines(flag, *section, BROKEN_BY.get(needed, ""))
     assert not any("needs" in line for line in lines(flag, *section, asked(condition)))
+
+
+def test_another_normalization_cannot_center_its_weights() -> None:
+    config = config_of("--apply-layernorm-1p")
+    assert not list(needs_and_exclusions(config))
+    (problem,) = needs_and_exclusions(replace(config, model=replace(config.model, normalization="Other")))
+    assert str(problem).startswith("--apply-layernorm-1p: needs --normalization LayerNorm or --normalization RMSNorm;")
 
 
 @pytest.mark.parametrize(("flag", "condition"), EXCLUDES, ids=ids(EXCLUDES))

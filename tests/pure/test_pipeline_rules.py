@@ -111,7 +111,8 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--pp 2 --decoder-last-pipeline-num-layers 4 --account-for-loss-in-pipeline-split",
             2,
-            "--account-for-loss-in-pipeline-split: has no effect with --decoder-last-pipeline-num-layers, which fixes",
+            "--account-for-loss-in-pipeline-split: cannot be combined with --decoder-last-pipeline-num-layers 4: it "
+            "fixes the layers of that end; keep one of them",
         ),
         (
             "--pp 2 --pipeline-model-parallel-layout Et*7|t*6L",

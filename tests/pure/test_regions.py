@@ -25,7 +25,6 @@ from megatron.core.transformer.rotary import (
     rotate_queries_and_keys_interleaved,
     scaled_queries,
 )
-from megatron.core.transformer.split_heads import split_heads
 from megatron.training.initialize import check_compiler
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
@@ -41,27 +40,6 @@ def rotated(
     rotate = region(function, compiled)
     q, k = x.unflatten(-1, (-1, 10)).split((2, 2), 2)
     return torch.cat(rotate(q, k, ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype)), 2)
-
-
-def split(x: Tensor, compiled: bool, rotates: bool, interleaved: bool = False, biased: bool = False) -> Tensor:
-    """Of 4 channels, 2 rotary ones: a group has three heads of queries, as many gates, a key and a value. The first
-    token's are the bias."""
-    x, counts = torch.cat((x, x.sin()), -1).unflatten(-1, (2, 8, 5))[..., :4], (3, 3, 1, 1)
-    bias = x[0, 0] * 2 if biased else None
-    tables = (ANGLES[..., :1].cos().to(x.dtype), ANGLES[..., :1].sin().to(x.dtype)) if rotates else ()
-    if compiled:
-        with_bias = x if bias is None or rotates else x + bias.detach()
-        parts = split_heads(with_bias, counts, tables, bias, interleaved=interleaved, compiled=True)
-        plain = split_heads(with_bias, counts, tables, bias, interleaved=interleaved)
-        for part, twin in zip(parts, plain, strict=True):
-            assert part is not None and twin is not None and part.shape == twin.shape
-            assert part.is_contiguous() or not rotates
-    else:
-        q, gate, k, v = (part.flatten(2, 3) for part in (x if bias is None else x + bias).split(counts, 3))
-        rotate = rotate_queries_and_keys_interleaved if interleaved else rotate_queries_and_keys
-        q, k = rotate(q, k, *tables) if rotates else (q, k)
-        parts = q, gate, k, v
-    return torch.cat([part.flatten(2) * n for n, part in enumerate(parts, 1)], -1)  # type: ignore[union-attr]
 
 
 BOUNDED = Bounded("swiglu", 0.7, 2.0)
@@ -113,25 +91,25 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "heads by position": heads_by_position,
     "rotary": rotated,
     "interleaved rotary": lambda x, compiled: rotated(x, compiled, rotate_queries_and_keys_interleaved),
-    "split": partial(split, rotates=False, biased=True),
-    "split and rotary": partial(split, rotates=True),
-    "split, biased rotary": partial(split, rotates=True, biased=True),
-    "split and interleaved rotary": partial(split, rotates=True, interleaved=True),
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
 }
 
 
 def forward_and_backward(name: str, x: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
+    return with_gradient(REGIONS[name], x, compiled)
+
+
+def with_gradient(run: Callable[[Tensor, bool], Tensor], x: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
-    y = REGIONS[name](x, compiled)
+    y = run(x, compiled)
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
     (dx,) = torch.autograd.grad(y, x, weights)
     return y.detach(), dx
 
 
 PART = (
-    *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "split, biased rotary"),
+    *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "interleaved rotary"),
     *("dropout", "cross_entropy"),
 )
 """Of regions that are alike the one with the most in it."""

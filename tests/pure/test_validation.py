@@ -157,7 +157,8 @@ def test_one_expert_is_a_dense_mlp() -> None:
         (
             "--no-check-for-nan-in-loss-and-grad --max-skipped-iterations 3",
             1,
-            "--max-skipped-iterations 3: has no effect while all checks are off",
+            "--max-skipped-iterations 3: needs --check-for-nan-in-loss-and-grad or --check-for-spiky-loss or "
+            "--check-for-large-grads: without a check no step is skipped; remove --no-check-for-nan-in-loss-and-",
         ),
         # layout
         ("--tp 2", 3, "world size 3: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 4 ranks"),
@@ -329,7 +330,11 @@ def test_one_expert_is_a_dense_mlp() -> None:
             1,
             "--multiple-validation-sets: needs --valid-data",
         ),
-        ("--no-mock-data --data-path a --full-validation --eval-iters 0", 1, "--full-validation: has no effect with"),
+        (
+            "--no-mock-data --data-path a --full-validation --eval-iters 0",
+            1,
+            "--full-validation: needs --eval-iters above 0; raise it",
+        ),
     ],
 )
 def test_each_rule(flags: str, world_size: int, expected: str) -> None:

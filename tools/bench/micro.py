@@ -229,7 +229,7 @@ def of_module(kind: str, config: RunConfig, device: torch.device) -> Call:
 
 def rotary(config: RunConfig, device: torch.device) -> Call:
     from megatron.core.transformer.parameters import head_counts
-    from megatron.core.transformer.split_heads import split_heads
+    from megatron.extensions.fusions.split_heads import split_heads
 
     model, compiled = config.model, config.parallel.compiles(device.type)
     size = model.seq_length, config.training.micro_batch_size

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
-from megatron.training.config.flags import field_docs, field_table, load_built_in, sections
+from megatron.training.config.flags import field_table, load_built_in, sections
+from megatron.training.config.help import field_docs
 from megatron.training.config.output_files import (
     drop_output,
     open_closed_streams,
@@ -69,7 +70,7 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
     for name in names:
         flag = field_table()[name]
         cls = sections()[flag.section]
-        text = field_docs(cls).get(f"{cls.__name__}.{name}", "").replace("%", "%%")
+        text = field_docs(cls).get(name, "").replace("%", "%%")
         spellings = (flag.name, *flag.spec.aliases)
         if flag.kind is bool:
             group.add_argument(*spellings, dest=name, action="store_true", help=text)

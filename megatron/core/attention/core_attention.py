@@ -196,7 +196,7 @@ class CoreAttention(nn.Module):
     def behind_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: EarlierTokens) -> Tensor:
         """q [s, b, heads, d] of new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all tokens ->
         [s, b, heads * dv]"""
-        return cache.attend(q, k, v, self.span, self.scale, self.cap, self.slopes, self.softmax_offset).flatten(2)
+        return cache.attend(q, k, v, self).flatten(2)
 
     @property
     def _sinks(self) -> Tensor | None:

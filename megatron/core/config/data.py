@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.flag_spec import Condition, Section, flag
 from megatron.core.parts import DATASETS, TOKENIZERS
+
+END_OF_DOCUMENT = Condition(
+    "the end-of-document token of the tokenizer; add --tokenizer-type",
+    lambda config: config.tokenizer.tokenizer_type is not None,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class DatasetConfig(Section):
     test_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Like --data-path, for the test only."""
 
-    valid: tuple[str, ...] | None = flag(None, repeats=True, path="url")
+    valid: tuple[str, ...] | None = flag(None, repeats=True, path="url", needs="--eval-iters above 0; raise it")
     """NAME=PREFIX: a further validation set, whose loss is logged under its name; may be given more than once."""
 
     multiple_validation_sets: bool = False
@@ -46,13 +51,15 @@ class DatasetConfig(Section):
     num_workers: int = flag(2, at_least=0)
     """Threads per rank that prefetch samples; 0 prepares samples on demand."""
 
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = flag(False, needs=END_OF_DOCUMENT)
     """Exclude end-of-document tokens from the loss."""
 
-    reset_position_ids: bool = flag(False, no_effect_without="--position-embedding-type learned_absolute")
+    reset_position_ids: bool = flag(
+        False, no_effect_without="--position-embedding-type learned_absolute", needs=END_OF_DOCUMENT
+    )
     """Restart the positions of a learned position embedding after each end of document."""
 
-    reset_attention_mask: bool = False
+    reset_attention_mask: bool = flag(False, needs=END_OF_DOCUMENT)
     """Restrict attention to the document of a token."""
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from megatron.core.config.flag_spec import flag
@@ -188,3 +189,42 @@ def _items(node: ast.expr) -> list[int]:
     if isinstance(value, list):
         raise TypeError(node)
     return [value]
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
+    """Of all layers, and behind them of the modules of multi-token prediction: these have experts, linear attention and
+    width as the last layer has, but see and rotate by their own numbers unless --mtp-layer-kind says otherwise."""
+    depths, by_number = range(config.mtp_depths), config.mtp_layer_kind == "own_number"
+
+    def as_last(pattern: tuple[Any, ...]) -> tuple[Any, ...]:
+        return pattern + pattern[-1:] * len(depths)
+
+    def numbered(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
+        return (*pattern, *(pattern[k % len(pattern)] for k in depths)) if pattern and by_number else as_last(pattern)
+
+    return tuple(
+        LayerKind(experts, config.experimental_attention_variant, own=_own_width(config, experts, ffn))
+        if linear
+        else LayerKind(
+            experts,
+            None,
+            config.local_span if local else Span(),
+            (config.local_rotation if local else config.rotation) if rotated else None,
+            (*(config.local_own if local else ()), *_own_width(config, experts, ffn)),
+            tempered=config.attention_temperature_coeff > 0 and not rotated,
+        )
+        for experts, linear, local, rotated, ffn in zip(
+            as_last(config.expert_pattern),
+            as_last(config.linear_pattern),
+            numbered(config.local_pattern),
+            numbered(config.rope_pattern),
+            as_last(config.ffn_sizes),
+            strict=True,
+        )
+    )
+
+
+def _own_width(config: Any, experts: bool, ffn: int) -> tuple[tuple[str, Any], ...]:
+    """The width of a layer's MLP where it is not the model's."""
+    return () if experts or ffn == config.ffn_size else (("ffn_hidden_size", ffn),)

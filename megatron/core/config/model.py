@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import log, sqrt
 from typing import Any
 
@@ -18,21 +17,13 @@ from megatron.core.config.layers import (
     all_but_last_of_each,
     each,
     last_of_each,
+    layer_kinds,
     layer_numbers,
     layer_pattern,
 )
 from megatron.core.config.moe import MoEConfig
-from megatron.core.parts import (
-    ACTIVATIONS,
-    ATTENTIONS,
-    LAYERS,
-    LINEAR_ATTENTIONS,
-    LOSSES,
-    MLPS,
-    NORMALIZATIONS,
-    AttentionFacts,
-    MixerFacts,
-)
+from megatron.core.facts import AttentionFacts, MixerFacts
+from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LINEAR_ATTENTIONS, LOSSES, MLPS, NORMALIZATIONS
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -98,7 +89,9 @@ class TransformerConfig(
     parallel_residual: bool = False
     """Attention and MLP of a layer read the same input and their outputs are added to it together (GPT-NeoX)."""
 
-    apply_layernorm_1p: bool = False
+    apply_layernorm_1p: bool = flag(
+        False, needs="--normalization LayerNorm or --normalization RMSNorm; use one of these, or remove it"
+    )
     """Multiply by 1 + weight in norms, whose weights start at 0."""
 
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
@@ -312,7 +305,7 @@ class TransformerConfig(
     def layer(self, number: int) -> LayerKind:
         """What layer `number` is; modules of multi-token prediction count on from the layers. ValueError if a pattern
         cannot be read."""
-        return _layer_kinds(self)[number]
+        return layer_kinds(self)[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
         """The configuration by which layer `number` is built: fields have the values that they have there."""
@@ -322,12 +315,12 @@ class TransformerConfig(
     @property
     def layers(self) -> tuple[LayerKind, ...]:
         """What each layer is, by number. ValueError if a pattern of layers cannot be read."""
-        return _layer_kinds(self)[: self.num_layers]
+        return layer_kinds(self)[: self.num_layers]
 
     @property
     def mtp_layers(self) -> tuple[LayerKind, ...]:
         """What the layers of multi-token prediction are. ValueError if a pattern of layers cannot be read."""
-        return _layer_kinds(self)[self.num_layers :]
+        return layer_kinds(self)[self.num_layers :]
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -487,42 +480,3 @@ class TransformerConfig(
         """Standard deviation of initial weights whose product is added to the residual stream: smaller, so that the
         stream's variance does not grow with depth."""
         return self.init_method_std / sqrt(2 * max(self.num_layers, 1))
-
-
-@lru_cache(maxsize=64)
-def _layer_kinds(config: TransformerConfig) -> tuple[LayerKind, ...]:
-    """Of all layers, and behind them of the modules of multi-token prediction: these have experts, linear attention and
-    width as the last layer has, but see and rotate by their own numbers unless --mtp-layer-kind says otherwise."""
-    depths, by_number = range(config.mtp_depths), config.mtp_layer_kind == "own_number"
-
-    def as_last(pattern: tuple[Any, ...]) -> tuple[Any, ...]:
-        return pattern + pattern[-1:] * len(depths)
-
-    def numbered(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
-        return (*pattern, *(pattern[k % len(pattern)] for k in depths)) if pattern and by_number else as_last(pattern)
-
-    return tuple(
-        LayerKind(experts, config.experimental_attention_variant, own=_own_width(config, experts, ffn))
-        if linear
-        else LayerKind(
-            experts,
-            None,
-            config.local_span if local else Span(),
-            (config.local_rotation if local else config.rotation) if rotated else None,
-            (*(config.local_own if local else ()), *_own_width(config, experts, ffn)),
-            tempered=config.attention_temperature_coeff > 0 and not rotated,
-        )
-        for experts, linear, local, rotated, ffn in zip(
-            as_last(config.expert_pattern),
-            as_last(config.linear_pattern),
-            numbered(config.local_pattern),
-            numbered(config.rope_pattern),
-            as_last(config.ffn_sizes),
-            strict=True,
-        )
-    )
-
-
-def _own_width(config: TransformerConfig, experts: bool, ffn: int) -> tuple[tuple[str, Any], ...]:
-    """The width of a layer's MLP where it is not the model's."""
-    return () if experts or ffn == config.ffn_size else (("ffn_hidden_size", ffn),)

@@ -51,7 +51,7 @@ class MoEConfig:
     """Score function of experts. Those of sigmoid (DeepSeek-V3) and of sqrtsoftplus, the square root of the softplus
     (DeepSeek-V4), are divided by the sum of the chosen ones."""
 
-    moe_router_pre_softmax: bool = False
+    moe_router_pre_softmax: bool = flag(False, no_effect_without="--moe-router-score-function softmax")
     """Softmax over all experts before the choice, instead of over the chosen experts after it."""
 
     moe_router_force_load_balancing: bool = False

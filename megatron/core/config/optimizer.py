@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.param_groups import SHOWN, ParamGroup, group_rule, unmatched
-from megatron.core.parts import (
-    HOST_UPDATES,
-    LR_SCHEDULES,
-    MATRIX_EXCHANGES,
-    OPTIMIZERS,
-    STATE_STORES,
-    MatrixFacts,
-    StatePlan,
-)
+from megatron.core.facts import MatrixFacts, StatePlan
+from megatron.core.parts import HOST_UPDATES, LR_SCHEDULES, MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES
 
 DECAYING = ("matrices", "embeddings", "norms", "biases")
 """Kinds of parameters (`ParamMeta.kind`) that weight decay can act on."""
@@ -66,7 +59,9 @@ class OptimizerConfig(Section):
     lr_warmup_tokens: int | None = None
     """Tokens of linear warm-up; instead of the other two."""
 
-    lr_warmup_fraction: float | None = flag(None, at_least=0, below=1)
+    lr_warmup_fraction: float | None = flag(
+        None, at_least=0, below=1, excludes=("--lr-warmup-iters", "--lr-warmup-samples")
+    )
     """Warm-up as a fraction of the decay length."""
 
     lr_warmup_init: float = 0.0
@@ -75,10 +70,10 @@ class OptimizerConfig(Section):
     lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
     """WSD: shape of the final anneal."""
 
-    lr_wsd_decay_iters: int | None = flag(None, at_least=0)
+    lr_wsd_decay_iters: int | None = flag(None, at_least=0, no_effect_without="--lr-decay-style WSD")
     """WSD: iterations of the final anneal; 0 for none."""
 
-    lr_wsd_decay_samples: int | None = flag(None, at_least=0)
+    lr_wsd_decay_samples: int | None = flag(None, at_least=0, no_effect_without="--lr-decay-style WSD")
     """WSD: samples of the final anneal."""
 
     weight_decay: float = flag(0.01, at_least=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.flag_spec import Condition, Section, flag
 from megatron.core.config.pipeline_layout import layers_of_stages
 from megatron.core.parts import (
     ACTIVATION_STORES,
@@ -14,6 +14,15 @@ from megatron.core.parts import (
     PASS_PAIRS,
     PIPELINE_SCHEDULES,
     SHARDING_STRATEGIES,
+)
+
+FIRST_FIXED = Condition(
+    "--decoder-first-pipeline-num-layers: it fixes the layers of that end",
+    lambda config: config.parallel.decoder_first_pipeline_num_layers is not None,
+)
+LAST_FIXED = Condition(
+    "--decoder-last-pipeline-num-layers: it fixes the layers of that end",
+    lambda config: config.parallel.decoder_last_pipeline_num_layers is not None,
 )
 
 
@@ -88,10 +97,20 @@ class ModelParallelConfig(PrecisionConfig, Section):
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Pipeline stages per rank; default: that of the schedule, 2 for interleaved and zb-v."""
 
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, excludes="--num-virtual-stages-per-pipeline-rank")
     """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
 
-    pipeline_model_parallel_layout: str | None = None
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        excludes=(
+            "--num-virtual-stages-per-pipeline-rank",
+            "--num-layers-per-virtual-pipeline-stage",
+            FIRST_FIXED,
+            LAST_FIXED,
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split",
+        ),
+    )
     """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss,
     | next stage, *n repetition of a symbol or group. A multiple of PP of them, dealt to the ranks in turn."""
 
@@ -104,10 +123,10 @@ class ModelParallelConfig(PrecisionConfig, Section):
     decoder_last_pipeline_num_layers: int | None = flag(None, at_least=0)
     """Layers of the last pipeline rank, spread over its stages; with zb-v, layers of the last stage."""
 
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = flag(False, excludes=FIRST_FIXED)
     """Count the embedding as one layer in the split of layers, instead of its FLOPs (zero)."""
 
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = flag(False, excludes=LAST_FIXED)
     """Count the head and the loss as one layer in the split of layers, instead of their FLOPs."""
 
     cpu: bool = False

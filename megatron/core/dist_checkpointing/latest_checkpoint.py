@@ -3,59 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.collectives import gather_objects
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
-from megatron.core.dist_checkpointing.path_kind import (
-    LATEST,
-    METADATA,
-    PATH_KINDS,
-    is_checkpoint,
-    kind_of,
-    read_latest,
-    refusal,
-    saved_folders,
-)
+from megatron.core.dist_checkpointing.path_kind import METADATA, Candidates, candidates, saved_folders
 from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint, ranks_without
 from megatron.core.parallel_state import Axis
 
 REMEDY = "name a folder on a file system that all hosts share"
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Checkpoint folders to try, in order, and remarks about the folder that holds them."""
-
-    folders: tuple[Path, ...]
-    remarks: tuple[str, ...] = ()
-
-
-def candidates(path: Path) -> Candidates:
-    """Lists the checkpoints that `path` may mean: itself, or, of a folder of checkpoints, the latest and earlier ones.
-
-    The latest is the one that the text file names, or the newest where that file is missing or damaged. Raises
-    ValueError if the file is damaged and there is no checkpoint, or if the checkpoints are another program's.
-    """
-    if PATH_KINDS.facts(kind_of(path)).convert:
-        raise ValueError(refusal(path))
-    if is_checkpoint(path):
-        return Candidates((path,))
-    saved = saved_folders(path)
-    try:
-        latest, remarks = read_latest(path), []
-    except ValueError as error:
-        if not saved:
-            raise
-        latest, remarks = None, [f"{error}; taken as the latest: {max(saved)}"]
-    else:
-        if latest is None and saved:
-            remarks.append(f"there is no {LATEST} in {path}; taken as the latest: {max(saved)}")
-    numbers = sorted((number for number in saved if latest is None or number <= latest), reverse=True)
-    if latest is not None and latest not in saved:
-        remarks.append(f"skipped checkpoint {latest} that {path / LATEST} names: there is no folder of it")
-    return Candidates(tuple(saved[number] for number in numbers), tuple(remarks))
 
 
 def choose_checkpoint(path: Path, world: Axis, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:

@@ -153,3 +153,37 @@ def read_latest(root: Path) -> int | None:
             f"{sorted(found.name for found in root.glob('iter_*'))} into it, or delete it"
         )
     return int(text)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Checkpoint folders to try, in order, and remarks about the folder that holds them."""
+
+    folders: tuple[Path, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def candidates(path: Path) -> Candidates:
+    """Lists the checkpoints that `path` may mean: itself, or, of a folder of checkpoints, the latest and earlier ones.
+
+    The latest is the one that the text file names, or the newest where that file is missing or damaged. Raises
+    ValueError if the file is damaged and there is no checkpoint, or if the checkpoints are another program's.
+    """
+    if PATH_KINDS.facts(kind_of(path)).convert:
+        raise ValueError(refusal(path))
+    if is_checkpoint(path):
+        return Candidates((path,))
+    saved = saved_folders(path)
+    try:
+        latest, remarks = read_latest(path), []
+    except ValueError as error:
+        if not saved:
+            raise
+        latest, remarks = None, [f"{error}; taken as the latest: {max(saved)}"]
+    else:
+        if latest is None and saved:
+            remarks.append(f"there is no {LATEST} in {path}; taken as the latest: {max(saved)}")
+    numbers = sorted((number for number in saved if latest is None or number <= latest), reverse=True)
+    if latest is not None and latest not in saved:
+        remarks.append(f"skipped checkpoint {latest} that {path / LATEST} names: there is no folder of it")
+    return Candidates(tuple(saved[number] for number in numbers), tuple(remarks))

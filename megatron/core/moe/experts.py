@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,36 +148,27 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -
     return kernel and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
-class GroupedGemms(Protocol):
-    """The products of a grouped linear layer in one precision."""
-
-    add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]
-    """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
-
-    def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """x [n, in], weight [experts, ..., in] -> y [n, out]"""
-
-    def input_grad(self, dy: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """dY [n, out], weight [experts, ..., in] -> dX [n, in]"""
-
-
-class GroupedProducts:
-    """Products in the precision of the parameters."""
+class GroupedGemms:
+    """The products of a grouped linear layer, here in the precision of the parameters. Those of a format of
+    `LINEAR_FORMATS` have the same attributes."""
 
     def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
         self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
+        """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+        """x [n, in], weight [experts, ..., in] -> y [n, out]"""
         return self.gemm(x, _matrices(weight).transpose(1, 2), segments)
 
     def input_grad(self, dy: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+        """dY [n, out], weight [experts, ..., in] -> dX [n, in]"""
         return self.gemm(dy, _matrices(weight), segments)
 
 
-GROUPED = GroupedProducts(gemm_grouped, add_products_grouped_)
+GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
 """In a kernel for all experts, which reads the numbers of rows on the device."""
 
-EACH = GroupedProducts(gemm_each, add_each_product_)
+EACH = GroupedGemms(gemm_each, add_each_product_)
 """One for each expert. The host cuts the rows into parts."""
 
 

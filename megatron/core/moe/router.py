@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,44 +59,29 @@ class RouterFunction(torch.autograd.Function):
         return dx, dw, None, None
 
 
-class Scores(Protocol):
-    """Score function of a router, applied to logits [..., E]."""
-
-    def ranked(self, logits: Tensor) -> Tensor:
-        """Scores [..., E] that rank the experts: the k largest are chosen."""
-        ...
-
-    def summed(self, logits: Tensor) -> Tensor:
-        """Scores [..., E] whose sums rank groups of experts."""
-        ...
-
-    def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """Weights [..., k] of the experts `chosen` [..., k]."""
-        ...
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Probabilities [..., E], which sum to 1, for the balancing losses."""
-        ...
-
-
 @dataclass(frozen=True)
 class SoftmaxScores:
-    """Softmax over the chosen experts (Mixtral, arXiv 2401.04088, section 2.1), or over all before the choice."""
+    """Softmax over the chosen experts (Mixtral, arXiv 2401.04088, section 2.1), or over all before the choice. All are
+    functions of logits [..., E]."""
 
     before_choice: bool
 
     def ranked(self, logits: Tensor) -> Tensor:
+        """Scores [..., E] that rank the experts: the k largest are chosen."""
         return logits
 
     def summed(self, logits: Tensor) -> Tensor:
+        """Scores [..., E] whose sums rank groups of experts."""
         return logits.softmax(-1) if self.before_choice else logits
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Weights [..., k] of the experts `chosen` [..., k]."""
         if self.before_choice:
             return logits.softmax(-1).gather(-1, chosen)
         return logits.gather(-1, chosen).softmax(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
+        """Probabilities [..., E], which sum to 1, for the balancing losses."""
         return logits.softmax(-1)
 
 
@@ -109,8 +94,7 @@ class OwnScores:
     def ranked(self, logits: Tensor) -> Tensor:
         return self.function(logits)
 
-    def summed(self, logits: Tensor) -> Tensor:
-        return self.ranked(logits)
+    summed = ranked
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         scores = self.function(logits.gather(-1, chosen))
@@ -123,6 +107,8 @@ class OwnScores:
     def _shares(scores: Tensor) -> Tensor:
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
+
+Scores = SoftmaxScores | OwnScores
 
 SCORES: dict[str, Scores] = {
     "softmax": SoftmaxScores(before_choice=False),

@@ -27,7 +27,7 @@ from megatron.core.distributed.param_layout import host_slots, place_states
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import HostUpdateRule, OptimizerShard, Shard, UpdateRule
+from megatron.core.optimizer.optimizer import HostUpdateRule, Optimizer, OptimizerShard, Shard
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import (
     HOST_UPDATES,
@@ -108,7 +108,7 @@ def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list
 
 def _build_rules(
     config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState, shards: Sequence[Shard]
-) -> list[UpdateRule]:
+) -> list[Optimizer]:
     """The optimizer of whole matrices, where --optimizer names one, and that of all other parameters."""
     elementwise = [shard for shard in shards if not shard.whole]
     compiled = ddp.parallel_config.compiles(ddp.device.type)

@@ -137,26 +137,6 @@ class OptimizerShard(Shard):
         return 0 if self.aliased else self.main.nbytes, sum(state.nbytes for state in self.states.values())
 
 
-class UpdateRule(Protocol):
-    """What `DistributedOptimizer` asks of an optimizer."""
-
-    def step(
-        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
-    ) -> None:
-        """One update of all shards, see `Optimizer.step`."""
-
-    @staticmethod
-    def update_dtypes(config: OptimizerConfig, main_dtype: torch.dtype) -> Sequence[torch.dtype]:
-        """The dtypes in which updates multiply matrices."""
-        return ()
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
-
-    def set_step_count(self, updates: int) -> None:
-        """Takes up a count of updates that a checkpoint was saved with."""
-
-
 class Optimizer:
     """Base of optimizers: updates the shards that a rank owns. Build one by overriding `update`.
 
@@ -200,11 +180,6 @@ class Optimizer:
     def update_flops(config: OptimizerConfig, metas: Sequence[ParamMeta]) -> int:
         """FLOPs of products of matrices in one update of the parameters of a whole model, for plans."""
         return 0
-
-    @staticmethod
-    def update_dtypes(config: OptimizerConfig, main_dtype: torch.dtype) -> Sequence[torch.dtype]:
-        """The dtypes in which updates multiply matrices."""
-        return ()
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
@@ -326,9 +301,9 @@ class MainStates:
         return OptimizerShard(bucket, config.states(layout.whole), layout, place)
 
     @staticmethod
-    def rule(config: OptimizerConfig, shards: Sequence[Any], device: torch.device, compiled: bool) -> UpdateRule:
+    def rule(config: OptimizerConfig, shards: Sequence[Any], device: torch.device, compiled: bool) -> Optimizer:
         """What updates `shards` element by element."""
-        rule: UpdateRule = OPTIMIZERS[config.elementwise](config, shards)
+        rule: Optimizer = OPTIMIZERS[config.elementwise](config, shards)
         if isinstance(rule, AdamW) and compiled:
             rule.compile()
         return rule
@@ -337,7 +312,7 @@ class MainStates:
 class HostUpdateRule(Protocol):
     """What `DistributedOptimizer` asks of an update of shards in host memory."""
 
-    rules: Sequence[UpdateRule]
+    rules: Sequence[Optimizer]
     nbytes: int
     """Host memory beside that of states."""
 

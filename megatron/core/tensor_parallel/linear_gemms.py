@@ -68,34 +68,6 @@ class GradCasts(Protocol):
         """One NaN: what tensors that have casts in place of values consist of."""
 
 
-class LinearGemms(Protocol):
-    """The GEMMs of one linear layer in one precision."""
-
-    adds_residual: bool
-    """Whether `forward` takes an addend."""
-
-    @property
-    def grad_casts(self) -> GradCasts | None:
-        """Casts of gradients by other kernels; None where the GEMMs read them as they are, or scales are not known
-        before."""
-
-    def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
-        """Casts x [s, b, in], before a gather. Without `needs_dw` no weight gradient will be asked for."""
-
-    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out]; y + addend, rounded once, with an addend
-        [s, b, out]."""
-
-    def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
-        """Casts dY [s, b, out], after a gather."""
-
-    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        """dY [s, b, out], weight [..., in] -> dX [s, b, in]"""
-
-    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        """out [out, in] += dYᵀ X; with `overwrite` out = dYᵀ X"""
-
-
 @operation
 def residual_gemm(
     x: Tensor,
@@ -113,31 +85,42 @@ def residual_gemm(
     return (total + addend.to(wide)).to(addend.dtype)
 
 
-class PlainGemms:
-    """GEMMs in the precision of the parameters."""
+class LinearGemms:
+    """The GEMMs of one linear layer, here in the precision of the parameters. Those of a format of `LINEAR_FORMATS`
+    have the same attributes."""
 
     adds_residual = True
+    """Whether `forward` takes an addend."""
+
     grad_casts: GradCasts | None = None
+    """Casts of gradients by other kernels; None where the GEMMs read them as they are, or scales are not known
+    before."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
+        """Casts x [s, b, in], before a gather. Without `needs_dw` no weight gradient will be asked for."""
         return Operands((x,), (x,))
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
+        """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out]; y + addend, rounded once, with an addend
+        [s, b, out]."""
         if addend is None:
             return F.linear(x[0], matrix_of(weight), bias)
         return residual_gemm(rows_of(x[0]), matrix_of(weight), rows_of(addend), bias).view(addend.shape)
 
     def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
+        """Casts dY [s, b, out], after a gather."""
         return Operands((dy,), (dy,))
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
+        """dY [s, b, out], weight [..., in] -> dX [s, b, in]"""
         return dy[0].matmul(matrix_of(weight))
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        """out [out, in] += dYᵀ X; with `overwrite` out = dYᵀ X"""
         add_product_(out, rows_of(dy[0]), rows_of(x[0]), overwrite)
 
 
-PLAIN = PlainGemms()
+PLAIN = LinearGemms()
 
 
 def matrix_of(weight: Tensor) -> Tensor:
@@ -212,8 +195,8 @@ class LinearFormat(Protocol):
     layers: range
     """Numbers of the transformer layers that use it."""
 
-    def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> LinearGemms:
-        """The GEMMs of the linear layer `name`."""
+    def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> Any:
+        """The `LinearGemms` of the linear layer `name`."""
 
     def grouped(self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: Any) -> Any:
         """The `GroupedGemms` of a layer of experts. `add_weight_grad_` are those of the parameters' format."""

@@ -9,26 +9,32 @@ from typing import Any
 APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-def _load(model: str) -> Any:
-    from sentencepiece import SentencePieceProcessor
+class _OverModel:
+    """What tokenizers of a SentencePiece model have in common."""
 
-    try:
-        return SentencePieceProcessor(model_file=model)
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes what it cannot read
-        raise ValueError(
-            f"--tokenizer-model {model}: not a SentencePiece model ({error}); "
-            "train one with tools/train_tokenizer.py, or use another --tokenizer-type"
-        ) from None
+    def __init__(self, model: str) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._model: Any = SentencePieceProcessor(model_file=model)
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes what it cannot read
+            raise ValueError(
+                f"--tokenizer-model {model}: not a SentencePiece model ({error}); "
+                "train one with tools/train_tokenizer.py, or use another --tokenizer-type"
+            ) from None
+        self.vocab_size: int = self._model.get_piece_size()
+        self.bos, self.eos = (id if id >= 0 else None for id in (self._model.bos_id(), self._model.eos_id()))
+
+    def find(self, token: str) -> int | None:
+        id = int(self._model.piece_to_id(token))
+        return id if self._model.id_to_piece(id) == token else None
 
 
-class Llama2Tokenizer:
+class Llama2Tokenizer(_OverModel):
     """A SentencePiece model in Llama 2's way: text starts with BOS, and EOS ends a document."""
 
     def __init__(self, model: str) -> None:
-        self._model = _load(model)
-        self.vocab_size: int = self._model.get_piece_size()
-        self.bos = _present(self._model.bos_id())
-        self.eos = _present(self._model.eos_id())
+        super().__init__(model)
         self.eod = self.eos
 
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
@@ -42,11 +48,8 @@ class Llama2Tokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(id) for id in ids]))
 
-    def find(self, token: str) -> int | None:
-        return _find(self._model, token)
 
-
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(_OverModel):
     """A SentencePiece model whose documents end with <EOD>.
 
     If the model lacks this piece, <CLS>, <SEP>, <EOD> and <MASK> are added after its last piece. Text is never encoded
@@ -54,17 +57,14 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, model: str) -> None:
-        self._model = _load(model)
-        pieces: int = self._model.get_piece_size()
+        super().__init__(model)
         self._special: dict[int, str] = {}
-        self.eod = _find(self._model, "<EOD>")
+        self.eod = self.find("<EOD>")
         if self.eod is None:
-            absent = [name for name in APPENDED if _find(self._model, name) is None]
-            self._special = {pieces + place: name for place, name in enumerate(absent)}
-            self.eod = next(id for id, name in self._special.items() if name == "<EOD>")
-        self.vocab_size = pieces + len(self._special)
-        self.bos = _present(self._model.bos_id())
-        self.eos = _present(self._model.eos_id())
+            absent = [name for name in APPENDED if self.find(name) is None]
+            self._special = dict(enumerate(absent, self.vocab_size))
+            self.eod = self.find("<EOD>")
+        self.vocab_size += len(self._special)
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
@@ -84,13 +84,4 @@ class SentencePieceTokenizer:
 
     def find(self, token: str) -> int | None:
         added = next((id for id, name in self._special.items() if name == token), None)
-        return _find(self._model, token) if added is None else added
-
-
-def _find(model: Any, piece: str) -> int | None:
-    id = int(model.piece_to_id(piece))
-    return id if model.id_to_piece(id) == piece else None
-
-
-def _present(id: int) -> int | None:
-    return id if id >= 0 else None
+        return super().find(token) if added is None else added

@@ -88,25 +88,26 @@ def _squared_relu_backward(x: Tensor, grad: Tensor) -> Tensor:
     return grad * F.relu(x) * 2
 
 
-def _swiglu_forward(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def _silu_backward(x: Tensor, grad: Tensor) -> Tensor:
+    return torch.ops.aten.silu_backward(grad, x)
 
 
-def _swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)
+Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 
 
-def _geglu_forward(x: Tensor, approximate: str) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate=approximate) * up
+def _gated_by(plain: Functions) -> Functions:
+    """The gated function of a plain one: f(gate) * up."""
+    forward, backward = plain
 
+    def gated(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return forward(gate) * up
 
-def _geglu_backward(x: Tensor, grad: Tensor, approximate: str) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=approximate)
-    return torch.cat((of_gate, grad * F.gelu(gate, approximate=approximate)), dim=-1)
+    def gradient(x: Tensor, grad: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return torch.cat((backward(gate, grad * up), grad * forward(gate)), dim=-1)
+
+    return gated, gradient
 
 
 QUICK = 1.702
@@ -124,15 +125,16 @@ def _quick_geglu_backward(x: Tensor, grad: Tensor) -> Tensor:
     return torch.cat((grad * up * share * (1 + QUICK * gate * (1 - share)), grad * gate * share), dim=-1)
 
 
-Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+GELU: Functions = (F.gelu, partial(_gelu_backward, approximate="none"))
+GELU_TANH: Functions = (gelu_tanh, partial(_gelu_backward, approximate="tanh"))
 
 FUNCTIONS: dict[str, Functions] = {
-    "gelu": (F.gelu, partial(_gelu_backward, approximate="none")),
-    "gelu_tanh": (gelu_tanh, partial(_gelu_backward, approximate="tanh")),
+    "gelu": GELU,
+    "gelu_tanh": GELU_TANH,
     "squared_relu": (squared_relu, _squared_relu_backward),
-    "swiglu": (_swiglu_forward, _swiglu_backward),
-    "geglu": (partial(_geglu_forward, approximate="none"), partial(_geglu_backward, approximate="none")),
-    "geglu_tanh": (partial(_geglu_forward, approximate="tanh"), partial(_geglu_backward, approximate="tanh")),
+    "swiglu": _gated_by((F.silu, _silu_backward)),
+    "geglu": _gated_by(GELU),
+    "geglu_tanh": _gated_by(GELU_TANH),
     "quick_geglu": (_quick_geglu_forward, _quick_geglu_backward),
 }
 """Activation function -> forward(x) and backward(x, gradient of the output)."""

@@ -10,12 +10,10 @@ from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
-from megatron.core.tensor_parallel.linear_gemms import gradient_of_output
 from megatron.core.transformer.norm import build_query_key_norms
 from megatron.core.transformer.parameters import (
     attention_linears,
     group_rows,
-    has_even_heads,
     head_counts,
     sinks_metas,
 )
@@ -25,7 +23,9 @@ from megatron.core.transformer.rotary import (
     rotate_queries_and_keys_interleaved,
     scaled_queries,
 )
-from megatron.core.transformer.split_heads import Heads, split_heads
+
+Heads = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""Queries [s, b, heads, d], gates of the output [s, b, heads * d] or None, keys and values [s, b, groups, d]."""
 
 
 class SelfAttention(nn.Module):
@@ -50,10 +50,6 @@ class SelfAttention(nn.Module):
         kind = config.layer(ctx.layer)
         self.rotation, self.tempered = kind.rotation, kind.tempered
         self.scaled = region(scaled_queries, ctx.compiled)
-        rotates, normed = self.rotation is not None, not isinstance(self.q_layernorm, nn.Identity)
-        sums_bias = ctx.compiled and self.linear_qkv.bias is not None
-        self.splits_at_once = (rotates or sums_bias) and not normed and has_even_heads(config)
-        self.rotary_interleaved, self.compiled = config.rotary_interleaved, ctx.compiled
         self.gated = region(head_wise_gated_output if config.head_wise_attn_gate else gated_output, ctx.compiled)
         self.linear_proj = row_parallel(proj, ctx)
 
@@ -84,18 +80,12 @@ class SelfAttention(nn.Module):
         return {self.linear_qkv: torch.cat(factors, dim=1)}
 
     def _project(self, x: Tensor, context: BatchContext) -> Heads:
-        tables = () if self.rotation is None else context.rotary[self.rotation]
-        bias = self.linear_qkv.bias if self.splits_at_once and self.compiled else None
-        y = self.linear_qkv(x, add_bias=bias is None or not tables, bias_gradient=bias is None)
-        if self.splits_at_once:
-            qkv = y.unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
-            settings = {"interleaved": self.rotary_interleaved, "compiled": self.compiled}
-            return split_heads(qkv, self.head_counts, tables, bias, **settings, of_qkv=gradient_of_output(y))
-        q, gate, k, v = y.unflatten(-1, (-1, sum(self.group_rows))).split(self.group_rows, dim=-1)
+        qkv = self.linear_qkv(x).unflatten(-1, (-1, sum(self.group_rows)))
+        q, gate, k, v = qkv.split(self.group_rows, dim=-1)
         gate = gate.flatten(2) if gate.shape[-1] else None
         q, k = self.q_layernorm(q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)), self.k_layernorm(k)
-        if tables:
-            q, k = self.rotate(q, k, *tables)
+        if self.rotation is not None:
+            q, k = self.rotate(q, k, *context.rotary[self.rotation])
         return q, gate, k, v
 
 

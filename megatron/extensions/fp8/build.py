@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.linear_gemms import Cuts, LinearGemms, WeightCasts
+from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
 from megatron.extensions.fp8.blockwise import BlockwiseGemms
 from megatron.extensions.fp8.casts import BLOCK_CAPABILITY, BLOCK_CUDA, FIRST_CAPABILITY
 from megatron.extensions.fp8.flags import Fp8Flags
@@ -30,7 +30,9 @@ class Fp8Format(Fp8Context):
     def build(cls, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> Fp8Format:
         return cls(config.options(Fp8Flags), layers, casts)
 
-    def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> LinearGemms:
+    def linear(
+        self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool
+    ) -> TensorwiseGemms | DelayedGemms | RowwiseGemms | BlockwiseGemms:
         """The GEMMs of the linear layer `name`, by recipe."""
         return RECIPES[self.config.fp8_recipe](name, self, tp, cuts, device, compiled)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import Section
-from megatron.core.parts import ATTENTION_BACKENDS, KERNELS, LAYERS, NORMALIZATIONS
+from megatron.core.parts import ATTENTION_BACKENDS, ATTENTIONS, KERNELS, LAYERS, NORMALIZATIONS
+from megatron.core.transformer.parameters import has_even_heads
 from megatron.training.extensions import extension_flags
 from megatron.training.hooks import CALLBACKS
 
@@ -26,6 +27,20 @@ def fuses(config: Section, ctx: Any) -> bool:
     return bool(ctx.compiled) and config.options(Fusions).fusions
 
 
+def splits_at_once(config: Any, ctx: Any) -> bool:
+    """Whether self-attention gains by splitting its projection at once: where it rotates or sums up the gradient of a
+    bias, and no norm comes between."""
+    rotates = config.layer(ctx.layer).rotation is not None
+    sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
+    normed = config.qk_layernorm or (config.qk_l2_norm and rotates)
+    return (rotates or sums_bias) and not normed and has_even_heads(config)
+
+
+ATTENTIONS.substitute(
+    "self_attention",
+    f"{_HERE}.split_heads:SplitSelfAttention",
+    when=lambda name, config, ctx: splits_at_once(config, ctx),
+)
 LAYERS.substitute(
     "transformer_layer",
     f"{_HERE}.layer:FusedTransformerLayer",

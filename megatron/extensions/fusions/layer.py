@@ -14,6 +14,7 @@ from megatron.core.transformer.recompute import with_recomputed
 from megatron.core.transformer.self_attention import SelfAttention
 from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.fusions.fused_norm import DropoutMask, FusedLayerNorm, InputCast, ResidualSum, add_and_norm
+from megatron.extensions.fusions.split_heads import SplitSelfAttention
 
 
 class FusedTransformerLayer(TransformerLayer):
@@ -103,8 +104,8 @@ def takes_addend(sublayer: nn.Module) -> bool:
     return isinstance(linear, RowParallelLinear) and not observed(sublayer) and linear.takes_addend()
 
 
-FIRST = {SelfAttention: "linear_qkv", MLP: "linear_fc1"}
-LAST = {SelfAttention: "linear_proj", MLP: "linear_fc2"}
+FIRST = {SelfAttention: "linear_qkv", SplitSelfAttention: "linear_qkv", MLP: "linear_fc1"}
+LAST = {SelfAttention: "linear_proj", SplitSelfAttention: "linear_proj", MLP: "linear_fc2"}
 
 
 def _mask(dropout: HiddenDropout, x: Tensor, context: BatchContext) -> DropoutMask:

@@ -1,1 +1,12 @@
-"""The training program has no flags of inference; tools/generate_text.py and tools/serve.py have their own."""
+"""The training program has no flags of inference, and keeps the tokenizer's files for it; tools/generate_text.py and
+tools/serve.py have flags of their own. No torch."""
+
+from __future__ import annotations
+
+from megatron.core.parts import CALLBACKS
+
+CALLBACKS.register(
+    "files of the tokenizer",
+    f"{__package__}.kept_files:KeptTokenizer",
+    when=lambda config: config.checkpoint.save is not None,
+)

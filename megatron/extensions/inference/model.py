@@ -17,8 +17,9 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.tokenizers.kept_files import found_tokenizer
+from megatron.extensions.cpu_half.products import choose_products
 from megatron.extensions.inference.generation import Engine, StageRunner
+from megatron.extensions.inference.kept_files import found_tokenizer
 from megatron.training.checkpointing import load_stages
 from megatron.training.config.flags import run_of
 from megatron.training.config.problem import Problem
@@ -28,7 +29,7 @@ from megatron.training.config.rules.parallel import world
 from megatron.training.config.rules.pipeline import pipeline
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
-from megatron.training.initialize import StartupPhases, choose_products, initialize, shut_down
+from megatron.training.initialize import StartupPhases, initialize, shut_down
 from megatron.training.reliability.launch import Launch
 
 RULES = (world, attention, tensor_parallel, linear_attention, mixers, experts, pipeline)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import ATTENTIONS, RECOMPUTED_PARTS, HeadWidths
+from megatron.core.facts import HeadWidths
+from megatron.core.parts import ATTENTIONS, RECOMPUTED_PARTS
 from megatron.training.extensions import extension_flags
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from megatron.core.parts import LINEAR_FORMATS, LinearFormatFacts, linear_format
+from megatron.core.facts import LinearFormatFacts
+from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.rules.parallel import tokens_for_latents

@@ -2,6 +2,6 @@
 
 Its own flags are lists of data in Megatron's words, which `data_lists` reads into --data-path and its kin:
 --data-args-path, --per-split-data-args-path, --train-weighted-split-paths and its kin. The tables are in
-`megatron_flags.toml`, which `flags` reads when an unknown flag is met; `megatron_differences` lists results that differ
-from Megatron-LM's under equal flags, which `--dry-run` prints.
+`megatron_flags.toml`, which `tables` reads when an unknown flag is met; `megatron_differences` lists results that
+differ from Megatron-LM's under equal flags, which `--dry-run` prints.
 """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.host_to_device import HostCopy
-from megatron.core.optimizer.optimizer import Shard, UpdateRule
+from megatron.core.optimizer.optimizer import Optimizer, Shard
 from megatron.extensions.offload.flags import HostStateFlags
 
 
@@ -95,7 +95,7 @@ class HostUpdate:
     def __init__(
         self,
         shards: Sequence[Shard],
-        rules: Sequence[UpdateRule],
+        rules: Sequence[Optimizer],
         slots: tuple[int, int],
         pin_grads: bool = True,
         pin_params: bool = True,
@@ -164,7 +164,7 @@ class HostUpdate:
 def build_host_update(
     config: OptimizerConfig,
     shards: Sequence[Shard],
-    rules: Sequence[UpdateRule],
+    rules: Sequence[Optimizer],
     slots: tuple[int, int],
     threads: int | None,
 ) -> HostUpdate:

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.parts import MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES, UPDATE_HOOKS, StatePlan
+from megatron.core.facts import StatePlan
+from megatron.core.parts import MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES, UPDATE_HOOKS
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS
 from megatron.training.extensions import extension_flags
 

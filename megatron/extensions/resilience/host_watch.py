@@ -68,6 +68,31 @@ class Link:
     port: int = 0
 
 
+class AskedStore:
+    """A store that knows since when its answers are waited for."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._since = store, dict[int, float]()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def asked(*args: Any) -> Any:
+            thread = threading.get_ident()
+            self._since[thread] = time.monotonic()
+            try:
+                return call(*args)
+            finally:
+                del self._since[thread]
+
+        return asked
+
+    def waits(self) -> float:
+        """Seconds for which the thread that has waited longest waits for an answer; 0 if none does."""
+        since = list(self._since.values())
+        return time.monotonic() - min(since) if since else 0.0
+
+
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
     """The watch of a rank over other hosts, which begins before the run's folders are looked at."""
     assert watchdog.board is not None
@@ -82,6 +107,7 @@ class HostWatch:
     def __init__(self, launch: Launch, status: RankStatus, failures: FailureHandler) -> None:
         self._launch, self._status, self._failures = launch, status, failures
         self._board: Board | None = None
+        self._store: AskedStore | None = None
         self._timeout, self._run = 0.0, ""
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
@@ -100,6 +126,7 @@ class HostWatch:
     def open(self, board: Board, timeout: float) -> None:
         """Starts to watch. `timeout`: seconds without a heartbeat after which a host is lost."""
         self._board, self._timeout = board, timeout
+        self._store = board.store = AskedStore(board.store)
         self._ear.bind(("127.0.0.1", 0))
         threading.Thread(target=self._ask_after_store, name="store watch", daemon=True).start()
         self._run = board.agree("heartbeats", os.urandom(8).hex())
@@ -198,11 +225,11 @@ class HostWatch:
 
     def _ask_after_store(self) -> None:
         """Ends this rank where for the timeout neither the store, which lies with rank 0, nor its host has answered."""
-        assert self._board is not None
-        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        assert self._store is not None
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         while not self._closed.wait(LOOK):
-            if self._board.waits() > self._timeout / 2 and not _answers(store, self._timeout):
-                silent = self._board.waits()
+            if self._store.waits() > self._timeout / 2 and not _answers(address, self._timeout):
+                silent = self._store.waits()
                 if silent > self._timeout:
                     self._end_without({(0, "silent"): silent}, [])
 

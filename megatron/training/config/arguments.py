@@ -24,11 +24,11 @@ from megatron.training.config.flags import (
     config_of_sections,
     field_table,
     flat_values,
-    help_text,
-    spelling_table,
+    is_registered,
     value_of,
 )
-from megatron.training.config.foreign_flags import foreign_flags
+from megatron.training.config.foreign_flags import flag_tables
+from megatron.training.config.help import help_text
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.fields import REQUIRED
@@ -159,7 +159,8 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     Raises ExtensionError."""
     tokens = list(tokens_of(argv))
     extensions = _load_extensions(tokens)
-    examples = needed_examples(tokens)
+    unknown = [(name, texts) for name, texts in tokens if not is_registered(name, *texts[:1])]
+    examples = {file: flag for table in flag_tables() if unknown for file, flag in table.examples(unknown).items()}
     extensions += load_extensions([str(EXAMPLES / file) for file in examples])
     reader = FlagReader()
     reader.notes += [f"{given} loads examples/{file} as an extension" for file, given in examples.items()]
@@ -167,33 +168,16 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     files = FlagReader()
     for path in reader.options.get("--config", ()):
         files.read_file(path)
-    files.exchange()
+    for exchange in files.exchanges:
+        exchange()
     reader.values = overridden(files.values, reader.values) | ({"extension": extensions} if extensions else {})
     reader.problems = files.problems + reader.problems
     reader.notes = files.notes + reader.notes
     reader.suspects |= files.suspects
     reader.spelled |= files.spelled
-    reader.exchange()
+    for exchange in reader.exchanges:
+        exchange()
     return reader
-
-
-def needed_examples(tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """File of examples/ -> the flag that asks for what it registers, where nobody has registered that."""
-    needed: dict[str, str] = {}
-    for name, texts in tokens:
-        if _registered(name, *texts[:1]):
-            continue
-        option, value = foreign_flags().stands_for(name, *texts[:1])
-        file = foreign_flags().examples.get(f"{option} {value}")
-        if file is not None and not _registered(option, value):
-            needed[file] = " ".join([name, *texts[:1]])
-    return needed
-
-
-def _registered(name: str, value: str = "") -> bool:
-    """Whether a flag is known, and takes the value."""
-    flag, _ = spelling_table().get(name, (None, True))
-    return flag is not None and (flag.spec.choices is None or value in flag.spec.choices)
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]:

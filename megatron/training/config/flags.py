@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
-import sys
-import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from megatron.core.config.flag_spec import Condition, Conditions, FlagSpec, Section, conditions
+from megatron.core.config.flag_spec import Condition, Conditions, FlagSpec, conditions
 from megatron.core.config.model import TransformerConfig
-from megatron.core.registry import Registry, imported
+from megatron.core.registry import imported
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-
-SECTION_TITLES = {
-    "parallel": "parallelism and precision",
-    "model": "model",
-    "optimizer": "optimizer, learning rate and loss scale",
-    "ddp": "data parallelism",
-    "data": "data",
-    "tokenizer": "tokenizer",
-    "training": "batch size and length",
-    "checks": "skipped steps and failing ones",
-    "logging": "logging",
-    "checkpoint": "checkpoints",
-    "extensions": "extensions",
-}
 
 
 class TooLargeError(ValueError):
@@ -395,119 +377,13 @@ def spelling_table() -> dict[str, tuple[Flag, bool]]:
     return table
 
 
+def is_registered(spelling: str, value: str = "") -> bool:
+    """Whether a flag is known, and takes the value."""
+    flag, _ = spelling_table().get(spelling, (None, True))
+    return flag is not None and (flag.spec.choices is None or value in flag.spec.choices)
+
+
 @lru_cache(maxsize=1)
 def field_table() -> dict[str, Flag]:
     """Field name -> flag; names are unique over the sections."""
     return {flag.field: flag for flag in all_flags()}
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """`Class.field` -> the string below it in the source, inherited fields too; empty where there is no source."""
-    bases = reversed(cls.__mro__[:-1])
-    return {f"{cls.__name__}.{name}": text for base in bases for name, text in _own_docs(base).items()}
-
-
-@cache
-def _own_docs(cls: type) -> dict[str, str]:
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
-    except OSError:
-        return {}
-    docs: dict[str, str] = {}
-    for node in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__):
-        for field, below in zip(node.body, node.body[1:], strict=False):
-            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-                docs[field.target.id] = " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
-    return docs
-
-
-FIRST_RUN = (
-    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size"),
-    *("group_query_attention", "num_query_groups", "position_embedding_type", "normalization", "swiglu"),
-    *("add_bias_linear", "untie_embeddings_and_output_weights", "num_experts", "moe_router_topk"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
-    *("expert_model_parallel_size", "bf16", "fp16", "cpu", "recompute_granularity"),
-    *("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "eval_interval", "eval_iters"),
-    *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad"),
-    *("data_path", "split", "mock_data", "tokenizer_type", "tokenizer_model", "vocab_size"),
-    *("save", "load", "save_interval", "log_interval", "tensorboard_dir"),
-)
-"""Fields of the flags that a first run needs, which help shows unless it is asked for others."""
-
-USAGE = (
-    "usage: pretrain_gpt.py [--config FILE] [flags]",
-    "",
-    "Every flag can also stand in a YAML file given by --config, without its dashes; flags win.",
-    "A switch --x is turned off by --no-x.",
-)
-
-
-def help_text(
-    extra: Sequence[tuple[str, str]], required: Collection[str], words: Sequence[str] = (), width: int = 110
-) -> str:
-    """Flags by section, with defaults: those of a first run; all for the word "all", those of the section whose title
-    the words are, or those whose name or help contains each of the words.
-
-    `extra` are (spelling, help) of what is not configuration; fields that are `required` have no default.
-    """
-    asked = " ".join(words).lower()
-    titles = {section: SECTION_TITLES.get(section, section) for section in sections()}
-    chosen = [section for section, title in titles.items() if asked in ("all", title.lower())]
-    lines = [*USAGE, "", "command line:"] if asked in ("", "all") else []
-    for spelling, text in extra if lines else ():
-        lines += _entry(spelling, text, width)
-    for section in chosen or titles:
-        flags = [flag for flag in all_flags() if flag.section == section and (asked or flag.field in FIRST_RUN)]
-        entries = [_about(flag, sections()[section], required) for flag in flags]
-        if not chosen:
-            entries = [entry for entry in entries if all(word.lower() in " ".join(entry).lower() for word in words)]
-        if entries:
-            lines += ["", f"{titles[section]}:"]
-        for usage, text in entries:
-            lines += _entry(usage, text, width)
-    if not asked:
-        lines += [
-            "",
-            f"These are the flags of a first run. --help all prints all {len(all_flags())}, --help WORD ... those",
-            "about these words, and --help GROUP those of a group:",
-            *textwrap.wrap(
-                "; ".join(titles.values()), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-            ),
-        ]
-    lines = lines or [f"no flag is about {' and '.join(words)}; --help all prints all"]
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[str, str]:
-    """How a flag is written, and its help, with what its choices say about themselves."""
-    default = " (required)" if flag.field in required else _default(flag)
-    text, choices = field_docs(cls).get(f"{cls.__name__}.{flag.field}", ""), flag.spec.choices
-    if isinstance(choices, Registry):
-        told = ((name, getattr(choices.facts(name), "about", "")) for name in choices)
-        text += "".join(f" {name}: {about}." for name, about in told if about)
-    return _usage(flag), text + default
-
-
-def _usage(flag: Flag) -> str:
-    if flag.kind is bool:
-        value = ""
-    elif flag.spec.choices:
-        value = " {" + ",".join(flag.spec.choices) + "}"
-    else:
-        value = f" {flag.metavar}" + (" ..." if flag.spec.many else "")
-    return ", ".join(flag.shown) + value
-
-
-def _default(flag: Flag) -> str:
-    if flag.kind is bool:
-        return " (default: on)" if flag.default and not flag.spec.name else ""
-    return "" if flag.default is None else f" (default: {flag.default})"
-
-
-def _entry(usage: str, text: str, width: int) -> list[str]:
-    indent = " " * 34
-    body = textwrap.wrap(text, width - len(indent)) or [""]
-    if len(usage) + 4 > len(indent):
-        return [f"  {usage}", *(indent + line for line in body)]
-    return [f"  {usage}".ljust(len(indent)) + body[0], *(indent + line for line in body[1:])]

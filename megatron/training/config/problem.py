@@ -37,10 +37,10 @@ class Problem:
         """
         found = []
         for line in str(error).splitlines() or [type(error).__name__]:
-            named, colon, rest = line.partition(": ")
+            named, colon, _ = line.partition(": ")
             if colon and named.startswith("--"):
-                (name, _, given), (rule, _, remedy) = named.partition(" "), rest.partition("; ")
-                found.append(cls(name, given or None, rule, remedy or "correct it"))
+                name, _, given = named.partition(" ")
+                found.append(cls.of_message(name, given or None, line))
             else:
                 found.append(cls(flag, value, line, "correct the flag or the file it names"))
         return found

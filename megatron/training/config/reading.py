@@ -6,14 +6,14 @@ What became of each is kept as a `Reading`, which notes and `tools/translate_fla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.training.config.commands import GivenOptions, options
 from megatron.training.config.flags import Flag, home_of, spelling_table
-from megatron.training.config.foreign_flags import FLAG_TABLES, Exchange, NotBuilt, SameAs, foreign_flags
+from megatron.training.config.foreign_flags import FLAG_TABLES, flag_tables
 from megatron.training.config.problem import Problem
 
 SAME_SETTING = (
@@ -69,11 +69,11 @@ class FlagReader(GivenOptions):
     spelled: set[str] = field(default_factory=set)
     """Every flag that was given, alone and with its first value."""
 
-    exchanges: list[tuple[str, Exchange]] = field(default_factory=list)
-    """Switches for `exchange`, which is due once all sources are read."""
+    settings: list[Callable[[], None]] = field(default_factory=list)
+    """Called once all flags of a source are read: flags that can be judged only then."""
 
-    _settings: list[tuple[str, list[str], NotBuilt]] = field(default_factory=list)
-    """Settings of features that are not built, judged once it is known whether the feature is asked for."""
+    exchanges: list[Callable[[], None]] = field(default_factory=list)
+    """Called once all sources are read: switches that replace values, wherever they come from and in any order."""
 
     def raise_problems(self) -> None:
         """Raises ValueError with every problem, one a line."""
@@ -93,45 +93,29 @@ class FlagReader(GivenOptions):
             return
         name = _known_spelling(name)
         self.spelled |= {name, " ".join([name, *texts[:1]])}
+        self.read_known(name, texts)
+
+    def read_known(self, name: str, texts: list[str]) -> None:
+        """Reads a flag by a spelling that is known, if any is: of an option, a field, or another program."""
+        flag, _ = spelling_table().get(name, (None, True))
         if name in options():
             self._option(name, texts)
-        elif name in spelling_table():
-            self._field(name, texts)
-        else:
-            self._foreign(name, texts)
+        elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
+            self.read_field(name, texts, texts)  # most runs never read the tables
+        elif not any(table.read(self, name, texts) for table in flag_tables()):
+            self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
     def finish(self) -> None:
-        """Judges the settings of features that are not built: without the feature they have no effect."""
-        for name, texts, entry in self._settings:
-            if self.spelled & set(entry.switch):
-                self._not_built(name, texts, entry)
-            else:
-                self._no_effect(name, texts, f"it is a setting of {entry.feature}, which {entry.switch[0]} asks for")
-        self._settings.clear()
+        """Ends a source of flags."""
+        for judge in self.settings:
+            judge()
+        self.settings.clear()
 
-    def exchange(self) -> None:
-        """Replaces those values that a switch of its own replaces, wherever they come from and in any order."""
-        for name, entry in self.exchanges:
-            flag, _ = spelling_table()[entry.flag]
-            value = self.values.get(flag.field, flag.default)
-            if entry.replaces(value):
-                if flag.field in self.values and value != entry.after:
-                    self.notes.append(f"{name} makes {entry.flag} {value} {entry.after}")
-                self.values[flag.field] = entry.after
-                self.readings.append(Reading((name,), (entry.flag, entry.after)))
-            else:
-                self._no_effect(name, (), f"{entry.flag} is {value}")
-
-    def _field(self, name: str, texts: list[str]) -> None:
+    def read_field(self, name: str, texts: Sequence[str], given: Sequence[str]) -> None:
+        """Reads the flag of a field, with values that may stand for those `given`."""
         flag, on = spelling_table()[name]
-        if flag.spec.choices and texts and texts[0] not in flag.spec.choices:  # so that most runs never read the tables
-            entry = foreign_flags().find(name, texts[0])
-            if isinstance(entry, SameAs):
-                self._same_as(name, texts, entry)
-                return
-        before, given = len(self.problems), texts
+        before = len(self.problems)
         if flag.kind is not bool:
-            texts = [self._same_value(flag, name, text) for text in texts]
             self.set_value(flag, name, texts)
         elif len(texts) == 1 and texts[0].lower() in SAID_OF_SWITCHES:
             self.set(flag, name, on == SAID_OF_SWITCHES[texts[0].lower()])
@@ -155,62 +139,8 @@ class FlagReader(GivenOptions):
         """--world-size. A value that is no number above 0 becomes a problem and is forgotten."""
         return self.number("--world-size", "say how many ranks")
 
-    # Flags that no field has
-
-    def _foreign(self, name: str, texts: list[str]) -> None:
-        entry = foreign_flags().find(name, *texts[:1]) if home_of(name) is None else None
-        if entry is None:
-            self._unknown(name, texts)
-        elif isinstance(entry, SameAs):
-            self._same_as(name, texts, entry)
-        elif isinstance(entry, Exchange):
-            if texts:
-                self._refuse(name, texts, "takes no value", "give the flag alone")
-            self.exchanges.append((name, entry))
-        elif isinstance(entry, NotBuilt):
-            if entry.switch:
-                self._settings.append((name, texts, entry))
-            else:
-                self._not_built(name, texts, entry)
-        elif entry.arity is not None and len(texts) != entry.arity:
-            rule = f"takes {'one value' if entry.arity else 'no value'}"
-            self._refuse(name, texts, rule, "correct it, or remove the flag: it has no effect")
-        elif entry.values and texts[0] not in entry.values:
-            self._refuse(name, texts, f"asks for {entry.feature}, which is not built", f"only {entry.legal} is")
-        else:
-            self._no_effect(name, texts, entry.reason)
-
-    def _same_as(self, name: str, texts: list[str], entry: SameAs) -> None:
-        """A flag that stands for others. `{}` stands for its values; without one it takes none."""
-        words = entry.flags.split()
-        fixed = foreign_flags().entries.get(" ".join([name, *texts[:1]])) is entry  # the value is part of the entry
-        fixed &= bool(texts)
-        if ("{}" in words) != bool(texts) and not fixed:
-            rule = "takes a value" if "{}" in words else "takes no value"
-            self._refuse(name, texts, rule, f"or use {entry.flags}")
-            return
-        ours = [text for word in words for text in (texts if word == "{}" else [word])]
-        before = len(self.problems)
-        for each, values in tokens_of(ours):
-            if each in options():
-                self._option(each, values)
-                continue
-            self._field(each, values) if each in spelling_table() else self._foreign(each, values)
-            self.readings.pop()
-        why = "" if entry.quiet else "another name" if len(words) <= 2 else "short for these"
-        self.readings.append(Reading((name, *texts), tuple(ours), why, len(self.problems) > before))
-        if not entry.quiet:
-            self.notes.append(str(self.readings[-1]))
-
-    def _no_effect(self, name: str, texts: Sequence[str], reason: str) -> None:
-        self.readings.append(Reading((name, *texts), (), reason))
-        self.notes.append(str(self.readings[-1]))
-
-    def _not_built(self, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
-        self._refuse(name, texts, f"asks for {entry.feature}, which is not built", entry.remedy)
-        self.suspects |= {word.strip(",") for word in entry.remedy.split() if word.startswith("--")}
-
-    def _refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
+    def refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
+        """Adds a problem with a flag that no field has."""
         self.problems.append(Problem(name, tuple(texts) or None, rule, remedy))
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
@@ -219,15 +149,15 @@ class FlagReader(GivenOptions):
         import difflib
 
         if (home := home_of(name)) is not None:
-            self._refuse(name, texts, f"is a flag of the extension {home}, which is not installed", _restore(home))
+            self.refuse(name, texts, f"is a flag of the extension {home}, which is not installed", _restore(home))
             return
-        known = [*spelling_table(), *foreign_flags().spellings(), *options()]
+        known = [*spelling_table(), *(each for table in flag_tables() for each in table.spellings()), *options()]
         plain = "--" + name.lstrip("-").replace("_", "-").lower()
         close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.85)
         close = close or sorted((each for each in spelling_table() if each.startswith(f"{plain}-")), key=len)
         nobody = " nor ".join(["neither this program", *FLAG_TABLES]) if FLAG_TABLES else "no extension"
         remedy = f"did you mean {close[0]}?" if close else f"{nobody} has it; remove it"
-        self._refuse(name, texts, "unknown flag", remedy)
+        self.refuse(name, texts, "unknown flag", remedy)
         if close and close[0] in spelling_table():
             self.suspects.add(spelling_table()[close[0]][0].name)
 
@@ -237,7 +167,7 @@ class FlagReader(GivenOptions):
         """Converts the text of a field's value, and sets it unless it is not legal."""
         if not texts or (len(texts) > 1 and not flag.takes_several):
             rule, remedy = "takes one or more values" if flag.spec.many else "takes one value", f"given: {len(texts)}"
-            if texts and (feature := foreign_flags().several_not_built.get(flag.name)):
+            if texts and (feature := _feature(flag, texts)):
                 rule, remedy = f"asks for {feature}, which is not built", "give one value"
             self.wrong(flag, name, texts, rule, remedy)
             return
@@ -251,7 +181,7 @@ class FlagReader(GivenOptions):
         illegal = [v for v in (value if flag.takes_several else (value,)) if choices is not None and v not in choices]
         if choices is None or not illegal:
             self.set(flag, name, value)
-        elif feature := foreign_flags().values_not_built.get(flag.name, {}).get(illegal[0]):
+        elif feature := _feature(flag, illegal[:1]):
             rule = f"asks for {feature}, which is not built"
             self.wrong(flag, name, texts, rule, f"use {' or '.join(choices)}")
         elif (home := home_of(f"{flag.name}={illegal[0]}")) is not None:
@@ -265,17 +195,6 @@ class FlagReader(GivenOptions):
             remedy = f"nearest: {nearest}" if nearest else "pick one of them"
             rule = f"must be one of {', '.join(choices)}" if choices else "must name a part, and none is registered"
             self.wrong(flag, name, texts, rule, remedy if choices else "give the --extension that registers it")
-
-    def _same_value(self, flag: Flag, name: str, text: str) -> str:
-        """Another spelling of a value as the one that is known here."""
-        if not flag.spec.choices or text in flag.spec.choices:  # so that most runs never read the tables
-            return text
-        same = foreign_flags().same_values.get(flag.name, {}).get(text)
-        if same is None:
-            return text
-        value, _, why = same.partition(": ")
-        self.notes.append(f"{name} {text} is read as {value}{why and f': {why}'}")
-        return value
 
     def set(self, flag: Flag, name: str, value: Any) -> None:
         """The last of several wins, as launch scripts append overrides; a note says so if they differ. The values of a
@@ -377,8 +296,13 @@ def _known_spelling(name: str) -> str:
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
         if spelling in options() or spelling in spelling_table():
             return spelling
-    found = foreign_flags().entries
+    found = {each for table in flag_tables() for each in table.spellings()}
     return next((each for each in (name, dashes, dashes.replace("--disable-", "--no-", 1)) if each in found), dashes)
+
+
+def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
+    """The feature of another program, which is not built, that values ask for."""
+    return next(filter(None, (table.feature(flag.name, texts) for table in flag_tables())), None)
 
 
 def _shown(value: Any) -> str:

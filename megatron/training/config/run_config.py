@@ -15,6 +15,11 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parts import LOG_FORMATS
 
+CHECKS = (
+    "--check-for-nan-in-loss-and-grad or --check-for-spiky-loss or --check-for-large-grads: without a check no step is "
+    "skipped; remove --no-check-for-nan-in-loss-and-grad, or add --check-for-spiky-loss"
+)
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -73,7 +78,7 @@ class TrainingConfig:
     eval_iters: int = flag(100, at_least=0)
     """Global batches in one evaluation; 0 turns evaluation off."""
 
-    full_validation: bool = False
+    full_validation: bool = flag(False, needs="--eval-iters above 0; raise it")
     """Evaluate the whole of each validation set, whatever --eval-iters."""
 
     eval_global_batch_size: int | None = None
@@ -124,7 +129,7 @@ class ChecksConfig:
     large_grads_factor: float = flag(10.0, above=1)
     """--check-for-large-grads: report gradient norms above this times the mean."""
 
-    max_skipped_iterations: int = 0
+    max_skipped_iterations: int = flag(0, needs=CHECKS)
     """Number of iterations that the run may skip because of NaN, Inf or a reported spike; the next one ends the
     run."""
 

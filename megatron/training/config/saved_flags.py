@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, PATH_KINDS, kind_of, refusal, saved_folders
+from megatron.core.dist_checkpointing.path_kind import METADATA, candidates, kind_of
 from megatron.core.parts import MODEL_LOADERS, PLANS
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
@@ -111,14 +111,11 @@ def saved_metadata(load: Path) -> dict[str, Any] | None:
 
     One that cannot be read is skipped for the one before it, as when it is loaded. ValueError if none can be, or if
     they are another program's."""
-    if PATH_KINDS.facts(kind_of(load)).convert:
-        raise ValueError(f"--load {refusal(load)}")
-    folders, damaged = [load], []
-    if (load / LATEST).exists():
-        latest = (load / LATEST).read_text(encoding="utf-8").strip()
-        saved = saved_folders(load)
-        newest = int(latest) if latest.isdigit() else max(saved, default=0)
-        folders = [saved[number] for number in sorted(saved, reverse=True) if number <= newest]
+    damaged = []
+    try:
+        folders = candidates(load).folders
+    except ValueError as error:
+        raise ValueError(f"--load {error}") from None
     for folder in folders:
         if (folder / METADATA).exists():
             try:

@@ -74,12 +74,12 @@ class MultiTokenLosses(Tallies):
         return {f"mtp_loss_{depth}": mean for depth, mean in enumerate(means(summed), 1)}
 
 
-class UserMetrics(Meter):
+class UserMetrics(Tallies):
     """Adds up what metrics measure. Costs nothing where there are none."""
 
     def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+        super().__init__([], len(metrics), True, device)
         self.metrics, self.device = metrics, device
-        self._totals = torch.zeros(len(metrics), 2, dtype=torch.float64, device=device)
 
     def reads_result(self, iteration: int) -> bool:
         return bool(self.metrics)
@@ -90,7 +90,7 @@ class UserMetrics(Meter):
             return
         with torch.no_grad():
             rows = [self._row(name, metric.measure(step)) for name, metric in self.metrics.items()]
-            self._totals += torch.where(result.skip > 0, 0.0, torch.stack(rows))
+            self.totals += torch.where(result.skip > 0, 0.0, torch.stack(rows))
 
     def _row(self, name: str, measured: tuple[Tensor | float, Tensor | float]) -> Tensor:
         """[sum, count]. Raises ValueError for anything else than two numbers."""
@@ -102,15 +102,9 @@ class UserMetrics(Meter):
             ) from None
         return torch.stack([total, count])
 
-    def take(self) -> Tensor:
-        """[metrics * 2]: sums and counts of this rank since the last call."""
-        taken, self._totals = self._totals, torch.zeros_like(self._totals)
-        return taken.flatten()
-
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
         """Name -> mean; None without a count."""
-        values = zip(self.metrics, summed.view(-1, 2).tolist(), strict=True)
-        return {name: total / count if count else None for name, (total, count) in values}
+        return dict(zip(self.metrics, means(summed), strict=True))
 
 
 class PeakMemory(Meter):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG, saved_folders
-from megatron.core.tokenizers.kept_files import keep_tokenizer
 from megatron.training.config.arguments import save_config
 from megatron.training.hooks import Meter
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
@@ -42,7 +41,6 @@ class RunLog:
             Path(save).mkdir(parents=True, exist_ok=True)
             if not (config.training.skip_train and saved_folders(Path(save))):  # an evaluation leaves the run as it was
                 save_config(config, Path(save) / RUN_CONFIG)
-                keep_tokenizer(config.tokenizer, Path(save))
             record_event(save, "start", iteration=iteration, world_size=runtime.launch.world_size)
         self._sinks = open_sinks(config, iteration)
         for sink in self._sinks:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -128,52 +127,26 @@ def _json(value: Any) -> str:
     return json.dumps(asdict(value))
 
 
-class AskedStore:
-    """A store that knows since when its answers are waited for."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store, self._since = store, dict[int, float]()
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._store, name)
-
-        def asked(*args: Any) -> Any:
-            thread = threading.get_ident()
-            self._since[thread] = time.monotonic()
-            try:
-                return call(*args)
-            finally:
-                del self._since[thread]
-
-        return asked
-
-    def waits(self) -> float:
-        """Seconds for which the thread that has waited longest waits for an answer; 0 if none does."""
-        since = list(self._since.values())
-        return time.monotonic() - min(since) if since else 0.0
-
-
 class Board:
     """A rank's view of the store."""
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
-        self._store, self.launch, self.peers = AskedStore(store), launch, dict[int, Peer]()
+        self.store: Any = store
+        """What answers; a `Watch` may have another object ask it."""
+
+        self.launch, self.peers = launch, dict[int, Peer]()
         self.ranks = range(launch.world_size)
         self.me = Peer.here()
         self._beats = 0
         store.set(f"peer/{launch.rank}", _json(self.me))
 
-    def waits(self) -> float:
-        """Seconds for which the store has not answered; 0 if nothing is asked."""
-        return self._store.waits()
-
     def get(self, key: str) -> str | None:
         """A value, None where there is none yet."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def agree(self, key: str, value: str) -> str:
         """Sets a value unless there is one; returns what is."""
-        return self._store.compare_set(key, "", value).decode()
+        return self.store.compare_set(key, "", value).decode()
 
     def _read(self, key: str, kind: Callable[..., T]) -> T | None:
         text = self.get(key)
@@ -182,14 +155,14 @@ class Board:
     def get_all(self, name: str) -> dict[int, str]:
         """Rank -> value, of the ranks that have one."""
         keys = [f"{name}/{rank}" for rank in self.ranks]
-        if self._store.check(keys):
-            return dict(zip(self.ranks, (value.decode() for value in self._store.multi_get(keys)), strict=True))
+        if self.store.check(keys):
+            return dict(zip(self.ranks, (value.decode() for value in self.store.multi_get(keys)), strict=True))
         found = {rank: self.get(key) for rank, key in zip(self.ranks, keys, strict=True)}
         return {rank: value for rank, value in found.items() if value is not None}
 
     def complete(self, name: str) -> bool:
         """Whether all ranks have a value."""
-        return self._store.check([f"{name}/{rank}" for rank in self.ranks])
+        return self.store.check([f"{name}/{rank}" for rank in self.ranks])
 
     def neighbours(self) -> dict[int, Peer]:
         """The other ranks on this machine, once all have come."""
@@ -218,14 +191,14 @@ class Board:
 
     def post_cause(self, failure: Failure) -> Failure:
         """Makes `failure` the report unless there is one; returns what is."""
-        return Failure(**json.loads(self._store.compare_set("cause", "", _json(failure)).decode()))
+        return Failure(**json.loads(self.store.compare_set("cause", "", _json(failure)).decode()))
 
     def cause(self) -> Failure | None:
         return self._read("cause", Failure)
 
     def post_report(self, failure: Failure) -> None:
         """Tells the other ranks that the report is printed, and what it says."""
-        self._store.set("told", _json(failure))
+        self.store.set("told", _json(failure))
 
     def report(self) -> Failure | None:
         """The report that was printed."""
@@ -233,21 +206,21 @@ class Board:
 
     def say(self, key: str, value: str = "") -> None:
         """Sets this rank's value of `key`, as listed above."""
-        self._store.set(f"{key}/{self.launch.rank}", value)
+        self.store.set(f"{key}/{self.launch.rank}", value)
 
     def ask(self, number: int, request: Request) -> None:
         """Makes `request` the one of this number unless there is one."""
-        self._store.compare_set(f"ask/{number}", "", _json(request))
+        self.store.compare_set(f"ask/{number}", "", _json(request))
 
     def asked(self, number: int) -> Request | None:
         return self._read(f"ask/{number}", Request)
 
     def agreed(self, number: int) -> int | None:
         """The tick after which a request is carried out: the last that any rank had begun. Rank 0 works it out."""
-        if self.launch.rank == 0 and not self._store.check([f"agreed/{number}"]):
+        if self.launch.rank == 0 and not self.store.check([f"agreed/{number}"]):
             positions = self.get_all(f"at/{number}")
             if len(positions) == len(self.ranks):
-                self._store.set(f"agreed/{number}", str(max(map(int, positions.values()))))
+                self.store.set(f"agreed/{number}", str(max(map(int, positions.values()))))
         text = self.get(f"agreed/{number}")
         return int(text) if text else None
 
@@ -263,10 +236,10 @@ class Board:
     def come(self, meeting: str) -> None:
         """Says that this rank has come to a meeting of all ranks."""
         self.say(f"came/{meeting}")
-        self._store.add(f"came/{meeting}", 1)
+        self.store.add(f"came/{meeting}", 1)
 
     def all_came(self, meeting: str) -> bool:
-        return self._store.add(f"came/{meeting}", 0) == self.launch.world_size
+        return self.store.add(f"came/{meeting}", 0) == self.launch.world_size
 
     def missing(self, meeting: str) -> list[int]:
         """The ranks that have not come."""

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.tokenizers.kept_files import keep_tokenizer
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, find_chat_template
+from megatron.extensions.inference.kept_files import keep_tokenizer
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}

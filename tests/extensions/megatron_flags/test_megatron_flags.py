@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 
+from megatron.extensions.megatron_flags.tables import (
+    Accepted,
+    Exchange,
+    ForeignFlags,
+    NotBuilt,
+    SameAs,
+    read_tables,
+)
 from megatron.training.config.arguments import command_line, parse_args, read_flags
 from megatron.training.config.commands import options
 from megatron.training.config.flags import flat_values, spelling_table
-from megatron.training.config.foreign_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
+from megatron.training.config.foreign_flags import FLAG_TABLES
 from megatron.training.reliability.launch import Launch
 from tests.pure.test_arguments import TINY, failure, write
+
+TABLE = read_tables()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +103,7 @@ def test_tables_do_not_overlap() -> None:
 
 def test_what_flags_stand_for_exists() -> None:
     """Replacements, switches and remedies name flags that there are."""
-    foreign = foreign_flags()
+    foreign = TABLE
     known = {*spelling_table(), *foreign.spellings(), *options()}
     for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):
         text = entry.flags if isinstance(entry, SameAs) else ""
@@ -112,10 +122,10 @@ def test_meaningless_flags_get_one_line_each() -> None:
 
 
 @pytest.mark.usefixtures("forget_extensions_at_once")
-@pytest.mark.parametrize("name", foreign_flags().entries)
+@pytest.mark.parametrize("name", TABLE.entries)
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By a note that begins with it, by a problem, or by being another name of a field."""
-    entry = foreign_flags().entries[name]
+    entry = TABLE.entries[name]
     argv = [*TINY.split(), *(entry.switch[0].split() if isinstance(entry, NotBuilt) and entry.switch else ())]
     if isinstance(entry, Accepted):
         value = [] if not entry.arity else [entry.values[0] if entry.values else "1"]
@@ -180,3 +190,30 @@ def test_flags_win_over_switches_of_a_file(tmp_path: Path) -> None:
     assert parse_args(["--config", path]).model.position_embedding_type == "rope"
     argv = ["--config", path, "--position-embedding-type", "alibi"]
     assert parse_args(argv).model.position_embedding_type == "alibi"
+
+
+@pytest.mark.usefixtures("forget_extensions_at_once")
+def test_an_extension_tells_what_flags_of_another_program_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {
+        "--their-width": SameAs("--hidden-size {}"),
+        "--their-mode": Accepted("this program has one mode"),
+        "--their-rope": Exchange("--position-embedding-type", "any", "rope"),
+        "--their-magic": NotBuilt("magic"),
+    }
+    table = ForeignFlags(entries, {"--their-spell-": NotBuilt("a spell")}, {}, {}, {}, {})
+    FLAG_TABLES.register("Theirs", lambda: table)
+    command = command_line(f"{TINY} --their-width 64 --their-mode --their-rope".split(), Launch())
+    assert (command.config.model.hidden_size, command.config.model.position_embedding_type) == (64, "rope")
+    assert "--their-width 64 is read as --hidden-size 64" in command.notes
+    assert "--their-mode has no effect: this program has one mode" in command.notes
+    lines = failure(f"{TINY} --their-magic --their-spell-x 1 --gibberish", capsys)
+    assert lines[:2] == [
+        "--their-magic: asks for magic, which is not built; remove it",
+        "--their-spell-x 1: asks for a spell, which is not built; remove it",
+    ]
+    assert "Theirs has it; remove it" in lines[2]
+    for module in ("megatron.training.config.reading", "megatron.extensions.megatron_flags.tables"):
+        monkeypatch.setattr(f"{module}.home_of", {"--their-spell-x": "spells"}.get)
+    assert "is a flag of the extension spells, which is not installed" in failure("--their-spell-x 1", capsys)[0]

@@ -15,12 +15,11 @@ from megatron.core.parts import WATCHES
 from megatron.extensions.resilience import host_watch
 from megatron.extensions.resilience.flags import ResilienceConfig
 from megatron.extensions.resilience.heartbeat import BEAT, KINDS, LINGER, Links, watched
-from megatron.extensions.resilience.host_watch import HostWatch
+from megatron.extensions.resilience.host_watch import AskedStore, HostWatch
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
-from megatron.training.reliability.rank_store import AskedStore
 from tests.limits import HANG
 from tests.pure.test_validation import problems
 
@@ -251,7 +250,7 @@ def test_a_rank_without_an_answer_of_the_store_asks_for_its_host(monkeypatch: py
     monkeypatch.setattr(host_watch, "LOOK", 0.001)
     monkeypatch.setenv("MASTER_ADDR", "first")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    watch._board, watch._timeout = cast("Any", SimpleNamespace(waits=lambda: 7.0)), 6.0
+    watch._store, watch._timeout = cast("Any", SimpleNamespace(waits=lambda: 7.0)), 6.0
     watch._ask_after_store()
     assert asked == [("first", 29500)] * 2
     who = "first (rank 0 of 2) host cannot be reached: the host of rank 1 (rank 1 of 2) has heard nothing from"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.config.layers import Span
 
 GROWTH = 64
@@ -146,25 +147,15 @@ class Cached:
             self._seen[span] = seen[:, None, None]
         return self._seen[span]
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        span: Span,
-        scale: float,
-        cap: float | None,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CoreAttention) -> Tensor:
         """q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads, dv]
 
-        Scores are fp32, or fp64 for fp64 operands. `cap`, `slopes` [heads] of ALiBi and `sinks` [heads] are those of
+        Scores are fp32, or fp64 for fp64 operands. The cap, slopes [heads] of ALiBi and sinks [heads] are those of
         `TorchKernel` and `add_sinks_`.
         """
         s, b, heads, _ = q.shape
-        groups = k.shape[1]
-        rows = (q * scale).permute(1, 2, 0, 3).reshape(b, groups, heads // groups * s, -1)
+        groups, cap, slopes, sinks = k.shape[1], core.cap, core.slopes, core.softmax_offset
+        rows = (q * core.scale).permute(1, 2, 0, 3).reshape(b, groups, heads // groups * s, -1)
         scores = (rows @ k.mT).unflatten(2, (-1, s))  # [b, groups, heads / groups, s, columns]
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         if cap is not None:
@@ -172,7 +163,7 @@ class Cached:
         if slopes is not None:
             distances = self.distances()[:, None, None].to(scores.dtype)
             scores = scores + slopes.to(scores.dtype).view(groups, -1, 1, 1) * distances
-        scores = scores.masked_fill(~self.seen(span), -torch.inf)
+        scores = scores.masked_fill(~self.seen(core.span), -torch.inf)
         if sinks is not None:
             column = sinks.to(scores.dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
             weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]

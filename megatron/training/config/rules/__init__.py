@@ -23,7 +23,7 @@ from megatron.training.config.rules.model import (
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.parallel import heads_over_context, precision, sequence, world
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
-from megatron.training.config.rules.training import batch, checkpoints, length, schedule, skipping
+from megatron.training.config.rules.training import batch, checkpoints, length, schedule
 from megatron.training.config.run_config import RunConfig
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
@@ -55,5 +55,4 @@ RULES: tuple[Rule, ...] = (
     validation_sets,
     tokenizer,
     checkpoints,
-    skipping,
 )

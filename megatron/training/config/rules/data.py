@@ -72,9 +72,6 @@ def validation_sets(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if data.multiple_validation_sets and not data.valid_data_path:
         yield Problem("--multiple-validation-sets", None, "needs --valid-data-path", "add the prefixes of the sets")
-    if (data.valid or training.full_validation) and not training.eval_iters:
-        named = "--valid" if data.valid else "--full-validation"
-        yield Problem(named, None, "has no effect with --eval-iters 0", "raise --eval-iters")
     try:
         data.named_sets  # noqa: B018
     except ValueError as error:
@@ -98,10 +95,6 @@ def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if c.model.vocab_size is None:
             remedy = "add --tokenizer-type, or --vocab-size if the data is already tokenized"
             yield Problem("--tokenizer-type", None, "the vocabulary size is unknown", remedy)
-        for field in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-            if getattr(c.data, field):
-                rule = "needs the end-of-document token of the tokenizer"
-                yield Problem(dashed(field), None, rule, "add --tokenizer-type")
         return
     for field in TOKENIZERS.facts(t.tokenizer_type).needs:
         if not getattr(t, field):

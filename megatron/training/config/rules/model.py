@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig, round_up
-from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, MixerFacts
+from megatron.core.facts import MixerFacts
+from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES
 from megatron.core.registry import imported
 from megatron.training.config.flags import flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
@@ -100,9 +101,6 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     coeff = m.attention_temperature_coeff
     if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
         yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
-    if m.apply_layernorm_1p and m.normalization not in ("LayerNorm", "RMSNorm"):
-        rule = f"is not known to --normalization {m.normalization}"
-        yield Problem("--apply-layernorm-1p", None, rule, "remove it, or use LayerNorm or RMSNorm")
     if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
 

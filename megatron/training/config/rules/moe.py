@@ -107,12 +107,9 @@ def _router(c: RunConfig) -> Iterator[Problem]:
 
 
 def _scores(m: MoEConfig) -> Iterator[Problem]:
-    softmax = m.moe_router_score_function == "softmax"
-    if m.moe_router_enable_expert_bias and softmax:
+    if m.moe_router_enable_expert_bias and m.moe_router_score_function == "softmax":
         remedy = "add --moe-router-score-function sigmoid"
         yield Problem("--moe-router-enable-expert-bias", None, "needs scores of sigmoid or sqrtsoftplus", remedy)
-    if m.moe_router_pre_softmax and not softmax:
-        yield Problem.no_effect("--moe-router-pre-softmax", None, "--moe-router-score-function softmax")
     if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
         rule = "the softmax over one expert is always 1, so the router receives no gradient"
         yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")

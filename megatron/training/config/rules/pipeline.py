@@ -34,17 +34,13 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     )
     if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
         return
-    if chunks is not None and per_stage is not None:
-        yield Problem.exclusive(PER_STAGE, per_stage, VIRTUAL)
-        return
+    text = p.pipeline_model_parallel_layout
+    if (chunks, per_stage, text).count(None) < 2:
+        return  # which the fields say
     if per_stage is not None and per_stage * pp > layers:
         rule = f"must be at most --num-layers {layers} / --pipeline-model-parallel-size {pp}"
         near = f"nearest: {layers // pp}" if layers >= pp else "remove it"
         yield Problem(PER_STAGE, per_stage, rule, near)
-        return
-    text = p.pipeline_model_parallel_layout
-    if text is not None and (others := list(_beside_layout(p))):
-        yield from (Problem.exclusive(LAYOUT, text, other) for other in others)
         return
     try:
         layout = pipeline_layout(c.model, p)
@@ -63,20 +59,6 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _fixed_ends(c, layout)
     yield from _own_schedule(c, layout)
     yield from _groups(p, layout)
-
-
-def _beside_layout(p: ModelParallelConfig) -> Iterator[str]:
-    """Flags that say something of the stages, which a layout by hand says already."""
-    for flag, value in (
-        (VIRTUAL, p.num_virtual_stages_per_pipeline_rank),
-        (PER_STAGE, p.num_layers_per_virtual_pipeline_stage),
-        (FIRST_LAYERS, p.decoder_first_pipeline_num_layers),
-        (LAST_LAYERS, p.decoder_last_pipeline_num_layers),
-        ("--account-for-embedding-in-pipeline-split", p.account_for_embedding_in_pipeline_split or None),
-        ("--account-for-loss-in-pipeline-split", p.account_for_loss_in_pipeline_split or None),
-    ):
-        if value is not None:
-            yield flag
 
 
 def _of_layout(p: ModelParallelConfig, message: str) -> Problem:
@@ -148,13 +130,6 @@ def _fixed_ends(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
         first = flag == FIRST_LAYERS
         value = p.decoder_first_pipeline_num_layers if first else p.decoder_last_pipeline_num_layers
         yield Problem.of_message(flag, value, str(error))
-    for name, given, flag, fixed in (
-        ("embedding", p.account_for_embedding_in_pipeline_split, FIRST_LAYERS, p.decoder_first_pipeline_num_layers),
-        ("loss", p.account_for_loss_in_pipeline_split, LAST_LAYERS, p.decoder_last_pipeline_num_layers),
-    ):
-        if given and fixed is not None:
-            rule = f"has no effect with {flag}, which fixes that end"
-            yield Problem(f"--account-for-{name}-in-pipeline-split", None, rule, "keep one of them")
 
 
 def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -116,10 +116,6 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
                 name = f"--{stem.replace('_', '-')}"
                 rule = f"the run's length is given in {'samples or tokens' if by_samples else 'iterations'}"
                 yield Problem(f"{name}-{wrong}", value, rule, f"use {name}-{right}{_converted(c, value, by_samples)}")
-    warmups = [n for n in ("lr_warmup_iters", "lr_warmup_samples") if getattr(o, n)]
-    if o.lr_warmup_fraction is not None and warmups:
-        name = f"--{warmups[0].replace('_', '-')}"
-        yield Problem.exclusive("--lr-warmup-fraction", o.lr_warmup_fraction, name)
     if o.lr is not None and o.lr > 0:
         for flag, value in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
             yield from unless_at_most(flag, value, "--lr", o.lr)
@@ -145,18 +141,13 @@ def _decay_length(c: RunConfig, unit: str, known: bool) -> Iterator[Problem]:
     if known and decay and warmup >= decay > 0:
         rule = f"must be below the length of the decay, {decay}"
         yield Problem(f"--lr-warmup-{unit}", warmup, rule, f"nearest: {decay - 1}, or raise --lr-decay-{unit}")
-    lengths = [value for value in (o.lr_wsd_decay_iters, o.lr_wsd_decay_samples) if value is not None]
-    given = max(lengths, default=0)
     if o.lr_decay_style == "WSD":
-        if not lengths:
+        if o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
             remedy = f"add --lr-wsd-decay-{unit}"
             yield Problem("--lr-decay-style", "WSD", "needs the length of the final anneal", remedy)
         elif known and decay and anneal and anneal > decay:
             rule = f"must be at most the length of the decay, {decay}"
             yield Problem(f"--lr-wsd-decay-{unit}", anneal, rule, f"nearest: {decay}")
-    elif given:
-        name = "--lr-wsd-decay-iters" if o.lr_wsd_decay_iters else "--lr-wsd-decay-samples"
-        yield Problem.no_effect(name, given, "--lr-decay-style WSD")
 
 
 def _weight_decay(c: RunConfig) -> Iterator[Problem]:
@@ -177,12 +168,3 @@ def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--save-retain-best", metric, rule, f"use {name} {interval}")
     if metric == "valid_loss" and c.training.eval_iters == 0:
         yield Problem("--save-retain-best", metric, "needs evaluation, but --eval-iters is 0", "raise --eval-iters")
-
-
-def skipping(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    k = c.checks
-    checked = (k.check_for_nan_in_loss_and_grad, k.check_for_spiky_loss, k.check_for_large_grads)
-    if k.max_skipped_iterations > 0 and not any(checked):
-        rule = "has no effect while all checks are off"
-        remedy = "remove --no-check-for-nan-in-loss-and-grad, or add --check-for-spiky-loss"
-        yield Problem("--max-skipped-iterations", k.max_skipped_iterations, rule, remedy)

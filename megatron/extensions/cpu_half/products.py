@@ -8,13 +8,20 @@ regions and extensions stay as they are.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
+
+from megatron.core.dist_checkpointing.storage import ranks_without
+from megatron.core.parallel_state import Axis
+from megatron.core.parts import OPTIMIZERS
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -90,3 +97,34 @@ def _few_rows(x: Tensor, matrix: Tensor) -> bool:
 def _rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Rounds what attention returns [b, heads, n, d], and leaves its log-sum-exps [b, heads, n] in fp32."""
     return lambda x: x.to(dtype) if x.ndim == 4 else x
+
+
+def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:
+    """Computes products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them: on all ranks, as
+    replicas must stay equal. Returns lines that say so. Collective over `world`."""
+    lines = []
+    for dtype in dtypes:
+        if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+            continue
+        if lacking := ranks_without(has_products_of(dtype), world):
+            multiply_in_fp32(dtype)
+            name = str(dtype).removeprefix("torch.")
+            lines.append(f"matrix products of {name} are computed in fp32: no instructions for them on {lacking}")
+    return lines
+
+
+def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
+    """The dtypes of matrix products: that of the layers, and those in which the optimizer multiplies."""
+    params_dtype, main_dtype = (
+        getattr(torch, name) for name in (config.parallel.params_dtype, config.parallel.main_dtype)
+    )
+    of_updates = getattr(OPTIMIZERS[config.optimizer.optimizer], "update_dtypes", lambda config, main_dtype: ())
+    return list(dict.fromkeys([params_dtype, *of_updates(config.optimizer, main_dtype)]))
+
+
+class ProductsInFp32(Callback):
+    """Chooses for a run, before its model is built."""
+
+    def on_setup(self, runtime: Runtime) -> None:
+        for line in choose_products(multiplied_dtypes(self.config), runtime.device, runtime.state.world):
+            runtime.say(f" {line}")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import cpu_half
+from megatron.extensions.cpu_half import products as cpu_half
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.tasks import start_run
@@ -95,7 +95,7 @@ def trained(rank: int, world_size: int, flags: str, without: int | None) -> tupl
     config = resolve(parse_args((MODEL + flags).split()), world_size)
     printed = io.StringIO()
     with (
-        mock.patch("megatron.training.initialize.has_products_of", return_value=rank != without),
+        mock.patch.object(cpu_half, "has_products_of", return_value=rank != without),
         mock.patch.object(cpu_half, "_replaced", set()),
         redirect_stdout(printed),
         ExitStack() as resources,

@@ -12,14 +12,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import kernel_for
-from megatron.core.tensor_parallel.linear_gemms import OutputGradient
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_of_output
 from megatron.core.transformer.activations import PARTIAL_SUMS
 from megatron.core.transformer.rotary import apply_rotary, apply_rotary_interleaved
+from megatron.core.transformer.self_attention import Heads, SelfAttention
 
-Heads = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""Queries [s, b, heads, d], gates of the output [s, b, heads * d] or None, keys and values [s, b, groups, d]."""
+
+class SplitSelfAttention(SelfAttention):
+    """`SelfAttention` that splits and rotates its projection at once, and where regions are compiled adds the bias."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(name, config, ctx)
+        self.rotary_interleaved, self.compiled = config.rotary_interleaved, ctx.compiled
+
+    def _project(self, x: Tensor, context: BatchContext) -> Heads:
+        tables = () if self.rotation is None else context.rotary[self.rotation]
+        bias = self.linear_qkv.bias if self.compiled else None
+        y = self.linear_qkv(x, add_bias=bias is None or not tables, bias_gradient=bias is None)
+        qkv = y.unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
+        settings = {"interleaved": self.rotary_interleaved, "compiled": self.compiled}
+        return split_heads(qkv, self.head_counts, tables, bias, **settings, of_qkv=gradient_of_output(y))
 
 
 def split_heads(

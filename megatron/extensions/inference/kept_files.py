@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.fsync import whole_file
 from megatron.core.tokenizers.huggingface import tokenizer_file
+from megatron.training.hooks import Callback
 
 FOLDER = "tokenizer"
 """Name of the folder beside the checkpoints."""
@@ -18,6 +20,15 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jin
 """Files beside a tokenizer.json that name its special tokens and have its chat template."""
 
 FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+class KeptTokenizer(Callback):
+    """Keeps the files in --save, unless the run only evaluates what another has saved there."""
+
+    def on_start(self, run: Any) -> None:
+        save, evaluates = Path(str(self.config.checkpoint.save)), self.config.training.skip_train
+        if run.runtime.is_main and not (evaluates and saved_folders(save)):
+            keep_tokenizer(self.config.tokenizer, save)
 
 
 def keep_tokenizer(config: TokenizerConfig, folder: Path) -> None:

@@ -1,0 +1,274 @@
+"""What is known of parts without importing them: the facts that are registered beside them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class ActivationFacts:
+    gated: bool = False
+    """Whether it maps [..., 2f], gate before up, to [..., f]; else it keeps the width."""
+
+    bounded: bool = False
+    """Whether --activation-func-clamp-value and --glu-linear-offset apply to it."""
+
+
+class HeadWidths(NamedTuple):
+    """Channels of heads."""
+
+    key: int
+    """Of a query or key head."""
+
+    rotary: int
+    """Those of a query or key head that --rotary-percent is a fraction of."""
+
+    value: int
+    """Of a value head."""
+
+
+def grouped_widths(config: Any) -> HeadWidths:
+    """Channels of the heads of self-attention."""
+    key = config.kv_channels or config.hidden_size // config.num_attention_heads
+    return HeadWidths(key, key, config.value_channels or key)
+
+
+@dataclass(frozen=True)
+class MixerFacts:
+    parameters: str | None = None
+    """Where its parameters are listed, "module:function" of a module without torch: (name, config, sequence_parallel)
+    -> their ParamMetas. None: plans build the model on fake tensors to see them."""
+
+    rules: str | None = None
+    """Where its rules are, in the same form: (RunConfig, world size) -> problems of a model that has it."""
+
+    described: Callable[[Any], str] = lambda config: ""
+    """Model's configuration -> what a plan says of its heads beside their number and width."""
+
+
+@dataclass(frozen=True)
+class LinearAttentionFacts(MixerFacts):
+    whole_sequences: bool = False
+    """Whether it sees the tokens of all context-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class AttentionFacts(MixerFacts):
+    """Functions are of the model's configuration. The defaults are self-attention's."""
+
+    chosen_by: Callable[[Any], bool] = lambda config: False
+    """Whether a flag of its own chooses it in place of --attention-module."""
+
+    widths: Callable[[Any], HeadWidths] = grouped_widths
+
+    grouped: bool = True
+    """Whether its heads are those of --kv-channels and --num-query-groups, of whose rows linear_qkv consists."""
+
+    rotates: bool = False
+    """Whether it has a rotary embedding whatever --position-embedding-type is."""
+
+    rope_type: str = "rope"
+    """Its --rope-type if none is given."""
+
+    scales_scores: bool = False
+    """Whether --mscale-all-dim scales attention scores."""
+
+
+@dataclass(frozen=True)
+class RecomputedFacts:
+    within: str | None = None
+    """A larger part that includes it."""
+
+    needs: str = ""
+    """What a model without it lacks: a flag."""
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    multi_token: bool = False
+    """Whether it may be called with the labels of a later token (--mtp-num-layers): each loss follows from its logits
+    and its label alone."""
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    states: tuple[str, ...]
+    """Names of the tensors kept for each element of the parameters beside the main parameter."""
+
+    whole_matrices: bool = False
+    """Whether it updates the matrices of hidden layers, each as a whole, and leaves the rest to another optimizer; else
+    it updates all parameters, element by element."""
+
+    matrices: str = "owners"
+    """Entry of MATRIX_EXCHANGES that brings whole matrices together."""
+
+
+@dataclass(frozen=True)
+class MatrixFacts:
+    roles: Callable[[Any], frozenset[str]]
+    """OptimizerConfig -> roles (`ParamMeta.role`) of the matrices that are updated as wholes."""
+
+    others: Callable[[Any], str]
+    """OptimizerConfig -> the optimizer of all other parameters."""
+
+    fields: tuple[str, ...] = ()
+    """Fields of flags that say which optimizer a parameter has: a run has those of the checkpoint that it loads."""
+
+
+class StatePlan:
+    """How states of an optimizer are stored, as far as it is known without torch: here in the main dtype."""
+
+    def holds(self, optimizer: Any) -> bool:
+        """Whether an OptimizerConfig asks for it."""
+        return True
+
+    def main_kind(self, optimizer: Any, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
+        """How main parameters are stored, given the names of both dtypes: "aliased" (the parameters themselves), or
+        "stored" (a copy in the main dtype), which those `on_host` always are; extensions have others."""
+        return "aliased" if params_dtype == main_dtype and not on_host else "stored"
+
+    def main_bytes(self, numel: int, kind: str, main: int) -> int:
+        """Bytes of main parameters of this kind, where the main dtype has `main`."""
+        return 0 if kind == "aliased" else numel * main
+
+    def state_bytes(self, optimizer: Any, numel: int, state: str, main: int) -> int:
+        """Bytes of a state, by its name."""
+        return numel * main
+
+    def gradients_dtype(self, optimizer: Any) -> str | None:
+        """Dtype in which gradients are summed over micro-batches; None: the main dtype."""
+        return None
+
+    def described(self, optimizer: Any, params_dtype: str, main_dtype: str) -> str:
+        """Formats of main parameters and states, for a plan."""
+        return f"{optimizer.optimizer} state {main_dtype}"
+
+
+@dataclass(frozen=True)
+class HostUpdateFacts:
+    fraction: Callable[[Any], float]
+    """OptimizerConfig -> share of the elements whose states are in host memory, and are updated there."""
+
+
+@dataclass(frozen=True)
+class WhenFacts:
+    when: Callable[[Any], bool]
+    """Section of the configuration -> whether it asks for the part."""
+
+
+@dataclass(frozen=True)
+class LinearFormatFacts:
+    """Functions are of the ModelParallelConfig."""
+
+    when: Callable[[Any], bool]
+    """Whether it asks for the format."""
+
+    layers: Callable[[Any, int], range]
+    """(config, layers of the model) -> numbers of those whose linear layers use it."""
+
+    alignment: Callable[[Any, int], tuple[int, str]]
+    """(config, ranks) -> number that divides a rank's features if `ranks` have a part of them, and the flag that asks
+    for it."""
+
+    tokens: int
+    """Number that divides the tokens of a micro-batch for every kernel."""
+
+    described: Callable[[Any], str]
+    """The format in a few words."""
+
+    peak_tflops: Mapping[str, float]
+    """Part of the name of a GPU -> peak of its data sheet."""
+
+
+@dataclass(frozen=True)
+class ShardingFacts:
+    about: str
+    """What is sharded, for --help."""
+
+    gradients: bool = False
+    """ZeRO-2: whether a rank keeps the gradients of its shards alone."""
+
+    parameters: bool = False
+    """ZeRO-3: whether a rank keeps the parameters of its shards alone."""
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    layers: Callable[[Any], int]
+    """ModelParallelConfig -> layers of each stage, from its first one, whose activations it keeps."""
+
+    with_layers: Callable[[Any, int], Any]
+    """(ModelParallelConfig, layers) -> the same with at most so many, for plans."""
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    chunks: int = 1
+    """Stages on a rank, where nobody says how many."""
+    any_chunks: bool = False
+    """Whether it is called with the number of stages on a rank as a third argument, and takes any."""
+    any_groups: bool = False
+    """Whether it is called with the number of micro-batches in a group as a fourth argument (None: its own choice)."""
+    v_shaped: bool = False
+    """Whether stages lie on the ranks there and back, so that rank 0 has the first and the last one."""
+    splits_backward: bool = False
+    """Whether it has I and W, the gradients of inputs and of weights, in place of B."""
+
+    in_turns: bool = False
+    """Whether it takes `in_turns=True`, for `PASS_PAIRS`: FB before each F and B, or I, that run in turns
+    (`schedules.runs_in_turns`)."""
+
+    def form(self) -> str:
+        """The arguments of a schedule."""
+        wider = ", v" * (self.any_chunks or self.any_groups) + ", group" * self.any_groups
+        return f"p, m{wider}{', in_turns=' * self.in_turns}"
+
+
+@dataclass(frozen=True)
+class RunnerFacts:
+    when: Callable[[Any], bool]
+    """ModelParallelConfig -> whether it asks for the runner."""
+
+    launches_once: bool = False
+    """Whether the host launches all kernels of a micro-batch at once, for plans."""
+
+
+@dataclass(frozen=True)
+class DataReaderFacts:
+    urls: bool = False
+    """Whether it reads URLs."""
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    field: str
+    """Field of the flag that asks for it."""
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    needs: tuple[str, ...] = ()
+    """Fields of TokenizerConfig that must name a file."""
+    finds_files: bool = False
+    """Whether these may also be names that it finds files by."""
+
+
+def _always(*run: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class CallbackFacts:
+    when: Callable[[Any], bool] = _always
+    """Whether a run of this RunConfig has it; where not, it is not imported."""
+
+    evaluates: str = ""
+    """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""
+
+
+@dataclass(frozen=True)
+class WatchFacts:
+    when: Callable[[Any, Any], bool] = _always
+    """(RunConfig, Launch) -> whether ranks have it; where not, it is not imported."""

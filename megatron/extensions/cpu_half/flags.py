@@ -1,0 +1,11 @@
+"""Where the callback is. No torch."""
+
+from __future__ import annotations
+
+from megatron.core.parts import CALLBACKS
+
+CALLBACKS.register(
+    "products of 16 bits",
+    f"{__package__}.products:ProductsInFp32",
+    when=lambda config: config.parallel.fp16 or config.parallel.bf16 or config.optimizer.matrices is not None,
+)

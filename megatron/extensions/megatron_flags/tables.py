@@ -1,0 +1,238 @@
+"""What flags of Megatron that no field has are read as. No torch.
+
+The tables are in megatron_flags.toml, beside this file.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron.training.config.commands import options
+from megatron.training.config.flags import home_of, is_registered, spelling_table
+from megatron.training.config.reading import FlagReader, Reading, tokens_of
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A flag without effect."""
+
+    reason: str
+    """Why it has none; logged."""
+
+    arity: int | None = 0
+    """Number of values; None if any will do."""
+
+    values: tuple[str, ...] = ()
+    """If given, the only values without effect: any other one asks for `feature`."""
+
+    feature: str = "something"
+
+    @property
+    def legal(self) -> str:
+        return " or ".join(self.values)
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """A flag that stands for others."""
+
+    flags: str
+    """These flags; `{}` stands for its values."""
+
+    quiet: bool = False
+    """Whether it is a usual spelling, of which nothing need be said."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A switch that replaces one value of a flag, given or the default, by another, whichever comes first. Any third
+    value stays."""
+
+    flag: str
+    before: str
+    """The value to replace, or "any"."""
+
+    after: str
+
+    def replaces(self, value: str) -> bool:
+        return self.before in ("any", value)
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """A flag that asks for a feature that is not built."""
+
+    feature: str
+    remedy: str = "remove it"
+    switch: tuple[str, ...] = ()
+    """If given, the flags that ask for the feature, with a value where that does it: without one of them this flag is
+    a setting without effect."""
+
+
+Entry = Accepted | SameAs | Exchange | NotBuilt
+
+
+@dataclass(frozen=True)
+class ForeignFlags:
+    """A `FlagTable` of flags without a configuration field, and of other values."""
+
+    entries: dict[str, Entry]
+    prefixes: dict[str, NotBuilt]
+    """Prefix of flags that no field and no entry has -> the feature that they ask for."""
+
+    same_values: dict[str, dict[str, str]]
+    """Flag -> its value -> the value that it is read as, with a reason behind a colon."""
+
+    values_not_built: dict[str, dict[str, str]]
+    """Flag -> its value -> the feature that it asks for."""
+
+    several_not_built: dict[str, str]
+    """Flag of one value -> the feature that several values ask for."""
+
+    registered_by: dict[str, str]
+    """Flag and value -> the file of examples/ that registers the value."""
+
+    def find(self, name: str, value: str = "") -> Entry | None:
+        """What a flag is that no field has, alone or with its first value; None if it is not known."""
+        if entry := self.entries.get(f"{name} {value}"):
+            return entry
+        longest = max((prefix for prefix in self.prefixes if name.startswith(prefix)), key=len, default="")
+        return self.entries.get(name) or self.prefixes.get(longest)
+
+    def spellings(self) -> Collection[str]:
+        return self.entries
+
+    def feature(self, flag: str, texts: Sequence[str]) -> str | None:
+        if len(texts) > 1:
+            return self.several_not_built.get(flag)
+        return self.values_not_built.get(flag, {}).get(texts[0])
+
+    def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
+        needed: dict[str, str] = {}
+        for name, texts in tokens:
+            entry = self.find(name, *texts[:1])
+            stands_for = entry.flags if isinstance(entry, SameAs) else " ".join([name, *texts[:1]])
+            option, _, value = stands_for.partition(" ")
+            file = self.registered_by.get(f"{option} {value}")
+            if file is not None and not is_registered(option, value):
+                needed[file] = " ".join([name, *texts[:1]])
+        return needed
+
+    def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
+        entry = self.find(name, *texts[:1])
+        if name in spelling_table():
+            if not isinstance(entry, SameAs):
+                return self._read_other_values(reader, name, texts)
+        elif home_of(name) is not None:
+            return False
+        if entry is None:
+            return False
+        if isinstance(entry, SameAs):
+            self._read_as(reader, name, texts, entry)
+        elif isinstance(entry, Exchange):
+            if texts:
+                reader.refuse(name, texts, "takes no value", "give the flag alone")
+            reader.exchanges.append(partial(_exchange, reader, name, entry))
+        elif isinstance(entry, NotBuilt):
+            if entry.switch:
+                reader.settings.append(partial(_judge, reader, name, texts, entry))
+            else:
+                _not_built(reader, name, texts, entry)
+        elif entry.arity is not None and len(texts) != entry.arity:
+            rule = f"takes {'one value' if entry.arity else 'no value'}"
+            reader.refuse(name, texts, rule, "correct it, or remove the flag: it has no effect")
+        elif entry.values and texts[0] not in entry.values:
+            reader.refuse(name, texts, f"asks for {entry.feature}, which is not built", f"only {entry.legal} is")
+        else:
+            _no_effect(reader, name, texts, entry.reason)
+        return True
+
+    def _read_other_values(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
+        """Reads other spellings of values as those that are known here; returns False if there is none."""
+        flag, _ = spelling_table()[name]
+        ours, same = list(texts), self.same_values.get(flag.name, {})
+        for place, text in enumerate(texts):
+            if text in same and text not in (flag.spec.choices or ()):
+                ours[place], _, why = same[text].partition(": ")
+                reader.notes.append(f"{name} {text} is read as {ours[place]}{why and f': {why}'}")
+        if ours != texts:
+            reader.read_field(name, ours, given=texts)
+        return ours != texts
+
+    def _read_as(self, reader: FlagReader, name: str, texts: list[str], entry: SameAs) -> None:
+        """A flag that stands for others. `{}` stands for its values; without one it takes none."""
+        words = entry.flags.split()
+        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the value is part of the entry
+        fixed &= bool(texts)
+        if ("{}" in words) != bool(texts) and not fixed:
+            rule = "takes a value" if "{}" in words else "takes no value"
+            reader.refuse(name, texts, rule, f"or use {entry.flags}")
+            return
+        ours = [text for word in words for text in (texts if word == "{}" else [word])]
+        before = len(reader.problems)
+        for each, values in tokens_of(ours):
+            reader.read_known(each, values)
+            if each not in options():
+                reader.readings.pop()
+        why = "" if entry.quiet else "another name" if len(words) <= 2 else "short for these"
+        reader.readings.append(Reading((name, *texts), tuple(ours), why, len(reader.problems) > before))
+        if not entry.quiet:
+            reader.notes.append(str(reader.readings[-1]))
+
+
+def _no_effect(reader: FlagReader, name: str, texts: Sequence[str], reason: str) -> None:
+    reader.readings.append(Reading((name, *texts), (), reason))
+    reader.notes.append(str(reader.readings[-1]))
+
+
+def _not_built(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
+    reader.refuse(name, texts, f"asks for {entry.feature}, which is not built", entry.remedy)
+    reader.suspects |= {word.strip(",") for word in entry.remedy.split() if word.startswith("--")}
+
+
+def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
+    """Judges a setting of a feature that is not built: without the feature it has no effect."""
+    if reader.spelled & set(entry.switch):
+        _not_built(reader, name, texts, entry)
+    else:
+        _no_effect(reader, name, texts, f"it is a setting of {entry.feature}, which {entry.switch[0]} asks for")
+
+
+def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:
+    """Replaces a value that a switch of its own replaces, wherever it comes from."""
+    flag, _ = spelling_table()[entry.flag]
+    value = reader.values.get(flag.field, flag.default)
+    if not entry.replaces(value):
+        _no_effect(reader, name, (), f"{entry.flag} is {value}")
+        return
+    if flag.field in reader.values and value != entry.after:
+        reader.notes.append(f"{name} makes {entry.flag} {value} {entry.after}")
+    reader.values[flag.field] = entry.after
+    reader.readings.append(Reading((name,), (entry.flag, entry.after)))
+
+
+def read_tables() -> ForeignFlags:
+    """Reads the tables."""
+    tables = tomllib.loads(Path(__file__).with_name("megatron_flags.toml").read_text(encoding="utf-8"))
+    entries: dict[str, Entry] = {}
+    for group in tables["no_effect"]:
+        settings = {name: value for name, value in group.items() if name != "flags"}
+        settings["values"] = tuple(settings.get("values", ()))
+        if settings.get("arity") == "any":
+            settings["arity"] = None
+        entries |= dict.fromkeys(group["flags"], Accepted(**settings))
+    for quiet, table in ((True, tables["usual"]), (False, tables["replaced"])):
+        entries |= {name: SameAs(flags, quiet) for name, flags in table.items()}
+    entries |= {name: Exchange(*words) for name, words in tables["exchanged"].items()}
+    prefixes: dict[str, NotBuilt] = {}
+    for group in tables["not_built"]:
+        settings = {name: group[name] for name in ("feature", "remedy") if name in group}
+        entry = NotBuilt(**settings, switch=tuple(group.get("switch", ())))
+        entries |= dict.fromkeys(group.get("flags", ()), entry)
+        prefixes |= dict.fromkeys(group.get("prefixes", ()), entry)
+    values = (tables[name] for name in ("same_values", "values_not_built", "several_not_built", "examples"))
+    return ForeignFlags(entries, prefixes, *values)
