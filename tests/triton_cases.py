@@ -75,16 +75,37 @@ def round_to_fp8_as_torch() -> None:
 def compiled(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, **options: int
 ) -> Any:
-    """Compiles a kernel for a GPU: pointers and numbers are multiples of 16, as those of large layers."""
+    """Compiles a kernel for a GPU: pointers and numbers are multiples of 16, as those of large layers. Types of an
+    operand may be those of a tuple; None and numbers stand for themselves."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=aligned)
+    constexprs, aligned = dict[tuple[int, ...], Any](), dict[tuple[int, ...], Any]()
+
+    def type_of(path: tuple[int, ...], given: Any) -> Any:
+        if isinstance(given, tuple):
+            parts = [type_of((*path, place), part) for place, part in enumerate(given)]
+            return given._make(parts) if hasattr(given, "_make") else tuple(parts)
+        if not isinstance(given, str):
+            constexprs[path] = given
+            return "constexpr"
+        aligned[path] = [["tt.divisibility", 16]]
+        return given
+
+    signature = {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            constexprs[place,] = constants[name]
+        signature[name] = "constexpr" if name in constants else type_of((place,), types[name])
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def run_on_cpu(*operators: Any) -> None:
+    """Lets operators of GPUs run on CPU tensors, interpreted."""
+    for operator in operators:
+        operator.register_kernel("cpu", operator._init_fn)
 
 
 def stack_tool() -> str | None:

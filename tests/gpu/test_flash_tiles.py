@@ -15,7 +15,7 @@ from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchK
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.dropout import attention_dropout
 from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel
-from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel
+from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

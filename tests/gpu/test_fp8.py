@@ -21,7 +21,7 @@ from megatron.core.parallel_state import Axis
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8 import casts as fp8
 from megatron.extensions.fp8.cast_transpose import amax_of, amax_of_rows_and_columns, cast_transpose
-from megatron.extensions.fp8.cast_transpose import cast_transpose_noting_amax
+from megatron.extensions.fp8.cast_transpose import CastOrder, cast_transpose_noting_amax
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.extensions.fp8.build import Fp8Format
@@ -88,7 +88,9 @@ def cast_by_rows(x):
 weight = by_rows(cast_transpose(good, amax_of(good), None, fp8.E4M3, False))
 for pair in (
     cast_transpose(bad, amax_of(bad), None, fp8.E4M3, False),
-    cast_transpose_noting_amax(bad, torch.ones((), device="cuda"), None, (True, False), fp8.E5M2, False),
+    cast_transpose_noting_amax(
+        bad, CastOrder(torch.ones((), device="cuda"), None, (True, False), fp8.E5M2), False
+    ),
 ):
     assert not fp8.scaled_mm(by_rows(pair), weight, torch.bfloat16).isfinite().any()
 rows = fp8.scaled_mm(cast_by_rows(bad), cast_by_rows(good), torch.bfloat16)
@@ -104,14 +106,14 @@ def test_products_are_those_of_the_cpu() -> None:
 KERNELS = """
 from itertools import product
 import torch
-from megatron.extensions.fusions.weight_grad_choice import ProductShape, runs_of
+from megatron.extensions.fusions.gemm_choice import ProductShape, weight_grad_runs
 from tests.extensions.fusions.test_kernels_cast import FORMATS, WANTED, check_operators, matrices
 
 for x, dtype, wanted in product(matrices(), FORMATS, WANTED):
     check_operators(x.cuda(), dtype, wanted)
 for recipe in ("delayed", "rowwise", "blockwise"):
     for shape in (ProductShape(384, 256, 512), ProductShape(144, 1040, 192)):
-        runs = runs_of(shape, torch.float8_e5m2, recipe, torch.device("cuda"))
+        runs = weight_grad_runs(shape, torch.float8_e5m2, recipe, torch.device("cuda"))
         for name in ("triton", "torch", *(["cublaslt"] if recipe == "delayed" else [])):
             runs[name]()  # compares its sums
 print("agree")

@@ -13,16 +13,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a 
 RESIDUALS = """
 from itertools import product
 import torch
-from megatron.extensions.fusions.kernels.gemms import cublaslt
+from megatron.extensions.fusions.kernels import cublaslt
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
-from megatron.extensions.fusions.residual_choice import residual_sum
-from megatron.extensions.fusions.residual_choice import GEMM, NORM, ResidualShape, runs_of
+from megatron.extensions.fusions.gemm_choice import ResidualShape, residual_runs, residual_sum
 
 device, hopper = torch.device("cuda"), torch.cuda.get_device_capability() >= (8, 9)
 for bias, fp8, dtype in product((False, True), (False, True), (torch.bfloat16, torch.float16)):
     if fp8 and (dtype == torch.float16 or not hopper):
         continue
-    for run in runs_of(ResidualShape(512, 384, 256, bias, fp8), dtype, device).values():
+    for run in residual_runs(ResidualShape(512, 384, 256, bias, fp8), dtype, device).values():
         run()  # compares its sums
 x, weight, addend = (torch.randn(size, device=device).bfloat16() for size in ((384, 512), (256, 512), (384, 256)))
 expected = residual_gemm.__wrapped__(x, weight, addend, None, None)

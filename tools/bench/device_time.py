@@ -240,6 +240,7 @@ OWN: dict[str, str] = {
     "swiglu_tiles": "fp8 casts",
     "head_tiles": "fp8 casts",
     "cast_tiles": "fp8 casts",
+    "noting_tiles": "fp8 casts",
     "amax_tiles": "fp8 casts",
     "transpose_tiles": "fp8 casts",
     "add_product_kernel": "GEMM",

@@ -82,12 +82,12 @@ def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: to
 
 def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.device) -> Call:
     """As fp8 layers do it, with one scale for each operand."""
-    from megatron.extensions.fusions.weight_grad_choice import ProductShape, runs_of
+    from megatron.extensions.fusions.gemm_choice import ProductShape, weight_grad_runs
 
     rows, out, size_in = size
     # On CPU torch's own product stands in for the kernels of GPUs.
     run = kernel if device.type == "cuda" else "torch"
-    return runs_of(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
+    return weight_grad_runs(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
 
 
 # Attention

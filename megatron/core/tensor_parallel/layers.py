@@ -310,7 +310,7 @@ class RowParallelLinear(ParallelLinear):
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
         self.adds_residual = True
         """Whether a GEMM that adds to the residual stream is faster here than an addition in the next norm, as
-        `residual_choice` found."""
+        `gemm_choice` found."""
 
     def takes_addend(self) -> bool:
         """Whether the residual stream can be the addend of the layer's GEMM: not where a collective sums its outputs,

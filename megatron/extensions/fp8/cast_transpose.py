@@ -6,7 +6,8 @@ dimension of both operands.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class CastPair(NamedTuple):
 
 
 class CastOrder(NamedTuple):
-    """How to cast a matrix: the arguments of `cast_transpose_noting_amax`."""
+    """How to cast a matrix by a given multiplier [], as `wanted` by rows and by columns. `noted` [] becomes the larger
+    of it and the matrix's amax."""
 
     multiplier: Tensor
     noted: Tensor | None
@@ -47,21 +49,21 @@ def cast_transpose(
 
 
 @operation
-def cast_transpose_noting_amax(
-    x: Tensor, multiplier: Tensor, noted: Tensor | None, wanted: tuple[bool, bool], dtype: torch.dtype, compiled: bool
-) -> CastPair:
-    """Casts x [n, k] by a given multiplier [], as `wanted` by rows and by columns. `noted` [] becomes the larger of it
-    and the amax of x, which the multiplier ignores. The scales are NaN if the amax is not finite: the cast may have
-    hidden that."""
-    pair, amax = region(cast_transpose_with_amax_twin, compiled, static=True)(x, multiplier, wanted, dtype)
-    note(noted, amax)
+def cast_transpose_noting_amax(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
+    """Casts x [n, k] and notes its amax, which the multiplier ignores. The scales are NaN if the amax is not finite:
+    the cast may have hidden that."""
+    pair: CastPair = noting(cast_transpose_with_amax_twin, compiled, x, cast)
     return pair
 
 
-def note(noted: Tensor | None, amax: Tensor) -> None:
-    """Raises `noted` to an amax, if there is something to note."""
-    if noted is not None:
-        torch.maximum(noted, amax, out=noted)
+def noting(twin: Callable[..., tuple[Any, Any]], compiled: bool, *operands: Any) -> Any:
+    """The result of a twin, as a region, whose last operand is a `CastOrder` or None, and which returns an amax too:
+    notes that."""
+    *others, cast = operands
+    found, amax = region(twin, compiled, static=True)(*others, cast and cast._replace(noted=None))
+    if cast is not None and cast.noted is not None:
+        torch.maximum(cast.noted, amax, out=cast.noted)
+    return found
 
 
 @operation
@@ -94,15 +96,13 @@ def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor 
     return CastPair(rows, row_scale, columns, column_scale)
 
 
-def cast_transpose_with_amax_twin(
-    x: Tensor, multiplier: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype
-) -> tuple[CastPair, Tensor]:
+def cast_transpose_with_amax_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
     """`cast_transpose_noting_amax` in torch, but for the note: also returns the amax."""
     amax = amax_of(x)
-    scale = multiplier.reciprocal() + 0.0 * amax
-    values = round_scaled(x, multiplier, dtype)
-    by_rows = (values, scale) if wanted[0] else (None, None)
-    by_columns = (transposed(values), scale) if wanted[1] else (None, None)
+    scale = cast.multiplier.reciprocal() + 0.0 * amax
+    values = round_scaled(x, cast.multiplier, cast.dtype)
+    by_rows = (values, scale) if cast.wanted[0] else (None, None)
+    by_columns = (transposed(values), scale) if cast.wanted[1] else (None, None)
     return CastPair(*by_rows, *by_columns), amax
 
 

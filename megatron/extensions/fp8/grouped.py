@@ -6,8 +6,8 @@ tokens meet in a micro-batch. The kernel for all experts at once takes scales of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
+from megatron.core.moe.experts import Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.extensions.fp8.blockwise import cast_by_blocks
@@ -24,20 +25,6 @@ from megatron.extensions.fp8.recipes import Fp8Context
 
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 """Compute capabilities of the GPUs whose grouped kernel takes fp8 with scales of rows."""
-
-
-class Segments(Protocol):
-    """Rows of the local experts, sorted by expert; rows behind those of the last expert are spare."""
-
-    @property
-    def ends(self) -> Tensor:
-        """[experts] int32 on the device: end of each expert's rows."""
-
-    def split(self, x: Tensor) -> Sequence[Tensor]:
-        """x [n, ...] -> the rows of each expert. The host waits for their numbers."""
-
-    def clear_spare_(self, x: Tensor) -> Tensor:
-        """Sets the spare rows to zero."""
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:

@@ -263,7 +263,7 @@ class DelayedGemms(PerTensorGemms):
         return self
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        return _scaled(cast_transpose_noting_amax(x.detach(), *self._order(which, wanted), self.compiled), wanted)
+        return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
         """The casts that `cast_input` makes, for a kernel that computes the input."""

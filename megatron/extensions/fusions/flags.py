@@ -55,21 +55,21 @@ for _norm in ("LayerNorm", "RMSNorm"):
 for _operation, _kernel in {
     "loss_and_gradient_": "cross_entropy:LOSS",
     "scale_rows_": "cross_entropy:SCALE",
-    "add_products_grouped_": "gemms.grouped_products:ADD_PRODUCTS",
-    "clear_rows_behind_": "gemms.grouped_products:CLEAR_ROWS",
-    "cast_transpose": "cast_transpose:CAST",
+    "add_products_grouped_": "grouped_products:ADD_PRODUCTS",
+    "clear_rows_behind_": "grouped_products:CLEAR_ROWS",
+    "cast_transpose": "cast_transpose:CAST_BY_AMAX",
     "cast_transpose_noting_amax": "cast_transpose:CAST_NOTING",
     "amax_of_rows_and_columns": "cast_transpose:AMAX",
     "transpose": "cast_transpose:TRANSPOSE",
     "norm_cast": "norms:NORM_CAST",
     "norm_gradients": "norms:NORM_GRADIENTS",
-    "swiglu_cast": "swiglu_cast:SWIGLU_CAST",
-    "swiglu_gradient_cast": "swiglu_cast:SWIGLU_GRADIENT_CAST",
-    "heads_gradient_cast": "heads_cast:HEADS_CAST",
+    "swiglu_cast": "fused_casts:SWIGLU_CAST",
+    "swiglu_gradient_cast": "fused_casts:SWIGLU_GRADIENT_CAST",
+    "heads_gradient_cast": "fused_casts:HEADS_CAST",
 }.items():
     KERNELS.register(_operation, f"{_HERE}.kernels.{_kernel}")
-KERNELS.register("add_fp8_product_", f"{_HERE}.weight_grad_choice:WEIGHT_GRADS")
-KERNELS.register("residual_gemm", f"{_HERE}.residual_choice:RESIDUAL_GEMM")
+KERNELS.register("add_fp8_product_", f"{_HERE}.gemm_choice:WEIGHT_GRADS")
+KERNELS.register("residual_gemm", f"{_HERE}.gemm_choice:RESIDUAL_GEMM")
 KERNELS.register("mlp", f"{_HERE}.fused_mlp:MLP_KERNEL")
 
 for _backend in ("flash3", "cudnn", "triton"):

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
 from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair
 from megatron.extensions.fp8.recipes import DelayedGemms
+from megatron.extensions.fusions.kernels.norms import Norm, norm_cast, norm_gradients
 from megatron.extensions.fusions.kernels.norms import gradients_of_norm as _backward
-from megatron.extensions.fusions.kernels.norms import norm_cast, norm_gradients
 from megatron.extensions.fusions.kernels.norms import normalized as _normalized
 
 
@@ -34,11 +34,11 @@ class InputCast(NamedTuple):
     def order(self) -> CastOrder:
         return self.gemms.input_order(self.needs_dw)
 
-    def stand_in(self, pair: CastPair, like: Tensor) -> Tensor:
-        """A tensor of NaN with the shape of `like` [s, b, h], in the memory of one number, that carries the casts to
-        the layer and the gradient back. Only a layer that reads `given_input` may have it as its input."""
-        found = self.gemms.no_value(like.dtype).expand(like.shape)
-        found.given_casts = self.gemms.given_input(pair, like.shape[:-1])  # type: ignore[attr-defined]
+    def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of NaN [s, b, h], in the memory of one number, that carries the casts to the layer and the gradient
+        back. Only a layer that reads `given_input` may have it as its input."""
+        found = self.gemms.no_value(dtype).expand(shape)
+        found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found
 
 
@@ -112,17 +112,8 @@ class FusedLayerNorm(LayerNorm):
         """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
         stream = x if isinstance(x, ResidualSum) else ResidualSum(x, update, mask)
         if self.fuses():
-            found = fused_norm(
-                stream.x,
-                stream.update,
-                self.weight,
-                self.bias,
-                self.eps,
-                self.centered,
-                self.one_plus,
-                stream.mask,
-                cast,
-            )
+            norm = Norm(self.weight, self.bias, self.eps, self.centered, self.one_plus)
+            found = fused_norm(stream.x, stream.update, norm, stream.mask, cast)
         else:
             total = stream.added()
             found = total, super().forward(total)
@@ -156,30 +147,20 @@ def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = 
 
 
 def fused_norm(
-    x: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centered: bool,
-    one_plus: bool,
-    mask: DropoutMask | None = None,
-    cast: InputCast | None = None,
+    x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(x + update, its norm over the last dim): x, update [..., h], weight, bias [h] -> [..., h] twice, in fp32 for
-    16-bit operands. Without an update (x, its norm): use that x in place of the given one, so that its gradient is
-    added within the backward of the norm.
+    """(x + update, its norm over the last dim): x, update [..., h] -> [..., h] twice, in fp32 for 16-bit operands.
+    Without an update (x, its norm): use that x in place of the given one, so that its gradient is added within the
+    backward of the norm.
 
     With a `mask` that is x + dropout of the update, for x [s, b, h].
-
-    `centered` is LayerNorm (arXiv:1607.06450), else RMSNorm (arXiv:1910.07467). `one_plus` adds 1 to the weight.
 
     With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update, or x without one,
     is the output of a linear layer, the backward makes what that has use for of its gradient.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)
-    return _FusedNorm.apply(x, update, weight, bias, mask, eps, centered, one_plus, cast, of_update)
+    return _FusedNorm.apply(x, update, norm.weight, norm.bias, norm, mask, cast, of_update)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -190,25 +171,23 @@ class _FusedNorm(torch.autograd.Function):
         update: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
+        norm: Norm,
         mask: DropoutMask | None,
-        eps: float,
-        centered: bool,
-        one_plus: bool,
         cast: InputCast | None,
         of_update: OutputGradient | None,
     ) -> tuple[Tensor, Tensor]:
-        settings = weight, bias, eps, centered, one_plus
         if cast is not None:
-            made = norm_cast(_rows(x), None if update is None else _rows(update), *settings, cast.order())
+            made = norm_cast(_rows(x), None if update is None else _rows(update), norm, cast.order())
             total = x if update is None else made.total.view(x.shape)
-            normed, statistics = cast.stand_in(made.pair, x), [part.view(*x.shape[:-1], 1) for part in made.statistics]
+            normed = cast.stand_in(made.pair, x.shape, x.dtype)
+            statistics = [part.view(*x.shape[:-1], 1) for part in made.statistics]
         elif update is None:
-            total, (normed, *statistics) = x, region(_normalized, True, static=True)(x, *settings)
+            total, (normed, *statistics) = x, region(_normalized, True, static=True)(x, norm)
         else:
-            total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, mask, *settings)
+            total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, mask, norm)
         bits = () if mask is None else mask[1:]
         ctx.save_for_backward(total, weight, *bits, *statistics)
-        ctx.p, ctx.of_update, ctx.one_plus = None if mask is None else mask.p, of_update, one_plus
+        ctx.p, ctx.of_update, ctx.one_plus = None if mask is None else mask.p, of_update, norm.one_plus
         ctx.adds = update is not None
         ctx.set_materialize_grads(False)
         return total, normed
@@ -223,27 +202,20 @@ class _FusedNorm(torch.autograd.Function):
             of_normed = torch.zeros_like(total)
         operands = total, of_total, of_normed, weight, statistics, ctx.one_plus
         if ctx.of_update is not None and ctx.needs_input_grad[ctx.adds]:
-            dx, of_update, of_weight, *of_bias = _with_casts_and_sum(ctx.of_update, *operands)
+            dx, of_update, of_weight, *of_bias = _with_casts_and_sum(ctx.of_update, operands)
         else:
             dx, of_update, of_weight, *of_bias = region(_backward_of_both, True, static=True)(mask, *operands)
         of_update = dx if of_update is None else of_update
-        return dx, of_update if ctx.needs_input_grad[1] else None, of_weight, *(of_bias or [None]), *[None] * 6
+        return dx, of_update if ctx.needs_input_grad[1] else None, of_weight, *(of_bias or [None]), *[None] * 4
 
 
 def _rows(x: Tensor) -> Tensor:
     return rows_of(x).contiguous()
 
 
-def _with_casts_and_sum(
-    of_update: OutputGradient,
-    total: Tensor,
-    of_total: Tensor | None,
-    of_normed: Tensor,
-    weight: Tensor,
-    statistics: tuple[Tensor, ...],
-    one_plus: bool,
-) -> tuple[Tensor | None, ...]:
+def _with_casts_and_sum(of_update: OutputGradient, operands: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
     """`_backward_of_both` without a mask, that hands the casts and the sum of the update's gradient over."""
+    total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
     of_rows, sums, order = tuple(part.view(-1, 1) for part in statistics), of_update.needs_sum, of_update.order()
     found = norm_gradients(_rows(total), of_sum, _rows(of_normed), weight, of_rows, one_plus, sums, order)
@@ -252,19 +224,10 @@ def _with_casts_and_sum(
     return dx, None, *found.of_parameters
 
 
-def _added_and_normalized(
-    x: Tensor,
-    update: Tensor,
-    mask: DropoutMask | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centered: bool,
-    one_plus: bool,
-) -> tuple[Tensor, ...]:
+def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, norm: Norm) -> tuple[Tensor, ...]:
     """(x + update, and of it what `_normalized` returns)"""
     total = x + (update if mask is None else mask.applied(update))
-    return total, *_normalized(total, weight, bias, eps, centered, one_plus)
+    return total, *_normalized(total, norm)
 
 
 def _backward_of_both(mask: DropoutMask | None, *args: Any) -> tuple[Tensor | None, ...]:

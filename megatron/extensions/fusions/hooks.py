@@ -11,9 +11,13 @@ from megatron.core.parts import KERNELS, LEFT_OUT
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fusions.attention.choice import choose_attention
 from megatron.extensions.fusions.flags import Fusions
+from megatron.extensions.fusions.gemm_choice import (
+    choose_additions,
+    choose_weight_grads,
+    keep_additions_in_norms,
+    place_of,
+)
 from megatron.extensions.fusions.kernel_choice import RunShapes, choose_kernels, device_clock
-from megatron.extensions.fusions.residual_choice import choose_additions, keep_additions_in_norms, place_of
-from megatron.extensions.fusions.weight_grad_choice import choose_weight_grads
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback
 from megatron.training.initialize import Runtime

@@ -6,11 +6,12 @@ Ranks compare the largest error and the slowest time, so that all use the same k
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -199,11 +200,11 @@ def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.d
 
 
 def _time(run: Callable[[], object], clock: Clock) -> float:
-    """Seconds of a run; infinite if torch raises RuntimeError, which it does for unsupported shapes, or a package is
-    missing or takes other arguments."""
+    """Seconds of a run; infinite if it raises: torch and Triton do for shapes that they do not support, and a package
+    may be missing or take other arguments."""
     try:
         return clock(run)
-    except (RuntimeError, ImportError, TypeError):
+    except Exception:
         return math.inf
 
 
@@ -238,13 +239,17 @@ def runs_triton(x: Tensor) -> bool:
     return x.is_cuda and has_triton()
 
 
-@contextmanager
-def as_runtime_errors(subject: str) -> Iterator[None]:
-    """What Triton cannot compile or launch is a RuntimeError, as of torch's kernels for shapes that they have not. For
-    kernels that another one can replace."""
-    from triton.errors import TritonError
+def triton_operator(place: str, schema: str, fake: Callable[..., Any] = lambda *operands: None) -> Any:
+    """The operator `megatron::NAME` of GPUs, computed by a function NAME whose `place` is "module:NAME". The module
+    imports Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see one operator."""
+    module, name = place.split(":")
 
-    try:
-        yield
-    except TritonError as error:
-        raise RuntimeError(f"{subject}: {error}") from error
+    def run(*operands: Any) -> Any:
+        return getattr(import_module(f"{__package__}.{module}"), name)(*operands)
+
+    written = re.findall(r"\(a!\)\S* (\w+)", schema)
+    operator = torch.library.custom_op(
+        f"megatron::{name}", run, mutates_args=written, device_types="cuda", schema=schema
+    )
+    operator.register_fake(fake)
+    return operator

@@ -69,15 +69,10 @@ class PackedShard(Shard):
 
     def part(self, start: int, stop: int) -> Part:
         """What an update of elements [start, stop), whole blocks of scales, reads and writes."""
-        whole = self.kind in ("stored", "fp16")
-        return Part(
-            self.grads[start:stop],
-            self.params[start:stop],
-            self.remainders[start:stop],
-            *(self.main.tensors(start, stop) if whole else self.main.tensors(0, 0)),
-            *self.exp_avg.tensors(start, stop),
-            *self.exp_avg_sq.tensors(start, stop),
-        )
+        main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
+        grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))
+        moments = self.exp_avg.tensors(start, stop), self.exp_avg_sq.tensors(start, stop)
+        return Part(grads, params, remainders, main, *moments)
 
     def exported(self) -> dict[str, Tensor]:
         states = {"exp_avg": self.exp_avg.exported(), "exp_avg_sq": self.exp_avg_sq.exported()}
@@ -113,17 +108,15 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Tensors of some elements of a shard, views; empty where the kind of main parameters has none."""
+    """Tensors of some elements of a shard, views; empty where the kind of main parameters has none. Stored states are
+    (codes, exponents)."""
 
     grads: Tensor
     params: Tensor
     remainders: Tensor
-    main: Tensor
-    main_exponents: Tensor
-    exp_avg: Tensor
-    exp_avg_exponents: Tensor
-    exp_avg_sq: Tensor
-    exp_avg_sq_exponents: Tensor
+    main: tuple[Tensor, Tensor]
+    exp_avg: tuple[Tensor, Tensor]
+    exp_avg_sq: tuple[Tensor, Tensor]
 
 
 class Scalars(NamedTuple):
@@ -150,7 +143,7 @@ def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
         return part.params
     if kind == "remainders":
         return join_master(part.params, part.remainders)
-    return main.read(part.main, part.main_exponents)
+    return main.read(*part.main)
 
 
 class PrecisionAwareAdam:
@@ -205,9 +198,9 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     lr, weight_decay, factor = (value.to(before.dtype) for value in scalars[:3])
     beta1, beta2, number = config.adam_beta1, config.adam_beta2, scalars.number
     grad = part.grads.to(before.dtype) * factor
-    exp_avg = shard.exp_avg.read(part.exp_avg, part.exp_avg_exponents).to(before.dtype)
+    exp_avg = shard.exp_avg.read(*part.exp_avg).to(before.dtype)
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
-    exp_avg_sq = shard.exp_avg_sq.read(part.exp_avg_sq, part.exp_avg_sq_exponents).to(before.dtype)
+    exp_avg_sq = shard.exp_avg_sq.read(*part.exp_avg_sq).to(before.dtype)
     exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * grad * grad
     correction1, correction2 = (value.to(before.dtype) for value in (scalars.correction1, scalars.correction2))
     direction = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + config.adam_eps)
@@ -217,15 +210,15 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     if kind == "fp16":  # few values: the gradient tells their elements apart
         key = mixed(key ^ grad.float().view(torch.int32))
     key = key ^ mixed(number.to(torch.int32))
-    _store(shard.exp_avg, exp_avg, (part.exp_avg, part.exp_avg_exponents), key, EXP_AVG, skipped)
-    _store(shard.exp_avg_sq, exp_avg_sq, (part.exp_avg_sq, part.exp_avg_sq_exponents), key, EXP_AVG_SQ, skipped)
+    _store(shard.exp_avg, exp_avg, part.exp_avg, key, EXP_AVG, skipped)
+    _store(shard.exp_avg_sq, exp_avg_sq, part.exp_avg_sq, key, EXP_AVG_SQ, skipped)
     if kind == "remainders":
         upper, lower = split_master(main)
         _keep_or_copy_(part.params, upper, skipped)
         _keep_or_copy_(part.remainders, lower, skipped)
         return
     if kind != "aliased":
-        _store(shard.main, main, (part.main, part.main_exponents), key, MAIN, skipped)
+        _store(shard.main, main, part.main, key, MAIN, skipped)
         main = read_main(kind, part, shard.main)
     _keep_or_copy_(part.params, split_master(main)[0] if shard.as_remainders else main.to(part.params.dtype), skipped)
 

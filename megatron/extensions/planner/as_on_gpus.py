@@ -27,7 +27,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import dispatcher, experts
 from megatron.core.tensor_parallel import weight_grad
 from megatron.extensions.fp8 import casts
-from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel, fits
+from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, fits
 
 
 class PlannedFlash:
@@ -210,7 +210,7 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: 
 
     FlashAttention takes tiles as GPUs pack them, and attention with dropout its fused kernel where one is expected.
     Products in 16 bits and in fp8 are added to fp32 weight gradients where they are computed, those of all experts by
-    one kernel; of fp8, Triton's kernel is planned, whatever `weight_grad_choice` finds."""
+    one kernel; of fp8, Triton's kernel is planned, whatever `gemm_choice` finds."""
     stand_ins: list[tuple[Any, str, Any]] = [
         (dispatcher, "on_device", lambda x: True),
         (collectives, "sums_exchanged", lambda x: False),

@@ -19,6 +19,7 @@ from megatron.extensions.fp8 import blockwise
 from megatron.extensions.fp8 import casts as fp8
 from megatron.extensions.fp8.build import RECIPES, Fp8Format
 from megatron.extensions.fp8.cast_transpose import (
+    CastOrder,
     amax_of,
     cast_transpose,
     cast_transpose_noting_amax,
@@ -57,7 +58,7 @@ def by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Scaled:
 def by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tuple[Scaled, Tensor]:
     """The cast, and the amax that is noted."""
     noted = torch.zeros(())
-    pair = cast_transpose_noting_amax(x, multiplier, noted, ROWS, dtype, False)
+    pair = cast_transpose_noting_amax(x, CastOrder(multiplier, noted, ROWS, dtype), False)
     assert pair.rows is not None and pair.row_scale is not None
     return Scaled(pair.rows, pair.row_scale), noted
 

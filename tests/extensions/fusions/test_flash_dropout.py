@@ -30,9 +30,9 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import attention_dropout
 from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.extensions.fusions.attention.flash_dropout import kernel as flash_dropout
-from megatron.extensions.fusions.attention.flash_dropout.bands import band_of
-from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel
+from megatron.extensions.fusions.attention import flash_dropout
+from megatron.extensions.fusions.attention.bands import band_of
+from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
 from tests.triton_cases import compiled, run_apart
 
 SCALE = 0.3
@@ -154,12 +154,12 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
 
 def interpreted() -> None:
     """Takes the kernels for those of the operators, in small blocks."""
-    from megatron.extensions.fusions.attention.flash_dropout import gradients_triton, kernel_triton
+    from megatron.extensions.fusions.attention import flash_dropout_triton as kernels
 
     for name in ("_forward", "_backward"):
         setattr(flash_dropout, name, getattr(flash_dropout, name)._init_fn)
-    flash_dropout._check = lambda q, v: None
-    for table in (kernel_triton.FORWARD, gradients_triton.OF_QUERIES, gradients_triton.OF_KEYS):
+    kernels.check = lambda q, v: None
+    for table in (kernels.FORWARD, kernels.OF_QUERIES, kernels.OF_KEYS):
         table[64] = 16, 16, 4, 1
 
 
@@ -254,30 +254,35 @@ def test_plans_for_gpus_have_no_tiles_of_scores() -> None:
         assert (memory.backward - memory.kept < tile) == fused
 
 
-TYPES = {
-    **dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16"),
-    **dict.fromkeys(("lse", "scale_log2", "delta"), "*fp32"),
-    **dict.fromkeys(("bits", "bounds", "places", "column_bits"), "*i32"),
-    **dict.fromkeys(("scale", "to_log2", "factor"), "fp32"),
-    **{"sample_index": "*i64", "key": "i64"},
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("out", "dq", "dk", "dv"), "*bf16"),
+    **{"lse": "*fp32", "column_bits": "*i32", "prepared": ("*fp32", "*fp32", "*i32"), "limit": "i32"},
+    **{
+        "mask": ("*i64", "*i32", "*i32"),
+        "sizes": ("i32",) * 5,
+        "factors": ("fp32",) * 3,
+        "key": "i64",
+        "head_offset": "i32",
+    },
 }
 
 
 def check_compiled(kernels: Sequence[str], widths: Sequence[int], capabilities: Sequence[int]) -> None:
     """Tensor cores compute all products, and shared memory suffices."""
-    from megatron.extensions.fusions.attention.flash_dropout import gradients_triton, kernel_triton
+    from megatron.extensions.fusions.attention import flash_dropout_triton as triton
 
     found = {
-        "attention_forward": (kernel_triton.attention_forward, kernel_triton.FORWARD, 2),
-        "attention_dq": (gradients_triton.attention_dq, gradients_triton.OF_QUERIES, 3),
-        "attention_dkdv": (gradients_triton.attention_dkdv, gradients_triton.OF_KEYS, 4),
+        "attention_forward": (triton.attention_forward, triton.FORWARD, 2),
+        "attention_dq": (triton.attention_dq, triton.OF_QUERIES, 3),
+        "attention_dkdv": (triton.attention_dkdv, triton.OF_KEYS, 4),
     }
+    rows: Any = triton.Rows("*bf16", "i32", "i32", "i32")  # type: ignore[arg-type]
+    bounds: Any = triton.Bounds("*i32", "i32", "i32")  # type: ignore[arg-type]
+    types = TYPES | dict.fromkeys(("q", "k", "v", "grad"), rows) | {"bounds": bounds}
     for name, width, capability in product(kernels, widths, capabilities):
         kernel, table, products = found[name]
-        types = dict.fromkeys(kernel.arg_names, "i32") | TYPES
         block_n, block_m, warps, stages = table[width]
-        constants = {"WIDTH": width, "V_WIDTH": width, "D": width, "DV": width}
-        constants |= {"BLOCK_N": block_n, "BLOCK_M": block_m}
+        constants = {"WIDTHS": (width,) * 4, "BLOCKS": (block_n, block_m)}
         built = compiled(kernel, types, constants, capability, num_warps=warps, num_stages=stages)
         ptx = built.asm["ptx"]
         # With and without a mask.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.dropout import dropout
 from megatron.extensions.fusions.fused_norm import DropoutMask, add_update, fused_norm
+from megatron.extensions.fusions.kernels.norms import Norm
 
 SAMPLES = torch.tensor([3, 8])
 
@@ -22,7 +23,7 @@ def of_dropout(x: Tensor, compiled: bool) -> Tensor:
     arguments = 0.3, 1234567, SAMPLES, 7
     if compiled:
         mask = DropoutMask.of(update, *arguments)
-        total, z = fused_norm(x, update, weight, None, 1e-3, centered=False, one_plus=False, mask=mask)
+        total, z = fused_norm(x, update, Norm(weight, None, 1e-3, False, False), mask)
     else:
         total = x + dropout(update, *arguments)
         z = F.rms_norm(total, (20,), weight, 1e-3)
@@ -43,9 +44,8 @@ def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> 
     1 + weight as well, which must be that of the weight below 1."""
     x, update, weight, bias = *x.chunk(2, -1), x[0, 0, :20].sin(), x[0, 1, :20].cos()
     if compiled:
-        norm = partial(fused_norm, x, update if added else None, centered=centered, eps=1e-3)
         (total, normed), (_, same) = (
-            norm(weight=w, bias=bias if centered else None, one_plus=one)
+            fused_norm(x, update if added else None, Norm(w, bias if centered else None, 1e-3, centered, one))
             for w, one in ((weight, False), (weight - 1, True))
         )
         normed = (normed + same) / 2

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from megatron.core import compiled_regions, parts
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
@@ -20,7 +21,7 @@ from megatron.training.config.validation import resolve
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
 from tests.harness import run_world, train_in_world
-from tests.triton_cases import round_to_fp8_as_torch, run_apart
+from tests.triton_cases import round_to_fp8_as_torch, run_apart, run_on_cpu
 
 CPU = torch.device("cpu")
 MODEL = (
@@ -164,22 +165,13 @@ def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
 
 def check_interpreted() -> None:
     """The kernels themselves on those operands, in Triton's interpreter, which multiplies no bf16."""
-    from megatron.extensions.fusions.kernels import cast_transpose, heads_cast, norms, swiglu_cast
+    from megatron.extensions.fusions.kernels import cast_transpose, fused_casts, norms
 
     round_to_fp8_as_torch()
     compiled_regions._compiled = lambda function, static: function
-    casts = "_by_amax", "_noting_amax", "_amax", "_transposed"
-    operators = {
-        cast_transpose: casts,
-        norms: ("_norm_cast", "_norm_gradients"),
-        heads_cast: ("_heads_cast",),
-        swiglu_cast: ("_forward", "_backward"),
-    }
-    for module, names in operators.items():
+    for module in (cast_transpose, norms, fused_casts):
         module.runs_triton = lambda x: True  # type: ignore[attr-defined]
-        for name in names:
-            operator = getattr(module, name)
-            operator.register_kernel("cpu", operator._init_fn)
+        run_on_cpu(*(each for each in vars(module).values() if isinstance(each, CustomOpDef)))
     sizes = {"tokens": 96, "length": 48, "hidden": 64, "ffn": 48, "heads": 4, "groups": 2, "head_dim": 64}
     found = RunShapes(**sizes, vocab=0, experts=0, dtype=torch.bfloat16, device=CPU, fp8="delayed")
     said: list[str] = []

@@ -12,7 +12,7 @@ from tests.triton_cases import compiled, run_apart
 
 
 def check_twins(device: str = "cpu") -> None:
-    from megatron.extensions.fusions.kernels.gemms import grouped_products_triton as kernels
+    from megatron.extensions.fusions.kernels import products_triton as kernels
 
     dtypes = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)]
     if device != "cpu":  # fp32 is multiplied in TF32 there
@@ -43,12 +43,12 @@ def check_twins(device: str = "cpu") -> None:
 
 
 def check_compiled() -> None:
-    from megatron.extensions.fusions.kernels.gemms import grouped_products_triton as kernels
+    from megatron.extensions.fusions.kernels import products_triton as kernels
 
     types = {"dy": "*bf16", "x": "*bf16", "ends": "*i32", **dict.fromkeys(("outputs", "inputs", "experts"), "i32")}
     types |= {"width": "i32"}
     for capability, main in product((80, 90), ("fp32", "bf16")):
-        for constants in (kernels.TILE, kernels.TILE | {"inputs": 1}):
+        for constants in (kernels.GROUPED_TILE, kernels.GROUPED_TILE | {"inputs": 1}):
             built = compiled(
                 kernels.add_products_kernel, types | {"out": f"*{main}"}, constants, capability, num_warps=8
             )

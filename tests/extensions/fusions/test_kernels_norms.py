@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core import compiled_regions
 from megatron.core.transformer.rotary import rotate_queries_and_keys
-from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
-from megatron.extensions.fusions.kernels import heads_cast as heads
+from megatron.extensions.fp8.cast_transpose import CastOrder, cast_transpose_with_amax_twin
+from megatron.extensions.fusions.kernels import fused_casts as heads
 from megatron.extensions.fusions.kernels import norms as twins
-from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits, stack_of, stack_tool
+from tests.extensions.fusions.test_kernels_cast import FORMATS, WANTED, assert_cast, casts_of
+from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, run_on_cpu, same_bits, stack_of, stack_tool
 
-FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
-WANTED = ((True, True), (True, False), (False, True))
 EPS = 1e-3
 
 
@@ -74,31 +74,12 @@ def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=eps, atol=steps * eps * max(scale, 0.1), equal_nan=True)
 
 
-def assert_cast(pair: CastPair, of: Tensor, order: CastOrder) -> None:
-    """The casts are those of what the kernel rounded, but for numbers next to a tie."""
-    expected, amax = cast_transpose_with_amax_twin(of, order.multiplier.cpu(), order.wanted, order.dtype)
-    largest = torch.maximum(torch.tensor(0.25), amax)
-    torch.testing.assert_close(order.noted.cpu(), largest, rtol=2**-7, atol=0, equal_nan=True)
-    for found, two in zip(pair, expected, strict=True):
-        one = None if found is None else found.cpu()
-        assert (one is None) == (two is None)
-        if one is not None and two is not None and one.ndim == 2:
-            assert one.shape == two.shape and one.is_contiguous()
-            differ = one.float().nan_to_num(500.0) != two.float().nan_to_num(500.0)
-            assert differ.float().mean() <= 0.01 and differ.sum() <= max(3, 0.004 * differ.numel())
-            torch.testing.assert_close(one.float(), two.float(), rtol=0.3, atol=1e-3, equal_nan=True)
-        elif one is not None and two is not None:
-            assert same_bits(one, two)
-
-
 def check_norms(device: str = "cpu") -> None:
     """The twin is what autograd and a cast make, and the kernel the twin, but for the order of sums. On a GPU the
     kernel alone runs."""
     interpreted = device == "cpu"
     if interpreted:
-        for operator in (twins._norm_cast, twins._norm_gradients):
-            operator.register_kernel("cpu", operator._init_fn)
-        twins.region = lambda function, compiled, static: function
+        run_on_cpu(twins._norm_cast, twins._norm_gradients)
     for number, case in enumerate(cases()):
         total, normed, gradients = plain(case)
         dtype, wanted = FORMATS[number % 2], WANTED[number % 3]
@@ -111,8 +92,8 @@ def check_norms(device: str = "cpu") -> None:
             if interpreted:
                 twins.runs_triton = lambda x, triton=triton: triton
             order = ordered()
-            settings = own.weight, own.bias, EPS, own.bias is not None, own.one_plus
-            found = twins.norm_cast(own.x, own.update, *settings, order)
+            norm = twins.Norm(own.weight, own.bias, EPS, own.bias is not None, own.one_plus)
+            found = twins.norm_cast(own.x, own.update, norm, order)
             assert same_bits(found.total.cpu(), total) and (own.update is None) == (found.total is own.x)
             assert_cast(found.pair, normed, order)
             for sums, casts in ((True, True), (True, False), (False, True)):
@@ -136,8 +117,7 @@ def check_heads(device: str = "cpu") -> None:
     multiplies and adds at once, the kernel alone runs, and numbers next to a tie may differ."""
     interpreted = device == "cpu"
     if interpreted:
-        heads._heads_cast.register_kernel("cpu", heads._heads_cast._init_fn)
-        heads.region = lambda function, compiled, static: function
+        run_on_cpu(heads._heads)
     generator = torch.Generator().manual_seed(2)
     shapes = (75, 2, 2, 3, 64, torch.bfloat16), (7, 1, 3, 1, 128, torch.float32)
     for number, ((s, b, groups, q, d, dtype), turns) in enumerate(product(shapes, (True, False))):
@@ -154,12 +134,12 @@ def check_heads(device: str = "cpu") -> None:
         parts = [part.to(dtype).unflatten(2, (groups, -1)) for part in (*back, grads[2])]
         joined = torch.cat(parts, dim=3).flatten(0, 1).flatten(1)
         grads, tables = (tuple(part.to(device) for part in parts) for parts in (grads, tables))
-        multiplier, settings = torch.tensor(3.7), (WANTED[number % 3], FORMATS[number % 2])
-        expected, amax = heads.cast_transpose_with_amax_twin(joined, multiplier, *settings)
+        on_host = CastOrder(torch.tensor(3.7), torch.tensor(0.25), WANTED[number % 3], FORMATS[number % 2])
+        expected, amax = cast_transpose_with_amax_twin(joined, on_host)
         for triton in (False, True) if interpreted else (True,):
             if interpreted:
                 heads.runs_triton = lambda x, triton=triton: triton
-            order = CastOrder(multiplier.to(device), torch.tensor(0.25).to(device), *settings)
+            order = CastOrder(*(part.to(device).clone() for part in on_host[:2]), *on_host[2:])
             assert heads.casts_heads(grads, tables)
             found = heads.heads_gradient_cast(grads, tables, order)
             if not interpreted:
@@ -174,6 +154,7 @@ def check_heads(device: str = "cpu") -> None:
 
 def check_interpreted() -> None:
     round_to_fp8_as_torch()
+    compiled_regions._compiled = lambda function, static: function
     check_norms()
     check_heads()
 
@@ -205,26 +186,22 @@ NAMED = (
 CAPABILITIES = (80, "fp8e5"), (90, "fp8e4nv")
 
 
-def norm_types(fp8: str) -> dict[str, str]:
-    types = dict.fromkeys(("x", "update", "weight", "bias", "total", "of_total", "of_normed", "dx", "out"), "*bf16")
-    types |= dict.fromkeys(("multiplier", "inverse", "mean", "part_sums", "parts", "scale", "noted"), "*fp32")
-    types |= {"state": "*i32", "eps": "fp32", "rows": f"*{fp8}", "columns": f"*{fp8}"}
+def norm_types(fp8: str, centered: bool, casts: bool = True) -> dict[str, Any]:
+    from megatron.extensions.fusions.kernels.norms_triton import Backward as Given
+
+    types: dict[str, Any] = dict.fromkeys(("x", "update", "weight", "total", "dx", "out"), "*bf16")
+    types |= dict.fromkeys(("inverse", "part_sums", "parts"), "*fp32")
+    mean = "*fp32" if centered else None
+    types |= {"eps": "fp32", "bias": "*bf16" if centered else None, "mean": mean}
+    types |= {"casts": casts_of(fp8) if casts else None, "given": Given(*["*bf16"] * 4, "*fp32", mean)}  # type: ignore
     return types | dict.fromkeys(("n", "h", "steps", "count", "width"), "i32")
-
-
-def norm_constants(fp8: str, casts: bool, **others: int) -> dict[str, object]:
-    from triton import language as tl
-
-    formats = {"fp8e5": tl.float8e5, "fp8e4nv": tl.float8e4nv}
-    wanted = dict.fromkeys(("NOTES", "ROWS", "COLUMNS"), casts)
-    return {"ADDS": True, "ONE_PLUS": False, "FORMAT": formats[fp8], "LARGEST": 448.0, **wanted, **others}
 
 
 def compiled_forward(h: int, centered: bool, capability: int, fp8: str) -> Any:
     from megatron.extensions.fusions.kernels import norms_triton as kernels
 
-    constants = norm_constants(fp8, True, CENTERED=centered, BIAS=centered, **kernels.tile_of(h))
-    return compiled(kernels.norm_cast_rows, norm_types(fp8), constants, capability, num_warps=kernels.WARPS)
+    constants = {"ONE_PLUS": False, "TILE": kernels.tile_of(h)}
+    return compiled(kernels.norm_cast_rows, norm_types(fp8, centered), constants, capability, num_warps=kernels.WARPS)
 
 
 def compiled_backward(case: Backward, capability: int, fp8: str) -> Any:
@@ -232,10 +209,8 @@ def compiled_backward(case: Backward, capability: int, fp8: str) -> Any:
 
     chunked, tile = kernels.gradient_tile(case.h, case.casts)
     kernel = kernels.norm_gradient_chunks if chunked else kernels.norm_gradient_rows
-    settings = {"CENTERED": case.centered, "SUMS": case.sums, "CASTS": case.casts, **tile}
-    constants = norm_constants(fp8, case.casts, **settings)
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    return compiled(kernel, norm_types(fp8), constants, capability, num_warps=kernels.WARPS)
+    types, constants = norm_types(fp8, case.centered, case.casts), {"ONE_PLUS": False, "SUMS": case.sums, "TILE": tile}
+    return compiled(kernel, types, constants, capability, num_warps=kernels.WARPS)
 
 
 def check_compiled_norms() -> None:
@@ -252,7 +227,7 @@ def check_compiled_norms() -> None:
             assert expected <= loads <= expected + 4, loads
             assert "st.global.b8" not in built.asm["ptx"] and "ld.global.b16" not in built.asm["ptx"]
         parts = {"SUMMED": kernels.SUMMED, "PARTS": kernels.SUMMED_PARTS}
-        assert compiled(kernels.add_parts, norm_types(fp8), parts, capability).asm["cubin"]
+        assert compiled(kernels.add_parts, norm_types(fp8, False), parts, capability).asm["cubin"]
 
 
 def check_registers(capability: int, fp8: str) -> None:
@@ -273,30 +248,14 @@ def check_registers_of_sm_90() -> None:
 
 
 def check_compiled_heads() -> None:
-    from triton import language as tl
+    from megatron.extensions.fusions.kernels import casts_triton as kernels
 
-    from megatron.extensions.fusions.kernels import heads_cast_triton as kernels
-
-    types = {**dict.fromkeys(("dq", "dk", "dv", "cos", "sin"), "*bf16"), "multiplier": "*fp32", "state": "*i32"}
-    types |= {"scale": "*fp32", "noted": "*fp32"}
+    types: dict[str, Any] = dict.fromkeys(("dq", "dk", "dv", "cos", "sin"), "*bf16")
     types |= dict.fromkeys(("n", "groups", "q_per_group"), "i32")
-    for capability, name, dtype in (
-        (80, "fp8e5", tl.float8e5),
-        (90, "fp8e5", tl.float8e5),
-        (90, "fp8e4nv", tl.float8e4nv),
-    ):
-        outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
-        constants = {
-            "NOTES": True,
-            "TURNS": True,
-            "ROWS": True,
-            "COLUMNS": True,
-            "FORMAT": dtype,
-            "LARGEST": 448.0,
-            "HALF": 64,
-        }
-        constants |= {"TILE_N": kernels.TILE_N}
-        ptx = compiled(kernels.head_tiles, types | outputs, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
+    constants = {"HALF": 64, "TILE_N": kernels.TILE}
+    for capability, name in ((80, "fp8e5"), (90, "fp8e5"), (90, "fp8e4nv")):
+        given = types | {"casts": casts_of(name)}
+        ptx = compiled(kernels.head_tiles, given, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
         # A thread has 32 elements of each half, of cosines and of sines: four loads of 16 bytes of each.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 16 and "st.global.b8" not in ptx
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8

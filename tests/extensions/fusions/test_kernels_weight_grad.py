@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel.parameters import ColumnLinear
 from megatron.extensions.fp8.build import Fp8Format
 from megatron.extensions.fp8.casts import E4M3, E5M2, Scaled
 from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fusions import weight_grad_choice
-from megatron.extensions.fusions.kernels.gemms import cublaslt
-from megatron.extensions.fusions.weight_grad_choice import ProductShape, WeightGradKernel
+from megatron.extensions.fusions import gemm_choice
+from megatron.extensions.fusions.gemm_choice import ProductShape, WeightGradKernel
+from megatron.extensions.fusions.kernels import cublaslt
 from tests.harness import tp_context
 from tests.triton_cases import compiled, run_apart
 
@@ -40,7 +40,7 @@ def check_sums() -> None:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    from megatron.extensions.fusions.kernels.gemms import fp8_weight_grad_triton as kernels
+    from megatron.extensions.fusions.kernels import products_triton as kernels
 
     # The interpreter multiplies fp16 and fp32 alone.
     formats = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
@@ -78,28 +78,8 @@ def test_interpreted_sums_are_the_definition() -> None:
     run_apart(check_sums, interpret=True)
 
 
-def check_errors() -> None:
-    """What Triton cannot launch is told as torch tells it, so that another kernel takes its place."""
-    from triton.runtime.errors import OutOfResources
-
-    from megatron.extensions.fusions.kernels.gemms import fp8_weight_grad_triton as kernels
-
-    class Large:
-        def __getitem__(self, grid: object) -> Any:
-            raise OutOfResources(300_000, 100_000, "shared memory")
-
-    kernels.add_product_kernel = Large()
-    a, b = (torch.zeros(16, 16).to(E4M3) for _ in range(2))
-    with pytest.raises(RuntimeError, match="weight gradient in fp8: out of resource: shared memory"):
-        kernels.add_product_(torch.zeros(16, 16), a, b, torch.ones(()), torch.ones(()))
-
-
-def test_what_triton_cannot_launch_is_a_runtime_error() -> None:
-    run_apart(check_errors, interpret=False)
-
-
 def check_compiled() -> None:
-    from megatron.extensions.fusions.kernels.gemms import fp8_weight_grad_triton as kernels
+    from megatron.extensions.fusions.kernels import products_triton as kernels
 
     types = {"out": "*fp32", "b": "*fp8e4nv", **dict.fromkeys(("a_scale", "b_scale"), "*fp32")}
     types |= dict.fromkeys(("outputs", "inputs", "n"), "i32")
@@ -245,32 +225,32 @@ def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.M
             for n, (o, i) in enumerate(sizes)
         ]
     )
-    right = weight_grad_choice.add_product_
+    right = gemm_choice.add_product_
 
     def add(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
         right("triton" if kernel == "triton" else "torch", out, dy, x, overwrite)
         if kernel == "cublaslt" and out.shape == (32, 16):
             out[-1, -1] += 100.0
 
-    monkeypatch.setattr(weight_grad_choice, "add_product_", add)
+    monkeypatch.setattr(gemm_choice, "add_product_", add)
     seconds = iter([0.1, 0.2, 0.3])
 
     def clock(run: Callable[[], object]) -> float:
         run()
         return next(seconds)
 
-    found = weight_grad_choice.choose_weight_grads([net], 64, "tensorwise", Axis(), CPU, clock)
+    found = gemm_choice.choose_weight_grads([net], 64, "tensorwise", Axis(), CPU, clock)
     small, large = ProductShape(16, 32, 64), ProductShape(32, 16, 64)
     assert list(found) == [small, large]
     inf = float("inf")
     assert found[small].seconds == {"triton": inf, "cublaslt": 0.1, "torch": 0.2}
     assert found[large].seconds == {"triton": inf, "cublaslt": inf, "torch": 0.3}
-    assert weight_grad_choice.WEIGHT_GRADS.chosen == {small: "cublaslt", large: "torch"}
-    weight_grad_choice.WEIGHT_GRADS.chosen.clear()
+    assert gemm_choice.WEIGHT_GRADS.chosen == {small: "cublaslt", large: "torch"}
+    gemm_choice.WEIGHT_GRADS.chosen.clear()
 
 
 def test_sums_that_a_kernel_cannot_take_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_grad_choice, "runs_triton", lambda out: True)
+    monkeypatch.setattr(gemm_choice, "runs_triton", lambda out: True)
     dy, x = operand(16, 32, E5M2, "matrix"), operand(8, 32, E4M3, "matrix")
     memory = torch.zeros(16 * 8 + 8)
     aligned, odd = (memory[start : start + 16 * 8].view(16, 8) for start in (0, 1))

@@ -19,10 +19,9 @@ from megatron.core.parts import KERNELS
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
 from megatron.extensions.fp8.flags import Fp8Flags
-from megatron.extensions.fusions import fused_norm, residual_choice
-from megatron.extensions.fusions import residual_choice as fused
+from megatron.extensions.fusions import fused_norm, gemm_choice
 from megatron.extensions.fusions.fused_norm import add_update
-from megatron.extensions.fusions.kernels.gemms import cublaslt
+from megatron.extensions.fusions.kernels import cublaslt
 from megatron.extensions.fusions.layer import takes_addend
 from tests.gpt_cases import FP64, STYLES, random_batch
 
@@ -103,9 +102,9 @@ def addends(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def noted(x: Tensor, weight: Tensor, addend: Tensor, *args: Any) -> Tensor:
         found.append(addend)
-        return fused.RESIDUAL_GEMM.run(x, weight, addend, *args)
+        return gemm_choice.RESIDUAL_GEMM.run(x, weight, addend, *args)
 
-    kernel = replace(fused.RESIDUAL_GEMM, run=noted, suits=lambda *operands: True)
+    kernel = replace(gemm_choice.RESIDUAL_GEMM, run=noted, suits=lambda *operands: True)
     monkeypatch.setattr(parts, "_kernel", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
     return found
 
@@ -135,7 +134,7 @@ def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], ad
     for module in (blocks[1].mlp, blocks[1].self_attention.linear_proj):
         module.register_forward_hook(lambda module, args, output: None)
     assert not any(takes_addend(block.mlp) or takes_addend(block.self_attention) for block in blocks[:2])
-    residual_choice.keep_additions_in_norms([model])
+    gemm_choice.keep_additions_in_norms([model])
     assert not takes_addend(blocks[2].mlp)
 
 
@@ -150,7 +149,7 @@ def test_products_in_fp8_are_added_within_rounding(recipe: str, added: list[Tens
     for adds in (True, False):
         model = GPTModel(config, fp8)
         if not adds:
-            residual_choice.keep_additions_in_norms([model])
+            gemm_choice.keep_additions_in_norms([model])
         loss = model(None, batch)
         trained = {name: weight for name, (weight, _) in model.named_metas().items() if weight.requires_grad}
         gradients = torch.autograd.grad(loss, list(trained.values()))
@@ -189,13 +188,13 @@ def test_additions_are_in_the_gemm_where_it_is_right_and_not_much_slower(
         run()
         return next(seconds)
 
-    found = residual_choice.choose_additions([model], 64, Axis(), torch.device("cpu"), clock)
-    names = {shape.inputs: residual_choice.place_of(choice) for shape, choice in found.items()}
+    found = gemm_choice.choose_additions([model], 64, Axis(), torch.device("cpu"), clock)
+    names = {shape.inputs: gemm_choice.place_of(choice) for shape, choice in found.items()}
     assert names == {config.hidden_size: "GEMM", config.ffn_size: "norm"}
     for block in model.decoder.layers:
         assert takes_addend(block.self_attention) and not takes_addend(block.mlp)
-    near, slow = (residual_choice.Choice({"GEMM": seconds, "norm": 1.0}) for seconds in (1.05, 1.2))
-    assert [residual_choice.place_of(choice) for choice in (near, slow)] == ["GEMM", "norm"]
+    near, slow = (gemm_choice.Choice({"GEMM": seconds, "norm": 1.0}) for seconds in (1.05, 1.2))
+    assert [gemm_choice.place_of(choice) for choice in (near, slow)] == ["GEMM", "norm"]
 
 
 def test_stages_send_the_sum(added: list[Tensor]) -> None:

@@ -25,7 +25,7 @@ from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Flash2, Lengths, Sequences, Window
-from megatron.extensions.fusions.attention.flash_dropout.kernel import FlashDropoutKernel
+from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
 
 MODULE = "flash_attn_interface"
 

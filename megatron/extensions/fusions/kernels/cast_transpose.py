@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.extensions.fp8.cast_transpose import (
-    SMALLEST_AMAX,
     CastOrder,
     CastPair,
     amax_of,
@@ -18,10 +17,72 @@ from megatron.extensions.fp8.cast_transpose import (
     cast_transpose_noting_amax,
     transpose,
 )
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton, triton_operator
 
 TOLERANCE = 2.0**-7
 """Numbers at the middle between two of fp8 may be rounded to either: a few of all."""
+
+MODULE = "kernels.casts_triton"
+
+CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
+"""The parts of a `CastOrder`, which operators that cast take last. These return the casts that are wanted, by rows
+first, and the scale: each tensor once, as an operator must."""
+
+
+def cast_by(operator: Callable[..., list[Tensor]], cast: CastOrder, *operands: Any) -> CastPair:
+    """The casts that an operator makes."""
+    *values, scale = operator(*operands, *cast)
+    return paired(values, [scale], cast.wanted)
+
+
+def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
+    """Values and scales as `wanted`, by rows first, or one scale for both."""
+    rows, columns = wanted
+    by_rows = (values[0], scales[0]) if rows else (None, None)
+    return CastPair(*by_rows, *((values[-1], scales[-1]) if columns else (None, None)))
+
+
+def made_casts(
+    x: Tensor, size: tuple[int, int], _: Any, noted: Any, wanted: list[bool], dtype: torch.dtype
+) -> list[Tensor]:
+    """What an operator returns that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
+    wanted, and the scale."""
+    sizes = [shape for shape, wants in zip((size, size[::-1]), wanted, strict=True) if wants]
+    return [*(x.new_empty(shape, dtype=dtype) for shape in sizes), x.new_empty((), dtype=torch.float32)]
+
+
+def wide(x: Tensor) -> Tensor:
+    """16 bits in fp32."""
+    return x.float() if x.itemsize == 2 else x
+
+
+def _fake_cast(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    wanted = [(amax, shape) for amax, shape in ((row_amax, x.shape), (column_amax, x.shape[::-1])) if amax is not None]
+    vector = wanted[0][0].ndim > 0
+    sizes = [(shape[0], 1) for _, shape in wanted] if vector else [()]
+    values = [x.new_empty(shape, dtype=dtype) for _, shape in wanted]
+    return values + [x.new_empty(size, dtype=torch.float32) for size in sizes]
+
+
+def _fake_amax(x: Tensor, wanted: list[bool]) -> list[Tensor]:
+    shapes = [shape for shape, wants in zip(((x.shape[0], 1), (1, x.shape[1])), wanted, strict=True) if wants]
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+_by_amax = triton_operator(
+    f"{MODULE}:cast_transpose",
+    "(Tensor x, Tensor? row_amax, Tensor? column_amax, ScalarType dtype) -> Tensor[]",
+    _fake_cast,
+)
+_noting_amax = triton_operator(
+    f"{MODULE}:cast_transpose_noting_amax",
+    f"(Tensor x, {CAST}) -> Tensor[]",
+    lambda x, *cast: made_casts(x, (x.shape[0], x.shape[1]), *cast),
+)
+_amax = triton_operator(f"{MODULE}:amax_of_rows_and_columns", "(Tensor x, bool[] wanted) -> Tensor[]", _fake_amax)
+_transposed = triton_operator(
+    f"{MODULE}:transposed_bytes", "(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape[::-1])
+)
 
 
 def _cast(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, _: bool) -> CastPair:
@@ -30,20 +91,9 @@ def _cast(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype:
     return paired(made[: sum(wanted)], made[sum(wanted) :], wanted)
 
 
-def _cast_noting(
-    x: Tensor, multiplier: Tensor, noted: Tensor | None, wanted: tuple[bool, bool], dtype: torch.dtype, _: bool
-) -> CastPair:
-    *values, scale = _noting_amax(x, multiplier, noted, *wanted, dtype)
-    return paired(values, [scale], wanted)
-
-
 def _amax_of_rows_and_columns(x: Tensor, wanted: tuple[bool, bool], _: bool) -> tuple[Tensor | None, Tensor | None]:
-    found = _amax(x, *wanted)
+    found = _amax(x, wanted)
     return found[0] if wanted[0] else None, found[-1] if wanted[1] else None
-
-
-def _transpose(values: Tensor, _: bool) -> Tensor:
-    return _transposed(values.view(torch.uint8)).view(values.dtype)
 
 
 def on_triton(x: Tensor, *_: Any) -> bool:
@@ -62,7 +112,7 @@ def order_of(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> CastOrder:
 
 
 E4M3 = torch.float8_e4m3fn
-CAST = FusedKernel(
+CAST_BY_AMAX = FusedKernel(
     _cast,
     cast_transpose,
     lambda x, *_: runs_triton(x) and x.numel() > 0,
@@ -70,10 +120,10 @@ CAST = FusedKernel(
     TOLERANCE,
 )
 CAST_NOTING = FusedKernel(
-    _cast_noting,
+    lambda x, cast, compiled: cast_by(_noting_amax, cast, x),
     cast_transpose_noting_amax,
     on_triton,
-    lambda shapes: ((x, *order_of(x), True) for x in casts_of(shapes)),
+    lambda shapes: ((x, order_of(x), True) for x in casts_of(shapes)),
     TOLERANCE,
 )
 AMAX = FusedKernel(
@@ -84,86 +134,9 @@ AMAX = FusedKernel(
     0.0,
 )
 TRANSPOSE = FusedKernel(
-    _transpose, transpose, on_triton, lambda shapes: ((x.to(E4M3), True) for x in casts_of(shapes)), 0.0
+    lambda values, compiled: _transposed(values.view(torch.uint8)).view(values.dtype),
+    transpose,
+    on_triton,
+    lambda shapes: ((x.to(E4M3), True) for x in casts_of(shapes)),
+    0.0,
 )
-
-
-def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
-    """What an operator returned: values and scales as `wanted`, by rows first, or one scale for both."""
-    rows, columns = wanted
-    return CastPair(
-        values[0] if rows else None,
-        scales[0] if rows else None,
-        values[-1] if columns else None,
-        scales[-1] if columns else None,
-    )
-
-
-def made_casts(x: Tensor, size: tuple[int, int], rows: bool, columns: bool, dtype: torch.dtype) -> list[Tensor]:
-    """What an operator returns that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
-    wanted, and the scale."""
-    sizes = [shape for shape, wants in ((size, rows), (size[::-1], columns)) if wants]
-    return [*(x.new_empty(shape, dtype=dtype) for shape in sizes), x.new_empty((), dtype=torch.float32)]
-
-
-def wide(x: Tensor) -> Tensor:
-    """16 bits in fp32."""
-    return x.float() if x.itemsize == 2 else x
-
-
-# The operators return what is wanted, by rows first; each tensor once, as an operator must.
-
-
-@torch.library.custom_op("megatron::cast_transpose", mutates_args=(), device_types="cuda")
-def _by_amax(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    from megatron.extensions.fusions.kernels import cast_transpose_triton
-
-    return cast_transpose_triton.cast_by_amax(x, row_amax, column_amax, dtype, SMALLEST_AMAX)
-
-
-@_by_amax.register_fake
-def _(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    wanted = [(amax, shape) for amax, shape in ((row_amax, x.shape), (column_amax, x.shape[::-1])) if amax is not None]
-    vector = wanted[0][0].ndim > 0
-    sizes = [(shape[0], 1) for _, shape in wanted] if vector else [()]
-    values = [x.new_empty(shape, dtype=dtype) for _, shape in wanted]
-    return values + [x.new_empty(size, dtype=torch.float32) for size in sizes]
-
-
-@torch.library.custom_op("megatron::cast_transpose_noting_amax", mutates_args=("noted",), device_types="cuda")
-def _noting_amax(
-    x: Tensor, multiplier: Tensor, noted: Tensor | None, rows: bool, columns: bool, dtype: torch.dtype
-) -> list[Tensor]:
-    from megatron.extensions.fusions.kernels import cast_transpose_triton
-
-    return cast_transpose_triton.cast_noting_amax(x, multiplier, noted, rows, columns, dtype)
-
-
-@_noting_amax.register_fake
-def _(x: Tensor, multiplier: Tensor, noted: Tensor | None, *cast: Any) -> list[Tensor]:
-    return made_casts(x, (x.shape[0], x.shape[1]), *cast)
-
-
-@torch.library.custom_op("megatron::amax_of_rows_and_columns", mutates_args=(), device_types="cuda")
-def _amax(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
-    from megatron.extensions.fusions.kernels import cast_transpose_triton
-
-    return cast_transpose_triton.amax_of_rows_and_columns(x, rows, columns)
-
-
-@_amax.register_fake
-def _(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
-    shapes = [shape for shape, wants in (((x.shape[0], 1), rows), ((1, x.shape[1]), columns)) if wants]
-    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
-
-
-@torch.library.custom_op("megatron::transposed_bytes", mutates_args=(), device_types="cuda")
-def _transposed(x: Tensor) -> Tensor:
-    from megatron.extensions.fusions.kernels import cast_transpose_triton
-
-    return cast_transpose_triton.transposed(x)
-
-
-@_transposed.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[::-1])

@@ -5,6 +5,8 @@ each is read the second time. The largest logit and the sum are kept for each th
 in every block: a block then costs no exchange between threads, and one exponential more a thread.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import torch
@@ -17,58 +19,23 @@ from megatron.extensions.fusions.kernel_choice import multiprocessors
 THREADS, EACH, WARPS = 1024, 16, 32
 """Threads of a program, and neighbouring columns of a block that one of them has: 32 bytes of bf16."""
 
-LOWEST = float(torch.finfo(torch.float32).min)
+LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
 """Below all logits. Differences from it are finite, unlike those from minus infinity."""
 
 
 @triton.jit
-def loss_and_gradient(  # type: ignore[no-untyped-def]
-    logits,
-    labels,
-    losses,
-    n,
-    width,
-    columns,
-    z_loss,
-    LOWEST: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    """Overwrites rows of `logits` [n, width] by the gradients of their losses [n]; `columns` are no padding."""
+def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
+    """Overwrites rows of `logits` [n, width] by the gradients of their losses [n]; `columns` are no padding. `z_loss`
+    is None where it is 0."""
     block = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     for step in range(0, tl.cdiv(n, tl.num_programs(0))):
         row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
         if row < n:
-            loss_and_gradient_of_row(
-                logits + row * width,
-                labels + row,
-                losses + row,
-                block,
-                width,
-                columns,
-                z_loss,
-                LOWEST,
-                Z_LOSS,
-                THREADS,
-                EACH,
-            )
+            _of_row(logits + row * width, labels + row, losses + row, block, width, columns, z_loss, THREADS, EACH)
 
 
 @triton.jit
-def loss_and_gradient_of_row(  # type: ignore[no-untyped-def]
-    place,
-    labels,
-    losses,
-    block,
-    width,
-    columns,
-    z_loss,
-    LOWEST: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-):
+def _of_row(place, labels, losses, block, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
     """Overwrites the row at `place`."""
     label = tl.load(labels)
     target = tl.load(place + label).to(tl.float32)
@@ -84,7 +51,7 @@ def loss_and_gradient_of_row(  # type: ignore[no-untyped-def]
     whole = tl.sum(total * tl.exp(top - highest), axis=0)
     loss = tl.log(whole) + (highest - target)
     factor = 1.0 / whole
-    if Z_LOSS:
+    if z_loss is not None:
         log_sum = tl.log(whole) + highest
         loss += z_loss * log_sum * log_sum
         factor *= 1.0 + 2.0 * z_loss * log_sum
@@ -99,7 +66,7 @@ def loss_and_gradient_of_row(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scale_row(x, factors, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_row(x, factors, width, BLOCK: tl.constexpr):
     """Multiplies the row of x [n, width] by its factor, in place."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors + row)
@@ -118,9 +85,9 @@ def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_c
     n, width = logits.shape
     losses = torch.empty(n, device=logits.device)
     if n:
-        programs, constants = min(n, multiprocessors(logits.device)), (LOWEST, z_loss_coeff != 0, THREADS, EACH)
-        operands = logits, labels, losses, n, width, vocab_size, float(z_loss_coeff)
-        loss_and_gradient[(programs,)](*operands, *constants, num_warps=WARPS)
+        programs, z_loss = min(n, multiprocessors(logits.device)), float(z_loss_coeff) or None
+        operands = logits, labels, losses, n, width, vocab_size, z_loss, THREADS, EACH
+        loss_and_gradient[(programs,)](*operands, num_warps=WARPS)
     return losses
 
 

@@ -13,14 +13,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.compiled_regions import region
 from megatron.core.parts import operation
-from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, note
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
-from megatron.extensions.fusions.kernels.cast_transpose import TOLERANCE, made_casts, order_of, paired, wide
+from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, noting
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton, triton_operator
+from megatron.extensions.fusions.kernels.cast_transpose import CAST, TOLERANCE, made_casts, order_of, paired, wide
 
 WIDEST = 2**14
 """Elements of the longest rows whose kernels are Triton's: a program of the forward holds whole rows in registers."""
+
+
+class Norm(NamedTuple):
+    """A norm over the last dim, `centered` (LayerNorm, arXiv:1607.06450) or not (RMSNorm, arXiv:1910.07467). With
+    `one_plus` 1 is added to the weight."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centered: bool
+    one_plus: bool
 
 
 class NormedCast(NamedTuple):
@@ -43,29 +53,16 @@ class NormGradients(NamedTuple):
 
 
 @operation
-def norm_cast(
-    x: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centered: bool,
-    one_plus: bool,
-    cast: CastOrder,
-) -> NormedCast:
+def norm_cast(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> NormedCast:
     """x + update of x, update [n, h], and the norm of that, cast; the total is x itself without an update."""
-    settings = weight, bias, eps, centered, one_plus
-    twin = region(norm_cast_twin, True, static=True)
-    total, statistics, pair, amax = twin(x, update, *settings, cast.multiplier, cast.wanted, cast.dtype)
-    note(cast.noted, amax)
+    total, statistics, pair = noting(norm_cast_twin, True, x, update, norm, cast)
     return NormedCast(x if total is None else total, statistics, pair)
 
 
-def _by_triton(x: Tensor, update: Tensor | None, *settings_and_cast: Any) -> NormedCast:
-    *settings, cast = settings_and_cast
-    made = _norm_cast(x, update, *settings, cast.multiplier, cast.noted, *cast.wanted, cast.dtype)
-    total, centered = x if update is None else made.pop(0), settings[3]
-    statistics = tuple(made.pop(0) for _ in range(1 + centered))
+def _by_triton(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> NormedCast:
+    made = _norm_cast(x, update, *norm, *cast)
+    total = x if update is None else made.pop(0)
+    statistics = tuple(made.pop(0) for _ in range(1 + norm.centered))
     return NormedCast(total, statistics, paired(made[:-1], made[-1:], cast.wanted))
 
 
@@ -82,29 +79,18 @@ def norm_gradients(
 ) -> NormGradients:
     """Gradients from those of the sum, `of_total`, and of its norm, [n, h]. With `sums` the sum over rows as well, with
     `cast` the casts."""
-    operands = total, of_total, of_normed, weight, statistics, one_plus, sums
-    multiplier, _, wanted, dtype = cast or (None, None, (False, False), None)
-    gradients, amax = region(norm_gradients_twin, True, static=True)(*operands, multiplier, wanted, dtype)
-    if cast is not None and amax is not None:
-        note(cast.noted, amax)
+    operands = total, of_total, of_normed, weight, statistics, one_plus, sums, cast
+    gradients: NormGradients = noting(norm_gradients_twin, True, *operands)
     return gradients
 
 
-def _gradients_by_triton(
-    total: Tensor,
-    of_total: Tensor | None,
-    of_normed: Tensor,
-    weight: Tensor,
-    statistics: tuple[Tensor, ...],
-    one_plus: bool,
-    sums: bool,
-    cast: CastOrder | None,
-) -> NormGradients:
-    multiplier, noted, wanted, dtype = cast or (None, None, (False, False), torch.float8_e5m2)
-    order = multiplier, noted, *wanted, dtype
-    dx, summed, *made = _norm_gradients(total, of_total, of_normed, weight, list(statistics), one_plus, sums, *order)
+def _gradients_by_triton(total: Tensor, *operands_and_cast: Any) -> NormGradients:
+    *operands, statistics, one_plus, sums, cast = operands_and_cast
+    order = cast or (None, None, (False, False), torch.float8_e5m2)
+    dx, summed, *made = _norm_gradients(total, *operands, list(statistics), one_plus, sums, *order)
     of_parameters, row_sum = [*summed[: len(statistics)]], summed[-1] if sums else None
-    return NormGradients(dx, of_parameters, row_sum, None if cast is None else paired(made[:-1], made[-1:], wanted))
+    pair = None if cast is None else paired(made[:-1], made[-1:], cast.wanted)
+    return NormGradients(dx, of_parameters, row_sum, pair)
 
 
 def _fits(x: Tensor, *_: Any) -> bool:
@@ -112,16 +98,14 @@ def _fits(x: Tensor, *_: Any) -> bool:
     return runs_triton(x) and x.numel() > 0 and x.shape[1] <= WIDEST and x.dtype != torch.float64
 
 
-def normalized(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, one_plus: bool
-) -> tuple[Tensor, ...]:
+def normalized(x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
     """(norm of each row of x [..., h], 1 / its standard deviation or root mean square, and of LayerNorm its mean)"""
     rows = wide(x)
-    mean = rows.mean(-1, keepdim=True) if centered else None
+    mean = rows.mean(-1, keepdim=True) if norm.centered else None
     rows = rows if mean is None else rows - mean
-    inverse = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-    normed = rows * inverse * _scale(weight, one_plus)
-    normed = normed if bias is None else normed + wide(bias)
+    inverse = torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm.eps)
+    normed = rows * inverse * _scale(norm.weight, norm.one_plus)
+    normed = normed if norm.bias is None else normed + wide(norm.bias)
     return (normed.to(x.dtype), inverse) if mean is None else (normed.to(x.dtype), inverse, mean)
 
 
@@ -153,127 +137,78 @@ def _scale(weight: Tensor, one_plus: bool) -> Tensor:
     return wide(weight) + 1 if one_plus else wide(weight)
 
 
-def norm_cast_twin(
-    x: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centered: bool,
-    one_plus: bool,
-    multiplier: Tensor,
-    wanted: tuple[bool, bool],
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, tuple[Tensor, ...], CastPair, Tensor]:
-    """`norm_cast` in torch, but for the note: the total if there is an update, statistics, casts and the amax."""
+Normed = tuple[Tensor | None, tuple[Tensor, ...], CastPair]
+
+
+def norm_cast_twin(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> tuple[Normed, Tensor]:
+    """`norm_cast` in torch, but for the note: (the total if there is an update, statistics, casts), and the amax."""
     total = x if update is None else x + update
-    normed, *statistics = normalized(total, weight, bias, eps, centered, one_plus)
-    pair, amax = cast_transpose_with_amax_twin(normed, multiplier, wanted, dtype)
-    return None if update is None else total, tuple(statistics), pair, amax
+    normed, *statistics = normalized(total, norm)
+    pair, amax = cast_transpose_with_amax_twin(normed, cast)
+    return (None if update is None else total, tuple(statistics), pair), amax
 
 
-def norm_gradients_twin(
-    total: Tensor,
-    of_total: Tensor | None,
-    of_normed: Tensor,
-    weight: Tensor,
-    statistics: tuple[Tensor, ...],
-    one_plus: bool,
-    sums: bool,
-    multiplier: Tensor | None,
-    wanted: tuple[bool, bool],
-    dtype: torch.dtype | None,
-) -> tuple[NormGradients, Tensor | None]:
+def norm_gradients_twin(total: Tensor, *operands: Any) -> tuple[NormGradients, Tensor | None]:
     """`norm_gradients` in torch, but for the note: also returns the amax."""
-    dx, *of_parameters = gradients_of_norm(total, of_total, of_normed, weight, statistics, one_plus)
+    *of_norm, sums, cast = operands
+    dx, *of_parameters = gradients_of_norm(total, *of_norm)
     row_sum = wide(dx).sum(0).to(dx.dtype) if sums else None
-    pair = amax = None
-    if multiplier is not None and dtype is not None:
-        pair, amax = cast_transpose_with_amax_twin(dx, multiplier, wanted, dtype)
+    pair, amax = (None, None) if cast is None else cast_transpose_with_amax_twin(dx, cast)
     return NormGradients(dx, of_parameters, row_sum, pair), amax
 
 
-@torch.library.custom_op("megatron::norm_cast", mutates_args=("noted",), device_types="cuda")
-def _norm_cast(
-    x: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centered: bool,
-    one_plus: bool,
-    multiplier: Tensor,
-    noted: Tensor | None,
-    rows: bool,
-    columns: bool,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """The total, if there is an update, statistics, casts by rows and by columns, as wanted, and their scale."""
-    from megatron.extensions.fusions.kernels import norms_triton
-
-    settings = weight, bias, eps, centered, one_plus
-    return norms_triton.norm_cast(x, update, *settings, multiplier, noted, (rows, columns), dtype)
-
-
-@_norm_cast.register_fake
-def _(
+def _fake_norm_cast(
     x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, *rest: Any
 ) -> list[Tensor]:
     statistics = [x.new_empty((x.shape[0], 1), dtype=torch.float32) for _ in range(1 + centered)]
-    casts = made_casts(x, (x.shape[0], x.shape[1]), *rest[-3:])
+    casts = made_casts(x, (x.shape[0], x.shape[1]), *rest[1:])
     return [*([] if update is None else [torch.empty_like(x)]), *statistics, *casts]
 
 
-@torch.library.custom_op("megatron::norm_gradients", mutates_args=("noted",), device_types="cuda")
-def _norm_gradients(
-    total: Tensor,
-    of_total: Tensor | None,
-    of_normed: Tensor,
-    weight: Tensor,
-    statistics: list[Tensor],
-    one_plus: bool,
-    sums: bool,
-    multiplier: Tensor | None,
-    noted: Tensor | None,
-    rows: bool,
-    columns: bool,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """Gradients of the total, and in one tensor [., h] of the parameters and with `sums` the sum of the first; with a
-    multiplier casts by rows and by columns, as wanted, and their scale."""
-    from megatron.extensions.fusions.kernels import norms_triton
-
-    operands = total, of_total, of_normed, weight, statistics, one_plus, sums
-    return norms_triton.norm_gradients(*operands, multiplier, noted, (rows, columns), dtype)
-
-
-@_norm_gradients.register_fake
-def _(
+def _fake_gradients(
     total: Tensor, of_total: Tensor | None, of_normed: Tensor, weight: Tensor, statistics: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    _, sums, multiplier, _, *cast = rest
+    _, sums, *cast = rest
     summed = weight.new_empty(len(statistics) + sums, total.shape[1])
-    casts = [] if multiplier is None else made_casts(total, (total.shape[0], total.shape[1]), *cast)
+    casts = [] if cast[0] is None else made_casts(total, (total.shape[0], total.shape[1]), *cast)
     return [torch.empty_like(total), summed, *casts]
 
 
-def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Tensor]:
-    """A stream, an update and the weight of a norm."""
+_norm_cast = triton_operator(
+    "kernels.norms_triton:norm_cast",
+    f"(Tensor x, Tensor? update, Tensor weight, Tensor? bias, float eps, bool centered, bool one_plus, {CAST}) "
+    "-> Tensor[]",
+    _fake_norm_cast,
+)
+"""The total, if there is an update, statistics, casts by rows and by columns, as wanted, and their scale."""
+
+_norm_gradients = triton_operator(
+    "kernels.norms_triton:norm_gradients",
+    "(Tensor total, Tensor? of_total, Tensor of_normed, Tensor weight, Tensor[] statistics, bool one_plus, bool sums, "
+    f"{CAST.replace('Tensor multiplier', 'Tensor? multiplier')}) -> Tensor[]",
+    _fake_gradients,
+)
+"""Gradients of the total, and in one tensor [., h] of the parameters and with `sums` the sum of the first; with a
+multiplier casts by rows and by columns, as wanted, and their scale."""
+
+
+def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:
+    """A stream, an update and a norm."""
     x, update = (shapes.random(shapes.tokens, shapes.hidden).mul_(scale) for scale in (1.0, 0.5))
-    return x, update, shapes.random(shapes.hidden)
+    return x, update, Norm(shapes.random(shapes.hidden), None, 1e-5, False, False)
 
 
 def _cast_samples(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
     if shapes.fp8 == "delayed":
-        x, update, weight = _rows(shapes)
-        yield x, update, weight, None, 1e-5, False, False, order_of(x)
+        x, update, norm = _rows(shapes)
+        yield x, update, norm, order_of(x)
 
 
 def _gradient_samples(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
-    x, grad, weight = _rows(shapes)
-    statistics = (normalized(x, weight, None, 1e-5, False, False)[1],)
+    x, grad, norm = _rows(shapes)
+    statistics = (normalized(x, norm)[1],)
     cast = order_of(grad, torch.float8_e5m2) if shapes.fp8 == "delayed" else None
-    yield x, grad, grad, weight, statistics, False, True, cast
+    yield x, grad, grad, norm.weight, statistics, False, True, cast
 
 
 NORM_CAST = FusedKernel(_by_triton, norm_cast, _fits, _cast_samples, TOLERANCE)

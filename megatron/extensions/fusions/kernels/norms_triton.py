@@ -8,9 +8,12 @@ A program of a backward takes several blocks of rows in turn and keeps its sums 
 those of all programs, in one order.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,12 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.extensions.fusions.kernel_choice import multiprocessors
-from megatron.extensions.fusions.kernels.cast_transpose_triton import (
-    CastOutputs,
-    _bits_of_size,
-    cast_and_store,
-    note_amax,
-)
+from megatron.extensions.fusions.kernels.casts_triton import Casts, bits_of_size, cast_and_store, note_amax
 
 ELEMENTS, WARPS = 2**15, 16
 """Elements of 16 bits that a program of the forward holds of each operand: 64 a thread."""
@@ -40,8 +38,20 @@ SUMMED, SUMMED_PARTS = 64, 32
 """Columns whose sums a program adds up, and programs whose sums it reads at a time."""
 
 
+class Backward(NamedTuple):
+    """What a backward of rows [n, h] reads."""
+
+    x: Tensor
+    of_total: Tensor | None
+    of_normed: Tensor
+    weight: Tensor
+    inverse: Tensor
+    mean: Tensor | None
+    """Of LayerNorm."""
+
+
 @triton.jit
-def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):
     scale = tl.load(weight + j, mask=in_j, other=0.0).to(tl.float32)
     if ONE_PLUS:
         scale += 1.0
@@ -49,129 +59,93 @@ def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def norm_cast_rows(  # type: ignore[no-untyped-def]
-    x,
-    update,
-    weight,
-    bias,
-    multiplier,
-    total,
-    inverse,
-    mean,
-    rows,
-    columns,
-    scale,
-    state,
-    noted,
-    n,
-    h,
-    eps,
-    NOTES: tl.constexpr,
-    ADDS: tl.constexpr,
-    CENTERED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ONE_PLUS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
+def norm_cast_rows(
+    x, update, weight, bias, total, inverse, mean, casts, n, h, eps, ONE_PLUS: tl.constexpr, TILE: tl.constexpr
 ):
-    """x + update [n, h] -> `total`, its statistics [n], and its norm cast to `rows` and `columns`. The amax of the
-    norm is noted."""
-    i = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    j = tl.arange(0, TILE_H)
+    """x + update [n, h] -> `total`, its statistics [n], with a `mean` those of LayerNorm, and its norm, cast. The amax
+    of the norm is noted."""
+    i = (tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])).to(tl.int64)
+    j = tl.arange(0, TILE[1])
     in_i, in_j = i < n, j < h
     inside = in_i[:, None] & in_j[None, :]
     at = i[:, None] * h + j[None, :]
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     dtype = x.dtype.element_ty
-    if ADDS:
+    if update is not None:
         added = (wide + tl.load(update + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(total + at, added, mask=inside)
         wide = added.to(tl.float32)
-    if CENTERED:
+    if mean is not None:
         center = tl.sum(wide, axis=1) / h
         tl.store(mean + i, center, mask=in_i)
         wide = tl.where(inside, wide - center[:, None], 0.0)
     factor = tl.rsqrt(tl.sum(wide * wide, axis=1) / h + eps)
     tl.store(inverse + i, factor, mask=in_i)
     normed = wide * factor[:, None] * _scale_of(weight, j, in_j, ONE_PLUS)[None, :]
-    if BIAS:
+    if bias is not None:
         normed += tl.load(bias + j, mask=in_j, other=0.0).to(tl.float32)[None, :]
     normed = tl.where(inside, normed, 0.0).to(dtype).to(tl.float32)
-    by = tl.load(multiplier)
-    cast_and_store(normed, by, by, rows, columns, i, j, in_i, in_j, n, h, ROWS, COLUMNS, FORMAT, LARGEST)
-    note_amax(tl.max(_bits_of_size(normed)), state, multiplier, scale, noted, NOTES)
+    cast_and_store(normed, casts, i, j, in_i, in_j, n, h)
+    note_amax(tl.max(bits_of_size(normed)), casts)
 
 
 @triton.jit
-def _normalized(x, at, inside, center, factor, CENTERED: tl.constexpr):  # type: ignore[no-untyped-def]
-    z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if CENTERED:
+def _rows_of_step(given, step, n, TILE_N: tl.constexpr):
+    """Rows of a program's block, which of them it has, and their statistics."""
+    i = ((step * tl.num_programs(0) + tl.program_id(0)) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    in_i = i < n
+    factor = tl.load(given.inverse + i, mask=in_i, other=0.0)
+    center = factor if given.mean is None else tl.load(given.mean + i, mask=in_i, other=0.0)
+    return i, in_i, center, factor
+
+
+@triton.jit
+def _normalized(given, at, inside, center, factor):
+    z = tl.load(given.x + at, mask=inside, other=0.0).to(tl.float32)
+    if given.mean is not None:
         z = tl.where(inside, z - center[:, None], 0.0)
     return z * factor[:, None]
 
 
 @triton.jit
-def _gradient(  # type: ignore[no-untyped-def]
-    g, z, row_gz, row_g, factor, of_total, at, inside, h, ADDS: tl.constexpr, CENTERED: tl.constexpr
-):
+def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
     """Gradient of x in fp32 from that of its normalized rows z, g, and the sums of g z and of g over a row."""
     grad = g - z * (row_gz / h)[:, None]
-    if CENTERED:
+    if given.mean is not None:
         grad -= (row_g / h)[:, None]
     grad *= factor[:, None]
-    if ADDS:
-        grad += tl.load(of_total + at, mask=inside, other=0.0).to(tl.float32)
+    if given.of_total is not None:
+        grad += tl.load(given.of_total + at, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, grad, 0.0)
 
 
 @triton.jit
-def norm_gradient_rows(  # type: ignore[no-untyped-def]
-    x,
-    of_total,
-    of_normed,
-    weight,
-    inverse,
-    mean,
-    dx,
-    part_sums,
-    n,
-    h,
-    steps,
-    ADDS: tl.constexpr,
-    CENTERED: tl.constexpr,
-    ONE_PLUS: tl.constexpr,
-    SUMS: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
+def norm_gradient_rows(
+    given, dx, part_sums, n, h, steps, ONE_PLUS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr
 ):
     """Gradients `dx` [n, h] of x, of `steps` blocks of rows. `part_sums` [programs, sums, h] gets the program's sums:
-    of the weight's gradient, with CENTERED of the bias's, with SUMS of dx."""
+    of the weight's gradient, of LayerNorm of the bias's, with SUMS of dx."""
+    CENTERED: tl.constexpr = given.mean is not None
+    TILE_N: tl.constexpr = TILE[0]
+    TILE_H: tl.constexpr = TILE[1]
     j = tl.arange(0, TILE_H)
     in_j = j < h
-    gamma = _scale_of(weight, j, in_j, ONE_PLUS)[None, :]
+    gamma = _scale_of(given.weight, j, in_j, ONE_PLUS)[None, :]
     of_weight = tl.zeros([TILE_H], tl.float32)
     of_bias = tl.zeros([TILE_H], tl.float32)
     of_dx = tl.zeros([TILE_H], tl.float32)
     for step in range(0, steps):
-        i = ((step * tl.num_programs(0) + tl.program_id(0)) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-        in_i = i < n
+        i, in_i, center, factor = _rows_of_step(given, step, n, TILE_N)
         inside = in_i[:, None] & in_j[None, :]
         at = i[:, None] * h + j[None, :]
-        factor = tl.load(inverse + i, mask=in_i, other=0.0)
-        center = tl.load(mean + i, mask=in_i, other=0.0)
-        dy = tl.load(of_normed + at, mask=inside, other=0.0).to(tl.float32)
-        z = _normalized(x, at, inside, center, factor, CENTERED)
+        dy = tl.load(given.of_normed + at, mask=inside, other=0.0).to(tl.float32)
+        z = _normalized(given, at, inside, center, factor)
         of_weight += tl.sum(dy * z, axis=0)
         if CENTERED:
             of_bias += tl.sum(dy, axis=0)
         g = dy * gamma
         row_gz, row_g = tl.sum(g * z, axis=1), tl.sum(g, axis=1)
-        grad = _gradient(g, z, row_gz, row_g, factor, of_total, at, inside, h, ADDS, CENTERED)
-        rounded = grad.to(x.dtype.element_ty)
+        rounded = _gradient(given, g, z, row_gz, row_g, factor, at, inside, h).to(dx.dtype.element_ty)
         tl.store(dx + at, rounded, mask=inside)
         if SUMS:
             of_dx += tl.sum(rounded.to(tl.float32), axis=0)
@@ -184,70 +158,42 @@ def norm_gradient_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _vectors(x):  # type: ignore[no-untyped-def]
+def _vectors(x):
     """x [n, h] -> [n, h / 8, 8]: of each vector a thread has all elements."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
 
 
 @triton.jit
-def _add_rows(place, values, in_j, again):  # type: ignore[no-untyped-def]
+def _add_rows(place, values, in_j, again):
     before = tl.load(place, mask=in_j & again, other=0.0)
     tl.store(place, before + tl.sum(values, axis=0), mask=in_j)
 
 
 @triton.jit
-def norm_gradient_chunks(  # type: ignore[no-untyped-def]
-    x,
-    of_total,
-    of_normed,
-    weight,
-    inverse,
-    mean,
-    multiplier,
-    dx,
-    rows,
-    columns,
-    part_sums,
-    scale,
-    state,
-    noted,
-    n,
-    h,
-    steps,
-    NOTES: tl.constexpr,
-    ADDS: tl.constexpr,
-    CENTERED: tl.constexpr,
-    ONE_PLUS: tl.constexpr,
-    SUMS: tl.constexpr,
-    CASTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
+def norm_gradient_chunks(
+    given, dx, part_sums, casts, n, h, steps, ONE_PLUS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr
 ):
-    """`norm_gradient_rows` by chunks of columns, with the casts of dx. With CASTS the amax of dx is noted.
+    """`norm_gradient_rows` by chunks of columns, with the `casts` of dx if there are any. Its amax is then noted.
 
     The first pass over a block's chunks sums up rows, the second one makes gradients, from the last chunk back: these
     are the ones that caches have. The sums over rows are in `part_sums` between steps."""
+    CENTERED: tl.constexpr = given.mean is not None
+    TILE_N: tl.constexpr = TILE[0]
+    TILE_H: tl.constexpr = TILE[1]
     chunks = tl.cdiv(h, TILE_H)
     sums = part_sums + tl.program_id(0).to(tl.int64) * (1 + CENTERED + SUMS) * h
     bits = tl.zeros([TILE_N, TILE_H // 8], tl.int32)
     for step in range(0, steps):
-        i = ((step * tl.num_programs(0) + tl.program_id(0)) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-        in_i = i < n
-        factor = tl.load(inverse + i, mask=in_i, other=0.0)
-        center = tl.load(mean + i, mask=in_i, other=0.0)
+        i, in_i, center, factor = _rows_of_step(given, step, n, TILE_N)
         sum_gz = tl.zeros([TILE_N, TILE_H // 8], tl.float32)
         sum_g = tl.zeros([TILE_N, TILE_H // 8], tl.float32)
         for chunk in range(0, chunks):
             j = chunk * TILE_H + tl.arange(0, TILE_H)
             inside = in_i[:, None] & (j < h)[None, :]
             at = i[:, None] * h + j[None, :]
-            g = tl.load(of_normed + at, mask=inside, other=0.0).to(tl.float32)
-            g *= _scale_of(weight, tl.broadcast_to(j[None, :], inside.shape), inside, ONE_PLUS)
-            sum_gz += tl.sum(_vectors(g * _normalized(x, at, inside, center, factor, CENTERED)), axis=2)
+            g = tl.load(given.of_normed + at, mask=inside, other=0.0).to(tl.float32)
+            g *= _scale_of(given.weight, tl.broadcast_to(j[None, :], inside.shape), inside, ONE_PLUS)
+            sum_gz += tl.sum(_vectors(g * _normalized(given, at, inside, center, factor)), axis=2)
             if CENTERED:
                 sum_g += tl.sum(_vectors(g), axis=2)
         row_gz, row_g = tl.sum(sum_gz, axis=1), tl.sum(sum_g, axis=1)
@@ -256,29 +202,27 @@ def norm_gradient_chunks(  # type: ignore[no-untyped-def]
             in_j = j < h
             inside = in_i[:, None] & in_j[None, :]
             at = i[:, None] * h + j[None, :]
-            dy = tl.load(of_normed + at, mask=inside, other=0.0).to(tl.float32)
-            z = _normalized(x, at, inside, center, factor, CENTERED)
+            dy = tl.load(given.of_normed + at, mask=inside, other=0.0).to(tl.float32)
+            z = _normalized(given, at, inside, center, factor)
             _add_rows(sums + j, dy * z, in_j, step > 0)
             if CENTERED:
                 _add_rows(sums + h + j, dy, in_j, step > 0)
-            g = dy * _scale_of(weight, tl.broadcast_to(j[None, :], inside.shape), inside, ONE_PLUS)
-            grad = _gradient(g, z, row_gz, row_g, factor, of_total, at, inside, h, ADDS, CENTERED)
-            rounded = grad.to(x.dtype.element_ty)
+            g = dy * _scale_of(given.weight, tl.broadcast_to(j[None, :], inside.shape), inside, ONE_PLUS)
+            rounded = _gradient(given, g, z, row_gz, row_g, factor, at, inside, h).to(dx.dtype.element_ty)
             tl.store(dx + at, rounded, mask=inside)
             grad = rounded.to(tl.float32)
             if SUMS:
                 _add_rows(sums + (1 + CENTERED) * h + j, grad, in_j, step > 0)
-            if CASTS:
-                by = tl.load(multiplier)
-                cast_and_store(grad, by, by, rows, columns, i, j, in_i, in_j, n, h, ROWS, COLUMNS, FORMAT, LARGEST)
-                bits = tl.maximum(bits, tl.max(_vectors(_bits_of_size(grad)), axis=2))
+            if casts is not None:
+                cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
+                bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
         tl.debug_barrier()  # the next step's threads read sums of other threads
-    if CASTS:
-        note_amax(tl.max(bits), state, multiplier, scale, noted, NOTES)
+    if casts is not None:
+        note_amax(tl.max(bits), casts)
 
 
 @triton.jit
-def add_parts(parts, out, count, width, SUMMED: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_parts(parts, out, count, width, SUMMED: tl.constexpr, PARTS: tl.constexpr):
     """parts [count, width] -> their sum [width]"""
     j = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
     total = tl.zeros([SUMMED], tl.float32)
@@ -289,18 +233,18 @@ def add_parts(parts, out, count, width, SUMMED: tl.constexpr, PARTS: tl.constexp
     tl.store(out + j, total, mask=j < width)
 
 
-def tile_of(h: int, elements: int = ELEMENTS) -> dict[str, int]:
+def tile_of(h: int, elements: int = ELEMENTS) -> tuple[int, int]:
     """Rows of a block, and their padded length."""
     width = triton.next_power_of_2(h)
-    return {"TILE_N": max(1, elements // width), "TILE_H": width}
+    return max(1, elements // width), width
 
 
-def gradient_tile(h: int, casts: bool) -> tuple[bool, dict[str, int]]:
+def gradient_tile(h: int, casts: bool) -> tuple[bool, tuple[int, int]]:
     """Whether a backward takes rows by chunks of columns, and rows of a block and columns of a chunk."""
     if not casts and h <= GRADIENT_ELEMENTS:
         return False, tile_of(h, GRADIENT_ELEMENTS)
     count = max(1, min(CHUNK_ROWS, CACHED_ELEMENTS // triton.next_power_of_2(h)))
-    return True, {"TILE_N": count, "TILE_H": GRADIENT_ELEMENTS // count}
+    return True, (count, GRADIENT_ELEMENTS // count)
 
 
 def norm_cast(
@@ -313,40 +257,18 @@ def norm_cast(
     one_plus: bool,
     multiplier: Tensor,
     noted: Tensor | None,
-    wanted: tuple[bool, bool],
+    wanted: list[bool],
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """See `norms`."""
     assert x.is_contiguous() and (update is None or update.is_contiguous())
     (n, h), tile = x.shape, tile_of(x.shape[1], ELEMENTS * 2 // x.itemsize)
-    casts = CastOutputs(n, h, wanted, dtype, x.device, noted)
-    total = x if update is None else torch.empty_like(x)
-    inverse, mean = (torch.empty(n, 1, device=x.device) for _ in range(2))
-    norm_cast_rows[(triton.cdiv(n, tile["TILE_N"]),)](
-        x,
-        x if update is None else update,
-        weight,
-        weight if bias is None else bias,
-        multiplier,
-        total,
-        inverse,
-        mean,
-        *casts.values,
-        *casts.notes,
-        n,
-        h,
-        eps,
-        noted is not None,
-        update is not None,
-        centered,
-        bias is not None,
-        one_plus,
-        *casts.variant,
-        **tile,
-        num_warps=WARPS,
-    )
-    statistics = [inverse, mean] if centered else [inverse]
-    return [*([] if update is None else [total]), *statistics, *casts.made()]
+    casts = Casts.of(n, h, multiplier, noted, wanted, dtype)
+    total = None if update is None else torch.empty_like(x)
+    inverse, mean = (torch.empty(n, 1, device=x.device) if made else None for made in (True, centered))
+    operands = x, update, weight, bias, total, inverse, mean, casts, n, h, eps, one_plus
+    norm_cast_rows[(triton.cdiv(n, tile[0]),)](*operands, tile, num_warps=WARPS)
+    return [*(made for made in (total, inverse, mean) if made is not None), *casts.made()]
 
 
 def norm_gradients(
@@ -359,42 +281,25 @@ def norm_gradients(
     sums: bool,
     multiplier: Tensor | None,
     noted: Tensor | None,
-    wanted: tuple[bool, bool],
+    wanted: list[bool],
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """See `norms`."""
-    operands = x, of_normed, *(() if of_total is None else (of_total,)), *statistics
-    assert all(operand.is_contiguous() for operand in operands)
-    (n, h), centered = x.shape, len(statistics) == 2
+    inverse, *means = statistics
+    given = Backward(x, of_total, of_normed, weight, inverse, means[0] if means else None)
+    assert all(operand is None or operand.is_contiguous() for operand in given)
+    n, h = x.shape
     chunked, tile = gradient_tile(h, multiplier is not None)
-    dx, blocks = torch.empty_like(x), triton.cdiv(n, tile["TILE_N"])
+    dx, blocks = torch.empty_like(x), triton.cdiv(n, tile[0])
     programs = min(blocks, multiprocessors(x.device))  # whose registers a program fills
-    steps = triton.cdiv(blocks, programs)
-    part_sums = torch.empty(programs, 1 + centered + sums, h, device=x.device)
-    casts = CastOutputs(n, h, wanted, dtype, x.device, noted)
-    given = x, x if of_total is None else of_total, of_normed, weight, statistics[0], statistics[-1]
-    variant = of_total is not None, centered, one_plus, sums
+    part_sums = torch.empty(programs, len(statistics) + sums, h, device=x.device)
+    casts = None if multiplier is None else Casts.of(n, h, multiplier, noted, wanted, dtype)
+    rest = n, h, triton.cdiv(blocks, programs), one_plus, sums
     if chunked:
-        norm_gradient_chunks[(programs,)](
-            *given,
-            x if multiplier is None else multiplier,
-            dx,
-            *casts.values,
-            part_sums,
-            *casts.notes,
-            n,
-            h,
-            steps,
-            noted is not None,
-            *variant,
-            multiplier is not None,
-            *casts.variant,
-            **tile,
-            num_warps=WARPS,
-        )
+        norm_gradient_chunks[(programs,)](given, dx, part_sums, casts, *rest, tile, num_warps=WARPS)
     else:
-        norm_gradient_rows[(programs,)](*given, dx, part_sums, n, h, steps, *variant, **tile, num_warps=WARPS)
+        norm_gradient_rows[(programs,)](given, dx, part_sums, *rest, tile, num_warps=WARPS)
     summed = torch.empty(part_sums.shape[1:], dtype=weight.dtype, device=x.device)
     width = summed.numel()
     add_parts[(triton.cdiv(width, SUMMED),)](part_sums, summed, programs, width, SUMMED, SUMMED_PARTS)
-    return [dx, summed, *([] if multiplier is None else casts.made())]
+    return [dx, summed, *([] if casts is None else casts.made())]

@@ -1,4 +1,7 @@
-"""Fused attention with dropout on GPUs: the kernel of tiles, its operators, and attention of all local queries.
+"""Attention with dropout in one fused kernel of GPUs, whose masks are those of `megatron.core.dropout`: the kernel of
+tiles, its operators, and attention of all local queries.
+
+Its twin in torch is `TorchKernel` (`megatron.core.attention.tile_kernels`): the same masks, sums in another order.
 
 Forward as FlashAttention-2 (arXiv 2307.08691). The backward is two passes without atomic sums, one for queries and one
 for keys and values, so its bits are the same in every run. Dropout masks are hashed where the scores are, and never
@@ -19,10 +22,10 @@ from torch.autograd.function import once_differentiable
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Rows, query_rows
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import add_sinks_, sinks_grad
-from megatron.core.dropout import bits_of_columns, threshold
+from megatron.core.dropout import bits_of_columns
 from megatron.core.host_to_device import integers_on
-from megatron.extensions.fusions.attention.flash_dropout.bands import Band, band_of
-from megatron.extensions.fusions.kernel_choice import has_triton
+from megatron.extensions.fusions.attention.bands import Band, band_of
+from megatron.extensions.fusions.kernel_choice import triton_operator
 
 WIDEST = 256
 """Channels of the widest heads that the kernel takes."""
@@ -149,69 +152,28 @@ def _on_device(tiles: tuple[Tile, ...], device: torch.device) -> _BandOnDevice:
     return _BandOnDevice(*(part.view(array.shape) for part, array in zip(parts, arrays, strict=True)))
 
 
-@torch.library.custom_op("megatron::flash_dropout", mutates_args=(), device_types="cuda")
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    of_queries: Tensor,
-    of_keys: Tensor,
-    places: Tensor,
-    column_bits: Tensor,
-    scale: float,
-    p: float,
-    key: int,
-    head_offset: int,
-    sample_index: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Output [n, b, heads, dv] and log-sum-exp [n, b, heads] in fp32."""
-    _check(q, v)
-    from megatron.extensions.fusions.attention.flash_dropout import kernel_triton
-
-    mask = kernel_triton.Mask(1 / (1 - p), threshold(p), key, head_offset, sample_index, places, column_bits)
-    return kernel_triton.forward(q, k, v, of_queries, scale, mask)
+_BAND = (
+    "Tensor of_queries, Tensor of_keys, Tensor places, Tensor column_bits, "
+    "float scale, float p, int key, int head_offset, Tensor sample_index"
+)
+"""A `_BandOnDevice`, and the settings of a kernel."""
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: Any) -> tuple[Tensor, Tensor]:
     n, b, heads, _ = q.shape
     return q.new_empty(n, b, heads, v.shape[-1]), q.new_empty(b, heads, n, dtype=torch.float32).permute(2, 0, 1)
 
 
-@torch.library.custom_op("megatron::flash_dropout_backward", mutates_args=(), device_types="cuda")
-def _backward(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    of_queries: Tensor,
-    of_keys: Tensor,
-    places: Tensor,
-    column_bits: Tensor,
-    scale: float,
-    p: float,
-    key: int,
-    head_offset: int,
-    sample_index: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    _check(q, v)
-    from megatron.extensions.fusions.attention.flash_dropout import gradients_triton, kernel_triton
+_forward = triton_operator(
+    "attention.flash_dropout_triton:flash_dropout",
+    f"(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor)",
+    _fake_forward,
+)
+"""Output [n, b, heads, dv] and log-sum-exp [n, b, heads] in fp32."""
 
-    mask = kernel_triton.Mask(1 / (1 - p), threshold(p), key, head_offset, sample_index, places, column_bits)
-    return gradients_triton.backward((grad, out, lse), (q, k, v), (of_queries, of_keys), scale, mask)
-
-
-@_backward.register_fake
-def _(*operands: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in operands[3:6])
-
-
-def _check(q: Tensor, v: Tensor) -> None:
-    """Raises RuntimeError for what the kernel does not compute."""
-    if not has_triton():
-        raise RuntimeError("Triton is not installed")
-    if torch.cuda.get_device_capability(q.device) < (8, 0) or not fits(q.dtype, q.shape[-1], v.shape[-1]):
-        raise RuntimeError(f"no kernel for heads of {q.shape[-1]} and {v.shape[-1]} channels in {q.dtype} on this GPU")
+_backward = triton_operator(
+    "attention.flash_dropout_triton:flash_dropout_backward",
+    f"(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor, Tensor)",
+    lambda *operands: tuple(x.new_empty(x.shape) for x in operands[3:6]),
+)
+"""Gradients of q, k and v."""

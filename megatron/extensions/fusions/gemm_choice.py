@@ -1,0 +1,342 @@
+"""Chooses GEMMs that add to what is there, which torch does not do in one pass, by timing them at the model's shapes.
+
+Weight gradients in fp8: cuBLASLt's product that adds to its output, Triton's, or torch's, which writes a product in
+fp32 that is then added: an addition reads it and both reads and writes the gradient. The other two read and write the
+gradient once.
+
+The residual stream: the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend, and
+saves the next norm a pass that reads the product and writes the sum. The sum is rounded once, and twice where a product
+is added later. torch's `addmm` would copy the addend into the output before it adds to that; cuBLASLt reads it as the
+product's matrix C and writes another one.
+
+What is fastest depends on the GPU, the shape and the versions of libraries. None of these has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.layers import ParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear_gemms import matrix_of, residual_gemm
+from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, dequantized_mm, scaled_mm
+from megatron.extensions.fp8.casts import add_fp8_product_ as in_torch
+from megatron.extensions.fp8.recipes import Fp8Gemms
+from megatron.extensions.fusions.kernel_choice import (
+    Choice,
+    Clock,
+    FusedKernel,
+    RunShapes,
+    compare,
+    device_clock,
+    runs_triton,
+)
+from megatron.extensions.fusions.kernels import cublaslt
+
+KERNELS = ("triton", "cublaslt")
+
+TORCH = "torch"
+"""The kernel that writes a product, which is then added."""
+
+GEMM, NORM = "GEMM", "norm"
+"""What adds to the residual stream."""
+
+SIZES = 16
+"""Features of both sides are multiples of this, as fp8 products and aligned rows need it."""
+
+SLOWER = 1.1
+"""How much longer the GEMM with a residual addition may take. It is expected to take a few percent less: runs are not
+to differ in their last bits because of noise in the times."""
+
+CHECKED = 64
+"""Rows and columns whose sums are compared."""
+
+TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+"""How far sums may be off, relative to their norm: twice the rounding of one; weight gradients as those in bf16."""
+
+Run = Callable[[], object]
+
+
+@torch.library.custom_op("megatron::add_fp8_product_", mutates_args=("out",), device_types="cuda")
+def add_fp8_product_(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str, overwrite: bool = False
+) -> None:
+    """out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32, by one of `KERNELS`; with `overwrite` = it.
+
+    out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32: [], or for "triton" also [o, 1] and [i, 1], or of tiles
+    of 128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError where a kernel does not support the
+    operands.
+    """
+    if kernel == "triton":
+        from megatron.extensions.fusions.kernels import products_triton
+
+        products_triton.add_product_(out, a, b, a_scale, b_scale, overwrite)
+    else:
+        cublaslt.add_product_(out, a, b, a_scale, b_scale, overwrite)
+
+
+add_fp8_product_.register_fake(lambda *operands, **options: None)
+
+
+@dataclass(frozen=True, order=True)
+class ProductShape:
+    """dW [outputs, inputs] summed over tokens."""
+
+    outputs: int
+    inputs: int
+    tokens: int
+
+
+@dataclass
+class WeightGradKernel:
+    """The kernels of weight gradients by shape, as `choose_weight_grads` found them; Triton's where it has not."""
+
+    chosen: dict[ProductShape, str] = field(default_factory=dict)
+
+    def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
+        fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
+        if self._kernel(out, dy) == "cublaslt":  # was timed on aligned sums; a buffer may hold others
+            fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
+        return fits and self._kernel(out, dy) != TORCH
+
+    def __call__(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
+        add_product_(self._kernel(out, dy), out, dy, x, overwrite)
+
+    def samples(self, shapes: RunShapes) -> tuple[()]:
+        """None: they are compared by layer, once the model is built."""
+        return ()
+
+    def _kernel(self, out: Tensor, dy: Scaled) -> str:
+        return self.chosen.get(ProductShape(out.shape[0], out.shape[1], dy.values.shape[1]), KERNELS[0])
+
+
+WEIGHT_GRADS = WeightGradKernel()
+
+
+def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
+    """out [o, i] += dy x^T by a kernel: "torch" or one of `KERNELS`."""
+    if kernel == TORCH:
+        in_torch.__wrapped__(out, dy, x, overwrite)  # type: ignore[attr-defined]
+    else:
+        add_fp8_product_(out, dy.values, x.values, dy.scale, x.scale, kernel, overwrite)
+
+
+def choose_weight_grads(
+    modules: Iterable[nn.Module],
+    tokens: int,
+    recipe: str,
+    stage: Axis,
+    device: torch.device,
+    clock: Clock = device_clock,
+) -> Mapping[ProductShape, Choice]:
+    """Times the kernels at each shape of the fp8 linear layers in `modules`, whose micro-batches have `tokens` on a
+    rank, and lets the layers use the fastest ones. Collective over the ranks of a pipeline stage, which have the same
+    shapes: the slowest rank counts, and all use the same kernels, so that replicas stay equal."""
+    linears = [part for module in modules for part in module.modules() if isinstance(part, ParallelLinear)]
+    layers = [(linear.weight, linear.gemms) for linear in linears if isinstance(linear.gemms, Fp8Gemms)]
+    formats = {}
+    WEIGHT_GRADS.chosen.clear()
+    for weight, gemms in layers:
+        outputs, inputs = matrix_of(weight).shape
+        shape = ProductShape(outputs, inputs, tokens // (gemms.tp.size if gemms.cuts.tokens else 1))
+        formats[shape] = gemms.grad_format
+    found = {}
+    for shape in sorted(formats):
+        found[shape] = compare(weight_grad_runs(shape, formats[shape], recipe, device), clock, device, stage)
+        WEIGHT_GRADS.chosen[shape] = found[shape].winner or TORCH
+    return found
+
+
+def weight_grad_runs(
+    shape: ProductShape, grad_format: torch.dtype, recipe: str, device: torch.device
+) -> dict[str, Run]:
+    """A run of each kernel, on random operands as a recipe casts them."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def operand(rows: int, dtype: torch.dtype) -> Scaled:
+        values = torch.randn(rows, shape.tokens, generator=generator, dtype=torch.bfloat16, device=device).to(dtype)
+        size = {"rowwise": (rows, 1), "blockwise": (rows, -(-shape.tokens // TILE))}.get(recipe, ())
+        return Scaled(values, torch.full(size, 0.5, device=device))
+
+    dy, x = operand(shape.outputs, grad_format), operand(shape.inputs, E4M3)
+    out = torch.zeros(shape.outputs, shape.inputs, device=device)
+
+    def twice(kernel: str) -> Tensor:
+        out.zero_()
+        for _ in range(2):
+            add_product_(kernel, out, dy, x)
+        return out
+
+    def expected(part: slice) -> Tensor:
+        return 2 * dequantized_mm(_rows(dy, part), _rows(x, part), torch.float32)
+
+    return {
+        kernel: _checked(partial(add_product_, kernel, out, dy, x), partial(twice, kernel), expected, kernel)
+        for kernel in (*KERNELS, TORCH)
+    }
+
+
+def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
+    """A run, before whose first call the `sums` are compared: RuntimeError if those in the first or last rows and
+    columns are not what is `expected`."""
+    known = False
+
+    def checked() -> None:
+        nonlocal known
+        if not known:
+            found = sums()
+            for part in (slice(CHECKED), slice(-CHECKED, None)):
+                right = expected(part).float()
+                error = ((found[part, part] - right).norm() / right.norm()).item()
+                if not error < TOLERANCES[found.dtype]:
+                    raise RuntimeError(f"{kernel} adds wrong sums, with a relative error of {error:.1e}")
+            known = True
+        run()
+
+    return checked
+
+
+def _rows(x: Scaled, part: slice) -> Scaled:
+    return Scaled(x.values[part], x.scale[part] if x.scale.ndim else x.scale)
+
+
+def adds_residual(x: Tensor | None, weight: Tensor, *_: Any) -> bool:
+    """Whether products with a `weight` [m, k] in 16 bits may be `residual_gemm`, for their operands' device and
+    sizes."""
+    return weight.is_cuda and weight.itemsize == 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
+
+
+def _computed(
+    x: Tensor,
+    weight: Tensor,
+    addend: Tensor,
+    bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """What cuBLASLt does not support is a product of torch's and an addition."""
+    return _residual_gemm(x.contiguous(), weight, addend.contiguous(), bias, *(scales or (None, None)))
+
+
+def residual_sum(
+    x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """A product of torch's, rounded, and then the sum."""
+    return _product(x, weight, addend.dtype, bias, scales).add_(addend)
+
+
+def _product(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    if scales is None:
+        return F.linear(x, weight, bias)
+    return scaled_mm(Scaled(x, scales[0]), Scaled(weight, scales[1]), dtype, bias, fast_accumulation=True)
+
+
+@torch.library.custom_op("megatron::residual_gemm", mutates_args=())
+def _residual_gemm(
+    x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
+) -> Tensor:
+    scales = None if x_scale is None or weight_scale is None else (x_scale, weight_scale)
+    if not x.is_cuda:
+        return residual_gemm.__wrapped__(x, weight, addend, bias, scales)  # type: ignore[attr-defined]
+    try:
+        return cublaslt.residual_product(x, weight, addend, bias, scales)
+    except RuntimeError:
+        return residual_sum(x, weight, addend, bias, scales)
+
+
+@_residual_gemm.register_fake
+def _(x: Tensor, weight: Tensor, addend: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(addend)
+
+
+RESIDUAL_GEMM = FusedKernel(_computed, residual_gemm, adds_residual, lambda shapes: (), 2.0**-7)
+"""Compared by layer, in `choose_additions`."""
+
+
+@dataclass(frozen=True, order=True)
+class ResidualShape:
+    """The product of a row-parallel layer."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    bias: bool
+    fp8: bool
+
+    def __str__(self) -> str:
+        return f"{'fp8 ' * self.fp8}{self.tokens} x {self.outputs} x {self.inputs}{' with bias' * self.bias}"
+
+
+def choose_additions(
+    modules: Iterable[nn.Module], tokens: int, stage: Axis, device: torch.device, clock: Clock = device_clock
+) -> Mapping[ResidualShape, Choice]:
+    """Times both ways at each shape of the layers in `modules` that take an addend, for micro-batches of `tokens` on a
+    rank, and sets the layers' `adds_residual`. Collective over the ranks of a pipeline stage, whose slowest rank
+    counts."""
+    linears: dict[ResidualShape, list[RowParallelLinear]] = {}
+    for linear in _row_parallel(modules):
+        if linear.takes_addend():
+            outputs, inputs = matrix_of(linear.weight).shape
+            bias, fp8 = linear.bias is not None, isinstance(linear.gemms, Fp8Gemms)
+            linears.setdefault(ResidualShape(tokens, outputs, inputs, bias, fp8), []).append(linear)
+    found = {}
+    for shape in sorted(linears):
+        dtype = linears[shape][0].weight.dtype
+        found[shape] = compare(residual_runs(shape, dtype, device), clock, device, stage)
+        for linear in linears[shape]:
+            linear.adds_residual = place_of(found[shape]) == GEMM
+    return found
+
+
+def place_of(choice: Choice) -> str:
+    """Where additions are made, by what was timed."""
+    within, after = (choice.seconds[name] for name in (GEMM, NORM))
+    return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
+
+
+def keep_additions_in_norms(modules: Iterable[nn.Module]) -> None:
+    """Lets no layer add to the residual stream within its GEMM."""
+    for linear in _row_parallel(modules):
+        linear.adds_residual = False
+
+
+def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
+    return [part for module in modules for part in module.modules() if isinstance(part, RowParallelLinear)]
+
+
+def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
+    """A run of each way on random operands: the GEMM with its addend, and one without, with the pass that this adds to
+    the norm."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def made(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=dtype, device=device)
+
+    x, weight = made(shape.tokens, shape.inputs), made(shape.outputs, shape.inputs)
+    addend, bias = made(shape.tokens, shape.outputs), made(shape.outputs) if shape.bias else None
+    scales = None
+    if shape.fp8:
+        x, weight = x.to(E4M3), weight.to(E4M3)
+        scales = torch.full((), 0.5, device=device), torch.full((), 0.25, device=device)
+
+    def within() -> Tensor:
+        return cublaslt.residual_product(x, weight, addend, bias, scales)
+
+    def expected(part: slice) -> Tensor:
+        of_bias = None if bias is None else bias[part]
+        of_part = x[part], weight[part], addend[part, part], of_bias, scales
+        return residual_gemm.__wrapped__(*of_part)  # type: ignore[attr-defined]
+
+    def after() -> None:
+        torch.empty_like(addend).copy_(_product(x, weight, dtype, bias, scales))
+
+    return {GEMM: _checked(within, within, expected, "cuBLASLt"), NORM: after}

@@ -1,0 +1,147 @@
+"""SwiGLU, its gradient, and the gradients of attention heads, cast to fp8 by rows and by columns where computed.
+
+Without these a GPU writes the result in 16 bits, and a cast reads it again. What is cast is rounded to 16 bits all the
+same: the results are those of two kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.parts import operation
+from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, noting
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton, triton_operator
+from megatron.extensions.fusions.kernels.cast_transpose import (
+    CAST,
+    MODULE,
+    TOLERANCE,
+    cast_by,
+    made_casts,
+    on_triton,
+    order_of,
+    wide,
+)
+
+WIDTHS = 64, 128, 256
+"""Head sizes that are rotated as a whole by Triton's kernel."""
+
+
+@operation
+def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
+    """Casts SiLU(gate) * up [n, f] of x [n, 2f], gate before up (arXiv:2002.05202), as `cast_transpose_noting_amax`
+    casts a matrix."""
+    return noting(swiglu_cast_twin, compiled, x, cast)
+
+
+@operation
+def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
+    """Casts the gradient [n, 2f] of x, from the `grad` [n, f] of SwiGLU's output, in the same way."""
+    return noting(swiglu_gradient_cast_twin, compiled, x, grad, cast)
+
+
+def swiglu_cast_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
+    """`swiglu_cast` in torch, but for the note: also returns the amax."""
+    gate, up = wide(x).chunk(2, dim=-1)
+    return cast_transpose_with_amax_twin((F.silu(gate) * up).to(x.dtype), cast)
+
+
+def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
+    """`swiglu_gradient_cast` in torch, but for the note: also returns the amax."""
+    gate, up = wide(x).chunk(2, dim=-1)
+    dy = wide(grad)
+    dx = torch.cat((torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)), dim=-1)
+    return cast_transpose_with_amax_twin(dx.to(x.dtype), cast)
+
+
+def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: Any) -> bool:
+    """Whether `heads_gradient_cast` takes these gradients of heads and tables of a rotation, by distant channels."""
+    if len(grads) != 3 or any(grad.shape[-1] != grads[0].shape[-1] for grad in grads):
+        return False
+    width = grads[0].shape[-1]
+    whole = not tables or 2 * tables[0].shape[-1] == width
+    return whole and (not runs_triton(grads[0]) or (width in WIDTHS and grads[0].numel() > 0))
+
+
+def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
+    """Casts the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups of queries, a key and a
+    value. `grads` are those of queries [s, b, heads, d], keys and values [s, b, groups, d]; with `tables`, cosines and
+    sines [s, 1 or b, 1, d / 2], queries and keys were rotated (arXiv:2104.09864), and their gradients are turned
+    back."""
+    if not runs_triton(grads[0]):
+        return _heads_in_torch(grads, tables, cast)
+    rows = [grad.contiguous() for grad in grads]
+    angles = [table.expand(-1, grads[0].shape[1], -1, -1).contiguous() for table in tables]
+    return cast_by(_heads, cast, *rows, *(angles or (None, None)))
+
+
+def _heads_in_torch(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
+    return noting(heads_gradient_cast_twin, True, tuple(grads), tuple(tables), cast)
+
+
+def heads_gradient_cast_twin(
+    grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder
+) -> tuple[CastPair, Tensor]:
+    """`heads_gradient_cast` in torch, but for the note: also returns the amax."""
+    dq, dk, dv = grads
+    if tables:
+        dq, dk = _turned_back(dq, *tables), _turned_back(dk, *tables)
+    groups = dv.shape[2]
+    joined = torch.cat([part.unflatten(2, (groups, -1)) for part in (dq, dk, dv)], dim=3)
+    return cast_transpose_with_amax_twin(joined.flatten(0, 1).flatten(1), cast)
+
+
+def _turned_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = wide(x).chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
+
+
+def _fake_swiglu(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:
+    return made_casts(x, (x.shape[0], x.shape[1] // 2 if grad is None else x.shape[1]), *cast)
+
+
+def _fake_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: Any) -> list[Tensor]:
+    width = sum(grad.shape[2] for grad in (dq, dk, dv)) * dq.shape[3]
+    return made_casts(dq, (dq.shape[0] * dq.shape[1], width), *cast)
+
+
+_swiglu = triton_operator(f"{MODULE}:swiglu_cast", f"(Tensor x, Tensor? grad, {CAST}) -> Tensor[]", _fake_swiglu)
+_heads = triton_operator(
+    f"{MODULE}:heads_gradient_cast",
+    f"(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin, {CAST}) -> Tensor[]",
+    _fake_heads,
+)
+
+
+def _activations(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
+    if shapes.fp8 == "delayed":
+        yield shapes.random(shapes.tokens, 2 * shapes.ffn), shapes.random(shapes.tokens, shapes.ffn)
+
+
+def _gradients_of_heads(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
+    if shapes.fp8 == "delayed":
+        samples, angles = shapes.tokens // shapes.length, shapes.random(shapes.length, 1, 1, shapes.head_dim // 2)
+        heads = (shapes.heads, shapes.groups, shapes.groups)
+        grads = tuple(shapes.random(shapes.length, samples, count, shapes.head_dim) for count in heads)
+        yield grads, (angles.cos(), angles.sin()), order_of(grads[0], torch.float8_e5m2)
+
+
+SWIGLU_CAST = FusedKernel(
+    lambda x, cast, compiled: cast_by(_swiglu, cast, x, None),
+    swiglu_cast,
+    on_triton,
+    lambda shapes: ((x, order_of(x), True) for x, _ in _activations(shapes)),
+    TOLERANCE,
+)
+SWIGLU_GRADIENT_CAST = FusedKernel(
+    lambda x, grad, cast, compiled: cast_by(_swiglu, cast, x, grad),
+    swiglu_gradient_cast,
+    on_triton,
+    lambda shapes: ((x, grad, order_of(x, torch.float8_e5m2), True) for x, grad in _activations(shapes)),
+    TOLERANCE,
+)
+HEADS_CAST = FusedKernel(heads_gradient_cast, _heads_in_torch, casts_heads, _gradients_of_heads, TOLERANCE)
