@@ -34,7 +34,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import resolve, validate
 
-from .common import run_tool, too_small
+from .common import parted, run_tool, too_small
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """Tensors compared in 16 bits. Weights and moments are not: Adam divides each gradient by its own size, so a gradient
@@ -56,9 +56,7 @@ class Side:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    own, flags = arguments[:cut], arguments[cut + 1 :]
+    own, flags = parted(argv)
     args = build_parser().parse_args(_joined(own))
     try:
         check_own_flags(args)

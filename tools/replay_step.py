@@ -22,17 +22,16 @@ if not __package__:  # run as a file of a clone
 from megatron.extensions.diagnosis.step_dump import SavedStep
 from megatron.extensions.diagnosis.step_replay import replay
 
-from .common import run_tool, tool_parser
+from .common import parted, run_tool, tool_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    args = build_parser().parse_args(arguments[:cut])
+    own, flags = parted(argv)
+    args = build_parser().parse_args(own)
     saved = SavedStep.read(args.folder)
     print(f"iteration {saved.step.iteration}, samples from {saved.step.first_sample} on: {saved.step.samples}")
     print("in the run: " + (saved.finding.describe() if saved.finding else "all values were finite in a second pass"))
-    found = replay(args.folder, arguments[cut + 1 :], args.world_size)
+    found = replay(args.folder, flags, args.world_size)
     print("here:       " + (found.describe() if found else "all values are finite"))
     if found is None or not found.same_as(saved.finding):
         print("the run found something else")

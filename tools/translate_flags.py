@@ -32,7 +32,7 @@ from megatron.training.config.reading import FlagReader, Reading, tokens_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 
-from .common import run_tool, tool_parser
+from .common import parted, run_tool, tool_parser
 from .common.launch_script import UNKNOWN, LaunchScript, quoted
 
 LAUNCHER = re.compile(
@@ -54,10 +54,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="print all flags that are read as others, ignored or refused, and differences",
     )
-    argv = sys.argv[1:] if argv is None else list(argv)
-    cut = argv.index("--") if "--" in argv else len(argv)
-    args = parser.parse_args(argv[:cut])
-    args.flags = argv[cut + 1 :]
+    own, flags = parted(argv)
+    args = parser.parse_args(own)
+    args.flags = flags
     if bool(args.script) + bool(args.flags) + args.list != 1:
         parser.error("give a script, or flags behind --, or --list")
     return args

@@ -251,10 +251,10 @@ def main() -> int:
     found = {way: Spread.of(values) for way, values in seconds.items()}
     print(f"{facts['file_system']}, {args.ranks} ranks, {args.parameters:g} parameters, {size / 1e9:.2f} GB")
     for way, spread in found.items():
-        print(f"{way:<40} {spread:6.2f} s" + ("" if "stall" in way else f"  {size / 1e9 / spread.median:6.2f} GB/s"))
+        print(f"{way:<52} {spread:6.2f} s" + ("" if "stall" in way else f"  {size / 1e9 / spread.median:6.2f} GB/s"))
     beside = ratios(seconds)
     for name, ratio in beside.items():
-        print(f"{name:<40} {ratio:6.2f}")
+        print(f"{name:<52} {ratio:6.2f}")
     rows = [{"way": way, "seconds": asdict(spread), "rounds": seconds[way]} for way, spread in found.items()]
     rows += [{"ratio": name, **asdict(ratio)} for name, ratio in beside.items()]
     write_json(args.json, facts | {"bytes": size}, rows)

@@ -36,7 +36,7 @@ from megatron.extensions.planner.time.step_time import PlannerCache, StepTime, p
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
-from tools.bench.side_by_side import bench_parser, write_figures
+from tools.bench.side_by_side import bench_parser, write_json
 
 FIXTURES = Path(__file__).resolve().parents[2] / "tests/fixtures"
 RUNS, MEMORY = FIXTURES / "published_runs.yaml", FIXTURES / "published_memory.yaml"
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for title, figures in sums.items():
         shown = ", ".join(f"{name} {value:.1%}" for name, value in figures.items() if name != "runs")
         print(f"{title}, {figures['runs']} runs: {shown}")
-    write_figures(args.json, {"runs": [{**asdict(each.run), **each.row} for each in found], "errors": sums})
+    write_json(args.json, {"errors": sums}, [{**asdict(each.run), **each.row} for each in found])
     return 0
 
 

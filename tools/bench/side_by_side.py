@@ -277,17 +277,13 @@ def _version(package: str) -> str | None:
 
 
 def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any], ended: bool = True) -> None:
-    """The same figures for programs to read, in rows. `write_figures` says how."""
-    plain = [asdict(row) if hasattr(row, "__dataclass_fields__") else row for row in rows]
-    write_figures(path, {"command": sys.argv, "machine": facts, "rows": plain}, ended)
-
-
-def write_figures(path: Path | None, figures: Mapping[str, Any], ended: bool = True) -> None:
-    """Writes figures as JSON, if to a file. Before a program has `ended`, it may write those that it has: whenever it
-    is killed, the file is whole. Print figures first: a file that cannot be written is named, and ends a program that
-    has `ended` with code 1, and no other."""
+    """Writes figures as JSON for programs to read, if to a file. Before a program has `ended`, it may write those that
+    it has: whenever it is killed, the file is whole. Print figures first: a file that cannot be written is named, and
+    ends a program that has `ended` with code 1, and no other."""
     if path is None:
         return
+    plain = [asdict(row) if hasattr(row, "__dataclass_fields__") else row for row in rows]
+    figures = {"command": sys.argv, "machine": facts, "rows": plain}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(figures, indent=1) + "\n")

@@ -54,6 +54,13 @@ def tool_parser(about: str | None, **more: Any) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
 
+def parted(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """A tool's own arguments, and those behind `--`, which are another program's."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:cut], arguments[cut + 1 :]
+
+
 def too_small(args: argparse.Namespace, **least: float) -> list[str]:
     """Problems of the flags that are below the least value that each may have."""
     given = {name: getattr(args, name) for name in least}
