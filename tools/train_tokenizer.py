@@ -29,7 +29,7 @@ from megatron.extensions.text_data.inputs import TextFile, find_inputs
 from .common import refuse_output, run_tool, tool_parser
 
 CHUNK_BYTES = 1 << 20
-# SentencePiece leaves out longer sentences without a word, so lines are cut: characters, of up to 4 bytes each.
+# SentencePiece silently leaves out longer sentences, so lines are cut: characters, of up to 4 bytes each.
 SENTENCE_CHARACTERS = 4096
 # Fixed, since unigram models depend on it in the last digits.
 THREADS = 8

@@ -171,7 +171,7 @@ class EarlierTokens(Protocol):
 
 @dataclass(frozen=True)
 class BatchContext:
-    """What layers need of a micro-batch besides its hidden states. A stage derives it once per forward pass."""
+    """Properties of a micro-batch for layers, besides its hidden states. A stage derives it once per forward pass."""
 
     sample_index: Tensor
     """[b] int64."""

@@ -42,7 +42,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """Where a local tensor lies in the whole model.
+    """Position of a local tensor in the whole model.
 
     A parameter is a rectangle ("box") of one global tensor: `sharded` names, for each mesh axis that cuts it, the
     dimension that is cut into equal parts. On every other axis of its view of the mesh the ranks hold replicas.

@@ -122,7 +122,7 @@ MATRIX_EXCHANGES: Registry[Any, facts.MatrixFacts] = Registry(
 STATE_STORES: Registry[Any, facts.StatePlan] = Registry(
     "store of states", lambda plan: plan, attributes=("shard", "rule")
 )
-"""What stores an optimizer's states and updates them, see `megatron.core.optimizer.optimizer.MainStates`. The last one
+"""Stores an optimizer's states and updates them, see `megatron.core.optimizer.optimizer.MainStates`. The last one
 whose plan holds is taken."""
 
 STATE_STORES.register("main", "megatron.core.optimizer.optimizer:MainStates", plan=facts.StatePlan())
@@ -215,7 +215,7 @@ PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=Tru
 MICROBATCH_RUNNERS: Registry[Any, facts.RunnerFacts] = Registry(
     "runner", facts.RunnerFacts, attributes=("prepare", "build")
 )
-"""What runs micro-batches in place of the pipeline's executor. `prepare(config, device)` is called before the model is
+"""Runs micro-batches in place of the pipeline's executor. `prepare(config, device)` is called before the model is
 built. `build(config, run, device, casts)` builds an object whose `train(batches, seed)` returns the losses; `run(batch,
 seed)` is the forward and backward of one micro-batch, and `config` the ModelParallelConfig."""
 
@@ -306,7 +306,7 @@ WATCHES: Registry[Any, facts.WatchFacts] = Registry("watch", facts.WatchFacts, "
 
 
 class Kernel(Protocol):
-    """What may compute an operation in place of plain torch."""
+    """A kernel that may compute an operation in place of plain torch."""
 
     def suits(self, *operands: Any) -> bool:
         """Whether it computes with these operands: their device, precision and sizes."""

@@ -34,7 +34,7 @@ class _Entry(Generic[F]):
 
 
 def imported(where: Any) -> Any:
-    """What a string "module:attribute" names; anything else as it is."""
+    """The object that a string "module:attribute" names; any other value unchanged."""
     if not isinstance(where, str):
         return where
     module, _, attribute = where.partition(":")
@@ -149,7 +149,7 @@ class Registry(Collection[str], Generic[P, F]):
             return
 
     def facts(self, name: str) -> F:
-        """What is known of a part without importing it. Raises ValueError as `registry[name]` does."""
+        """Facts about a part, without importing it. Raises ValueError as `registry[name]` does."""
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:

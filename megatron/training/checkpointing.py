@@ -69,7 +69,7 @@ def no_fingerprint(consumed_samples: int) -> None:
 
 @dataclass(frozen=True)
 class Checkpointer:
-    """What a checkpoint of a run holds, on one rank: saves it, and loads it. All methods are collective."""
+    """Contents of a run's checkpoint on one rank, saved and loaded. All methods are collective."""
 
     config: RunConfig
     state: ParallelState

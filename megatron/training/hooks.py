@@ -1,4 +1,4 @@
-"""What extensions add to a run: callbacks, meters, periodic tasks and metrics. No torch.
+"""Hooks for extensions in a run: callbacks, meters, periodic tasks and metrics. No torch.
 
 A `Callback` is an extension's object in a run: its methods are called on events, and it may add meters (counts during
 passes, reported at log lines), periodic tasks and state in checkpoints. The built-in extensions use nothing else.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunView:
-    """What callbacks and metrics see of a run, on each rank. It is a `megatron.training.run.TrainingRun`, which has all
-    parts of the run."""
+    """The view of a run for callbacks and metrics, on each rank. It is a `megatron.training.run.TrainingRun`, which has
+    all parts of the run."""
 
     config: RunConfig
     stages: Mapping[int, GPTModel]
@@ -53,7 +53,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class StepView:
-    """What a metric sees of a step that has updated the weights."""
+    """The view of a step that has updated the weights, for metrics."""
 
     run: RunView
     batches: Sequence[Batch]
@@ -72,7 +72,7 @@ class StepFinding:
 
 
 class Log(Protocol):
-    """Where a run writes what it measures, on one rank."""
+    """The log of a run, on one rank."""
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a record to every sink."""
@@ -118,11 +118,11 @@ class Meter:
         return False
 
     def take(self) -> Tensor | None:
-        """What was counted since the last call, flat float64, to be summed over the world; None for nothing."""
+        """Counts since the last call, flat float64, to be summed over the world; None for nothing."""
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, Any]:
-        """What is logged of the sum of `take` over the world, equal on all ranks."""
+        """Values to log, from the sum of `take` over the world; equal on all ranks."""
         return {}
 
     def write(self, log: Log) -> None:
@@ -137,7 +137,7 @@ class Meter:
         return nullcontext()
 
     def report_evaluation(self, summed: Tensor, split: str) -> dict[str, Any]:
-        """What is logged of the sum of `evaluating` over the world."""
+        """Values to log, from the sum of `evaluating` over the world."""
         return {}
 
 
@@ -216,7 +216,7 @@ class Callback:
         return ()
 
     def state(self) -> Any:
-        """What it keeps in checkpoints, of JSON's types and equal on all ranks; None for nothing."""
+        """Its state for checkpoints, of JSON's types and equal on all ranks; None for nothing."""
         return None
 
     def load_state(self, state: Any) -> None:

@@ -140,7 +140,7 @@ class RunPlan:
         )
 
     def record(self, consumed_samples: int) -> list[dict[str, Any]]:
-        """What a checkpoint keeps of the phases that have begun, as JSON."""
+        """The phases that have begun, as JSON for checkpoints."""
         begun = [phase for phase in self.phases if phase.first_sample < max(1, consumed_samples)]
         return [
             {
@@ -178,7 +178,7 @@ class RunPlan:
         return OptimizerParamScheduler(config, length)
 
     def lines(self, phase: Phase) -> Iterator[str]:
-        """What plans and logs print of a phase."""
+        """Lines of plans and logs about a phase."""
         yield from ()
 
     def training_set(self, parts: Sequence[Any]) -> Any:

@@ -46,10 +46,10 @@ class Progress:
     """Iterations so far without an update: not finite, a spike, or left out by --iterations-to-skip."""
 
     nan_iterations: int = 0
-    """Of them those with a loss or gradient that was not finite, except overflows of fp16's loss scale."""
+    """Skipped steps with a loss or gradient that was not finite, except overflows of fp16's loss scale."""
 
     skipped_spikes: int = 0
-    """Of them those with a loss or gradient far above the mean."""
+    """Skipped steps with a loss or gradient far above the mean."""
 
     running_means: tuple[float, ...] = ()
     """Mean loss, mean gradient norm, and the number of steps in them, if spikes are checked for."""

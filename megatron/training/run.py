@@ -44,7 +44,7 @@ class TrainingRun(RunView):
     """All that is counted during passes and reported at log lines."""
 
     first_iteration: int
-    """Where this process started."""
+    """Iteration at which this process started."""
 
     tasks: Sequence[Task] = ()
     """The periodic tasks, in the order in which they are performed."""

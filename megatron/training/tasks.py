@@ -1,4 +1,4 @@
-"""What a run does beside its steps: the table of periodic tasks, saves, evaluations, and the end of callbacks."""
+"""The work of a run beside its steps: the table of periodic tasks, saves, evaluations, and the end of callbacks."""
 
 from __future__ import annotations
 

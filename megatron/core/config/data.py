@@ -46,7 +46,7 @@ class DatasetConfig(Section):
     """Train on synthetic tokens; needs no files."""
 
     dataset_type: str | None = flag(None, choices=DATASETS, excludes="--mock-data")
-    """Where training data come from; default: gpt, indexed datasets in files, or mock under --mock-data."""
+    """Source of the training data; default: gpt, indexed datasets in files, or mock under --mock-data."""
 
     num_workers: int = flag(2, at_least=0)
     """Threads per rank that prefetch samples; 0 prepares samples on demand."""

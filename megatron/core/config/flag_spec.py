@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 @dataclass(frozen=True)
 class Condition:
-    """What a configuration has, as flags would say it: on what another flag depends, or what excludes it."""
+    """A property of a configuration, in the words of flags, on which another flag depends, or which excludes it."""
 
     text: str
     """`--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or one of several, divided by " or ". Behind it

@@ -1,4 +1,4 @@
-"""What differs from layer to layer of a model, and the patterns by which flags say so. No torch."""
+"""Differences between the layers of a model, and the patterns of flags that state them. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Span:
     """Which earlier tokens of its document a token attends to, itself included. All of them by default."""
 
     window: int | None = None
-    """Only the last so many."""
+    """Only this number of the last tokens."""
 
     chunk: int | None = None
     """Only those of its own chunk: documents are cut into chunks of so many tokens (Llama 4)."""
@@ -73,7 +73,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is computed again in the backward pass instead of being kept."""
+    """Recomputation: activations that the backward pass computes again instead of saving them."""
 
     recompute_granularity: str = flag("none", choices=("none", "selective", "full"))
     """Recompute nothing (none), parts of each layer (selective) or whole layers (full) in the backward pass."""

@@ -158,7 +158,7 @@ class TransformerConfig(
     """Normalize queries and keys before the rotary embedding."""
 
     qk_layernorm_scope: str = flag("head", choices=("head", "all"), no_effect_without="--qk-layernorm")
-    """What one norm of --qk-layernorm covers: the channels of a head, with a weight that all heads share, or those of
+    """Scope of one norm of --qk-layernorm: the channels of a head, with a weight that all heads share, or those of
     all heads (OLMo 2)."""
 
     softmax_scale: float | None = None
@@ -233,7 +233,7 @@ class TransformerConfig(
 
     @property
     def attention_facts(self) -> AttentionFacts:
-        """What is known of the attention sublayer."""
+        """Facts about the attention sublayer."""
         return ATTENTIONS.facts(self.attention)
 
     def mixer_facts(self, number: int) -> MixerFacts:
@@ -362,7 +362,7 @@ class TransformerConfig(
 
     @property
     def local_span(self) -> Span:
-        """What attention sees in layers with a sliding window or chunks."""
+        """Tokens that attention sees in layers with a sliding window or chunks."""
         return Span(self.window_size, self.attention_chunk_size)
 
     @property

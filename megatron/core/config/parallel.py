@@ -85,8 +85,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
 
     num_distributed_optimizer_instances: int = 1
-    """Groups of data-parallel ranks that each shard by themselves what --data-parallel-sharding-strategy says, and add
-    their gradients up: hybrid sharding (HSDP), for example within nodes."""
+    """Number of groups of data-parallel ranks, for example nodes. Each group shards by itself; once a step the groups
+    add up their gradients: hybrid sharding (HSDP)."""
 
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""

@@ -13,7 +13,7 @@ SHOWN = 5
 """Names of parameters that an error lists."""
 
 SETTINGS = ("lr_mult", "wd_mult", "weight_decay")
-"""What an expression of --param-group can set."""
+"""Keys that an expression of --param-group can set."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Datasets(NamedTuple):
 
 @dataclass
 class TrainingOrder:
-    """What a run has taken of each training source in its phases so far."""
+    """Data that a run has taken of each training source in its phases so far."""
 
     planned: tuple[int | None, ...] = ()
     """Samples that were planned for the present phase before its plan was made longer."""
@@ -254,7 +254,8 @@ class _Builder:
         else:
             rule = "a share of the documents cannot be divided by --split"
             raise ValueError(
-                f"--data-path {prefix}@{share[0]:g}:{share[1]:g}: {rule}; use --train-data-path and its kin"
+                f"--data-path {prefix}@{share[0]:g}:{share[1]:g}: {rule}; use --train-data-path, --valid-data-path or "
+                "--test-data-path"
             )
         if not documents:
             if planned[-1] == 0:

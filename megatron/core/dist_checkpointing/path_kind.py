@@ -22,7 +22,7 @@ METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME = "metrics.jsonl", "run_config.yaml", 
 @dataclass(frozen=True)
 class KindFacts:
     about: str
-    """What a path holds, in words that follow the path in a message."""
+    """Description of the path's contents, which follows the path in a message."""
 
     order: int
     """A path that holds several kinds is of the one with the smallest number. Those of the library are 0, 10, ...: URL,
@@ -53,7 +53,7 @@ TEXTS = ("text", "url")
 
 
 def kind_of(path: str | Path) -> str:
-    """What a path holds, as its name in `PATH_KINDS`."""
+    """The kind of a path, as its name in `PATH_KINDS`."""
     names = sorted(PATH_KINDS, key=lambda name: PATH_KINDS.facts(name).order)
     return next(name for name in names if PATH_KINDS[name](str(path)))
 

@@ -86,7 +86,7 @@ def save(
 
 
 def _space(root: Path, tensors: StateDict, world: Axis) -> str:
-    """What a checkpoint takes and the disk has. Collective over `world`."""
+    """Bytes that a checkpoint needs and that are free on the disk. Collective over `world`."""
     boxes = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, ShardedBoxes)}
     items = [item for key, tensor in boxes.items() for item in tensor.__create_write_items__(key, None)]
     needed = sum(gather_objects(sum(map(item_bytes, items)), world))
@@ -101,7 +101,7 @@ def item_bytes(item: WriteItem) -> int:
 
 
 def _scratch(root: Path, iteration: int) -> Path:
-    """Where a checkpoint is written until it is complete."""
+    """Temporary folder of a checkpoint until it is complete."""
     return checkpoint_folder(root, iteration).with_suffix(".tmp")
 
 

@@ -102,7 +102,7 @@ class Routes:
     segments: Segments
     exchange: Exchange | None = None
     arrival: RowMap | None = None
-    """What comes after the exchange: rows [rows, ...] of the local experts, expert by expert."""
+    """The result of the exchange: rows [rows, ...] of the local experts, expert by expert."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [n, h] and routing weights [n * k] -> rows [rows, h] and their weights [rows] of the local experts."""

@@ -41,7 +41,7 @@ from megatron.core.parts import (
 
 
 class StepResult:
-    """What a step did. Reading a value waits until the device has come as far as this step, and no further.
+    """The result of a step. Reading a value waits until the device has come as far as this step, and no further.
 
     `values`: [norm, overflow, skip, spike, *sums] float64 on the device; None until an update that was made ahead of
     them is validated, and nothing can be read so long.
@@ -87,7 +87,7 @@ class StepResult:
 
     @property
     def sums(self) -> list[float]:
-        """What was given as `sums`, over the world."""
+        """The argument `sums`, summed over the world."""
         return self._read()[4:]
 
     @property
@@ -98,7 +98,7 @@ class StepResult:
 
 
 def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list[Shard]:
-    """What this rank owns, by bucket and place."""
+    """The shards of this rank, by bucket and place."""
     store, shards = STATE_STORES[config.state_store], []
     for place in place_states(ddp.layouts, config):
         buffer = ddp.buffers[place.buffer]

@@ -302,7 +302,7 @@ class MainStates:
 
     @staticmethod
     def rule(config: OptimizerConfig, shards: Sequence[Any], device: torch.device, compiled: bool) -> Optimizer:
-        """What updates `shards` element by element."""
+        """The update rule of `shards`, element by element."""
         rule: Optimizer = OPTIMIZERS[config.elementwise](config, shards)
         if isinstance(rule, AdamW) and compiled:
             rule.compile()

@@ -154,7 +154,7 @@ class PipelineExecutor:
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[Any]:
-        """What runs in turns is timed as one."""
+        """A pair of passes that runs in turns is timed as one action."""
         return nullcontext() if self._in_turns else self.timed(phase)
 
     def _run_in_turns(self, *pair: Action) -> None:

@@ -88,14 +88,14 @@ def split_layers(
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
-    """What the embedding and the head cost, in layers of the mean, by their FLOPs: the embedding is a look-up and
+    """Costs of the embedding and the head, in layers of the mean, by their FLOPs: the embedding is a look-up and
     costs nothing. By the parameters of built-in layers, which stand for an extension's."""
     layers, head = _layer_costs(config), config.padded_vocab_size * config.hidden_size
     return 0.0, head * config.num_layers / layers if layers else 0.0
 
 
 def multi_token_cost(config: TransformerConfig) -> float:
-    """What multi-token prediction costs, in layers of the mean, by its FLOPs: at each depth a projection, a layer of
+    """Cost of multi-token prediction, in layers of the mean, by its FLOPs: at each depth a projection, a layer of
     the last one's kind, and the head once more."""
     layers, depths = _layer_costs(config), config.mtp_depths
     if not layers or not depths:

@@ -168,7 +168,7 @@ def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
 
 
 def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
-    """Where the stages of a schedule lie; v None takes its usual number of stages on a rank.
+    """Placement of a schedule's stages on ranks; v None takes its usual number of stages on a rank.
 
     Raises ValueError if the schedule is unknown or does not take v.
     """

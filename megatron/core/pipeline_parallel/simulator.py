@@ -83,7 +83,7 @@ class StageCosts:
         return clock, waited
 
     def memory(self, action: Action) -> float:
-        """What an action adds to (F) or frees from (B, I, W) the activations held by its rank."""
+        """Activations that an action adds to (F) or frees from (B, I, W) its rank."""
         after = at_stage(self.kept_for_weight_grad, action.stage)
         share = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: after - 1, Kind.W: -after}
         return share.get(action.kind, 0.0) * at_stage(self.activation, action.stage)
@@ -261,7 +261,7 @@ class _Walk:
         return self.lists[rank][position] if position < len(self.lists[rank]) else None
 
     def needs(self, action: Action, rank: int) -> list[tuple[Action, float]]:
-        """What must be done before an action starts, each with how long before."""
+        """Dependencies of an action, each with the time by which it must precede it."""
         kind, stage, microbatch = action
         if kind is Kind.FB:
             return [need for part in self.pairs[action] for need in self.needs(part, rank)]
@@ -288,7 +288,7 @@ class _Walk:
         return self.verdicts[microbatch]
 
     def arrival(self, receive: Action, rank: int) -> list[tuple[Action, float]]:
-        """What must be done before the message of `receive` is there."""
+        """Dependencies of the message of `receive`."""
         send = counterpart(receive)
         if self.owner.get(send.stage) == rank:
             return [(self.source(send), 0.0)]

@@ -1,4 +1,4 @@
-"""What each pipeline stage of a configuration holds.
+"""Contents of each pipeline stage of a configuration.
 
 One answer for the model that is built, the plan that is printed and the planner. No torch.
 """
@@ -21,8 +21,8 @@ LAST_LAYERS = "--decoder-last-pipeline-num-layers"
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline stage holds: its layers by global number, the embedding (first), norm and head (last), and with
-    the head the modules of multi-token prediction."""
+    """Contents of one pipeline stage: its layers by global number, the embedding (first), norm and head (last), and
+    with the head the modules of multi-token prediction."""
 
     layers: Sequence[int]
     first: bool = True
@@ -35,8 +35,8 @@ def whole_model(config: TransformerConfig) -> Stage:
 
 
 def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> PipelineLayout:
-    """Where the stages lie. Raises ValueError if the schedule does not take that many stages on a rank, or if stages
-    given by hand do not fit."""
+    """Placement of the stages on ranks. Raises ValueError if the schedule does not take that many stages on a rank, or
+    if stages given by hand do not fit."""
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     text = parallel.pipeline_model_parallel_layout
     if text is not None:
@@ -70,7 +70,7 @@ def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text
 
 
 def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
-    """What every stage holds, by global stage number: any number of layers on any number of stages.
+    """Contents of every stage, by global stage number: any number of layers on any number of stages.
 
     The first and the last stage hold fewer layers, by what the embedding and the head cost. Raises ValueError,
     naming the flag, if a number of layers is asked for that does not fit.

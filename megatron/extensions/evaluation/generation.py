@@ -1,4 +1,4 @@
-"""Where greedy continuations of prompts end, and those that are computed by forward passes over whole texts."""
+"""The end of greedy continuations, and continuations computed by forward passes over whole texts."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ PATHS = "GET /health, GET /v1/models, POST /v1/completions and POST /v1/chat/com
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What a connection may take."""
+    """Limits of a connection."""
 
     body_bytes: int = 4 * 2**20
     read_seconds: float = 20.0

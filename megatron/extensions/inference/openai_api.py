@@ -22,7 +22,7 @@ from megatron.extensions.inference.model import LoadedModel
 
 
 class ApiError(Exception):
-    """What a request is refused with."""
+    """The error of a refused request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a single request may ask for."""
+    """Limits of a single request."""
 
     choices: int = 16
     """Texts: prompts times n."""

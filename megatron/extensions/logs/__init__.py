@@ -1,6 +1,6 @@
 """Logs beside the console and `metrics.jsonl`: TensorBoard, Weights & Biases, samples, losses of data sets, sums.
 
-Flags: --tensorboard-dir, --wandb-project and its kin, --sample-log, --log-source-loss, --log-params-norm,
+Flags: --tensorboard-dir, --wandb-project and related flags, --sample-log, --log-source-loss, --log-params-norm,
 --log-num-zeros-in-grad, --log-format megatron, --log-throughput.
 
 Read `flags` first. `dashboards` has the sinks of records, `megatron_tags` the names of their values, `megatron_lines`

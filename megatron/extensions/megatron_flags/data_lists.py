@@ -1,4 +1,4 @@
-"""Lists of data in files and in Megatron-DeepSpeed's words, read into --data-path and its kin. No torch."""
+"""Lists of data in files and in Megatron-DeepSpeed's words, read into --data-path and related flags. No torch."""
 
 from __future__ import annotations
 

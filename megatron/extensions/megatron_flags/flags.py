@@ -13,13 +13,13 @@ from megatron.training.extensions import extension_flags
 @extension_flags("lists of data", may_change=True, reads=f"{__package__}.data_lists:with_data_lists", part_of="data")
 @dataclass(frozen=True)
 class DataLists:
-    """Data in other words than those of --data-path and its kin."""
+    """Data in other words than those of --data-path and related flags."""
 
     data_args_path: str | None = flag(None, path="local")
     """File with the words of --data-path."""
 
     per_split_data_args_path: str | None = flag(None, path="local")
-    """JSON file with lists "train", "valid" and "test" of the words of --train-data-path and its kin."""
+    """JSON file with lists "train", "valid" and "test" of the words of --train-data-path and related flags."""
 
     train_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Training data as "NAME: WEIGHT START:END PREFIX, ...", where START:END is a share of the documents."""

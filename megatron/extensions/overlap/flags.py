@@ -1,4 +1,4 @@
-"""Flags of overlapped communication, and where its parts are. No torch."""
+"""Flags of overlapped communication, and registration of its parts. No torch."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
     if config.data.dataset not in ("gpt", "mock"):
         yield Problem.exclusive("--data-phases", path, f"--dataset-type {config.data.dataset}")
     if config.data.per_split and any(entry.value("data_path") for entry in entries):
-        rule = "phases have data paths of their own, and cannot be combined with --train-data-path and its kin"
+        rule = "phases have data paths of their own, and cannot be combined with --train-, --valid- or --test-data-path"
         yield Problem("--data-phases", path, rule, "give --valid NAME=PREFIX, or no data paths in the phases")
     if config.data.dataset == "mock" and (where := those_with("data_path")):
         yield Problem(

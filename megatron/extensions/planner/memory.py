@@ -388,11 +388,11 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
     """What is counted as activations, and how much of it a layer has."""
     model = batch.model
     even = ", tokens even over the experts" if model.num_experts is not None else ""
-    on_gpus = ", norms and attention of tiles as GPUs compute them (not yet compared with a GPU)"
+    on_gpus = ", and with those of GPUs for norms and attention (not yet compared with a GPU)"
     kernels = "" if batch.device == "cpu" else on_gpus
     yield (
-        f"activations: saved for backward, measured on fake tensors by the kernels of CPUs{kernels}{even}; "
-        "logits of the loss included, tokens and labels not"
+        f"activations: saved for backward, measured on fake tensors with the kernels of CPUs{kernels}{even}; "
+        "with the logits of the loss, without tokens and labels"
     )
     again = model.recompute_granularity
     if model.recomputed_modules:
@@ -403,7 +403,7 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
         for numbered in [list(enumerate(held.in_flight))]
     )
     first = ranks[0].stages[0]
-    kept = f"of a micro-batch of {batch.samples} the first stage keeps {first.kept:,} bytes, recomputation {again}"
+    kept = f"the first stage saves {first.kept:,} bytes for a micro-batch of {batch.samples}, recomputation {again}"
     if offloaded := batch.parallel.offloaded_layers:
         kept += f"; {first.offloaded:,} of {offloaded} layers are offloaded"
     yield kept

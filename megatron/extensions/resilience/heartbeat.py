@@ -73,7 +73,7 @@ class Peer:
 
     end: str = ""
     """`bye`: its run has ended without a failure; `failed`: by a failure; `lost`: because it hears nothing of hosts;
-    `gone`: its first rank has ended without a word."""
+    `gone`: its first rank has ended silently."""
 
     ended: float = 0.0
     """When it said that."""

@@ -45,7 +45,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the command line says: the configuration, and what is not configuration."""
+    """Contents of a command line: the configuration, and the rest."""
 
     config: RunConfig
     world_size: int | None = None
@@ -115,7 +115,7 @@ def _options() -> list[tuple[str, str]]:
 
 
 def _help_words(argv: Sequence[str]) -> list[str] | None:
-    """What stands behind --help up to the next flag; None without --help."""
+    """The words after --help up to the next flag; None without --help."""
     place = next((number for number, token in enumerate(argv) if token in ("--help", "-h")), None)
     return None if place is None else list(takewhile(lambda token: not token.startswith("-"), argv[place + 1 :]))
 

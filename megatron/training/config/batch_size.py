@@ -140,7 +140,7 @@ def microbatches_of(config: RunConfig, dims: ParallelDims) -> int:
 
 
 def batch_line(config: RunConfig, dims: ParallelDims) -> str:
-    """What the global batch consists of."""
+    """Composition of the global batch."""
     size, micro = BatchSizes.from_config(config).final, config.training.micro_batch_size
     return (
         f"{size} = micro-batch {micro} x {microbatches_of(config, dims)} micro-batches x {dims.dp} replicas; "

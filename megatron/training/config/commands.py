@@ -92,7 +92,7 @@ class Prepared:
 
 
 class Command:
-    """What runs instead of training. Derive from it."""
+    """Base of commands that run instead of training."""
 
     def note(self, world_size: int) -> str | None:
         """What is said where the number of ranks follows from the layout: neither flags nor a launcher say it."""
@@ -105,7 +105,7 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandFacts:
-    """What is known of commands before they are imported."""
+    """Facts about a command, known before it is imported."""
 
     options: Mapping[str, Option]
     """By spelling."""

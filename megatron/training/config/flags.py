@@ -156,7 +156,7 @@ class ExtensionSection:
     checkpoint's, taken from it, and converted as that section's fields are; with "data" they name data."""
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """What the rules say of a resolved configuration that has one of the flags, or was given one."""
+        """Problems that the rules find in a resolved configuration that has one of the flags, or was given one."""
         if self.rules is None or given.options(self.cls) == config.options(self.cls) == self.cls():
             return ()
         found: Iterable[Problem] = imported(self.rules)(config, world_size)
@@ -226,7 +226,7 @@ def _flags_of(section: str, cls: type) -> tuple[Flag, ...]:
 
 
 def value_of(config: RunConfig, flag: Flag) -> Any:
-    """What a configuration has in the field of a flag."""
+    """The value of a flag's field in a configuration."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return getattr(config.options(extension.cls) if extension else getattr(config, flag.section), flag.field)
 

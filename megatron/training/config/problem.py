@@ -47,7 +47,7 @@ class Problem:
 
     @classmethod
     def no_effect(cls, flag: str, value: Any, needed: str) -> Problem:
-        """What is said of a flag that has no effect without another one."""
+        """The notice about a flag that has no effect without another one."""
         return cls(flag, value, f"has no effect without {needed}", f"add {needed}, or remove {flag}", harmless=True)
 
     @classmethod

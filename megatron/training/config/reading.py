@@ -35,7 +35,7 @@ SAID_OF_SWITCHES = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Reading:
-    """What became of one flag as it was given."""
+    """The reading of one flag as it was given."""
 
     given: tuple[str, ...]
     """The flag and its values."""

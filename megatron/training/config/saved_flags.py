@@ -1,4 +1,4 @@
-"""Flags that a run takes from the checkpoint it loads (--use-checkpoint-args and its kin). No torch."""
+"""Flags that a run takes from the checkpoint it loads (--use-checkpoint-args and related flags). No torch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def of_earlier_versions(sections: dict[str, dict[str, Any]]) -> dict[str, dict[s
 
 
 def saved_metadata(load: Path) -> dict[str, Any] | None:
-    """What the latest checkpoint in a folder holds besides tensors; None if there is none.
+    """Contents of the latest checkpoint in a folder besides tensors; None if there is none.
 
     One that cannot be read is skipped for the one before it, as when it is loaded. ValueError if none can be, or if
     they are another program's."""

@@ -1,1 +1,1 @@
-"""What a run measures and reports: losses, speed, expert load, samples, and the files these are written to."""
+"""Measurements and reports of a run: losses, speed, expert load, samples, and the files these are written to."""

@@ -1,4 +1,4 @@
-"""What a run is about, told once as it starts: model, layout, precision, batch, length, memory."""
+"""The lines that a run prints once at its start: model, layout, precision, batch, length, memory."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class FailureHandler:
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Reports for this host and ends, without a word to or from other hosts. Files may lie with them."""
+        """Reports for this host and ends, without messages to or from other hosts. Files may lie with them."""
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
             tell_last(failure.text(), now=True, at=failure.at)

@@ -32,7 +32,7 @@ ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.
 """Kind of failure -> what to do about it. `{again}` stands for `start_again`."""
 
 GONE = "process is gone"
-"""Title of the failure of a process that ended without a word."""
+"""Title of the failure of a process that ended silently."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def start_again(options: CheckpointConfig) -> str:
 
 
 def died(options: CheckpointConfig) -> str:
-    """The advice on a process that ended without a word, in a run with these checkpoints."""
+    """The advice on a process that ended silently, in a run with these checkpoints."""
     return ADVICE["died"].format(again=start_again(options))
 
 

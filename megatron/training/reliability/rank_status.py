@@ -1,4 +1,4 @@
-"""What this rank is doing: phase of the run, line of code, what it waits for. Read when a rank fails."""
+"""Status of this rank: phase of the run, line of code, awaited ranks. Read when a rank fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.reliability.failure_report import place_in, place_of
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank is when the run fails."""
+    """Position of a rank when the run fails."""
 
     phase: str
     place: str
