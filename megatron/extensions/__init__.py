@@ -79,8 +79,16 @@ which those of a deleted one are distinguished from typing errors.
 @cache
 def load() -> None:
     """Imports `flags.py` of each extension, which registers its flags and where its parts are. Only once."""
-    for extension in BUILT_IN:
-        import_module(f"{__name__}.{extension.name}.flags")
+    try:
+        for extension in BUILT_IN:
+            import_module(f"{__name__}.{extension.name}.flags")
+    except ModuleNotFoundError:
+        here = Path(__file__)
+        for name in (each.name for each in BUILT_IN):
+            if not (here.parent / name / "flags.py").is_file():
+                remedy = f'remove the line BuiltIn("{name}", ...) there, or restore the folder'
+                raise ModuleNotFoundError(f"{here} lists the extension {name}, which is missing: {remedy}") from None
+        raise
 
 
 def home_of(flag: str) -> str | None:

@@ -62,7 +62,7 @@ class Conversion:
             with new_folder(self.output, self.force) as folder:
                 self.source.check_data()
                 if workers == 1:
-                    self.target.write(folder, Axis(), _Counter(show))
+                    self.target.write(folder, Axis(), _counted(show))
                 else:
                     self._write_together(folder, workers, show)
                 self.target.finish(folder)
@@ -107,15 +107,16 @@ class Conversion:
         return None
 
 
-class _Counter:
+def _counted(show: Callable[[int], None]) -> Written:
     """Adds up the bytes of one process."""
+    total = 0
 
-    def __init__(self, show: Callable[[int], None]) -> None:
-        self.total, self.show = 0, show
+    def written(count: int) -> None:
+        nonlocal total
+        total += count
+        show(total)
 
-    def __call__(self, count: int) -> None:
-        self.total += count
-        self.show(self.total)
+    return written
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -136,6 +137,3 @@ def parse_bytes(text: str) -> int:
     if unit not in UNITS or not digits.replace(".", "", 1).isdigit() or (size := int(float(digits) * UNITS[unit])) < 1:
         raise ValueError(f"{text!r} must be a size such as 5GB, 500MB or 2GiB")
     return size
-
-
-__all__ = ["Conversion", "Written", "parse_bytes", "parse_dtype", "recognize"]

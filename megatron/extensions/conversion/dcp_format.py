@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from megatron.core.dist_checkpointing.storage import save
 from megatron.core.models.gpt.parameters import extension_parts, model_states, parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
-from megatron.core.param_meta import ParamMeta
 from megatron.extensions.conversion.formats import (
     Format,
     Options,
@@ -30,7 +28,7 @@ from megatron.extensions.conversion.formats import (
     side_files_of,
     tokenizer_config,
 )
-from megatron.extensions.conversion.streaming import StreamedTensor, StreamingWriter
+from megatron.extensions.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
 from megatron.training.checkpointing import FORMAT_VERSION, saved_config, saved_progress
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
@@ -108,27 +106,23 @@ class DCPTarget(Target):
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
-        self.dtypes = {name: source.dtype(name, options.dtype) for name in source.metas}
-        self.sizes = {name: meta.numel * self.dtypes[name].itemsize for name, meta in source.metas.items()}
         copied = options.weights_only or options.dtype or isinstance(source, DCPSource)
-        self.training = None if copied else source.training()
-        self.states = self._optimizer_states()
-        self.nbytes = sum(self.sizes.values()) + sum(self.states.values())
+        self.training = training = None if copied else source.training()
+        self.tensors: dict[str, Made] = {}
+        for name, meta in source.metas.items():
+            read = partial(source.read, name, options.dtype)
+            self.tensors[model_key(name)] = Made(meta.global_shape, source.dtype(name, options.dtype), read)
+        if training is not None:
+            for name, meta in source.metas.items():
+                for kind in training.kinds:
+                    read, dtype = partial(training.read, kind, name), training.dtype(kind, name)
+                    self.tensors[optimizer_key(kind, name)] = Made(meta.global_shape, dtype, read)
+        self.nbytes = sum(made.nbytes for made in self.tensors.values())
         self.config = replace(source.config, checkpoint=CheckpointConfig())
         if source.side_files:
             # The folder's absolute path at its end, where the files will be.
             folder = output.resolve() / TOKENIZER_FOLDER
             self.config = replace(self.config, tokenizer=tokenizer_config(folder, source.side_files))
-
-    def _optimizer_states(self) -> dict[tuple[str, str], int]:
-        """(kind, name of the parameter) -> bytes of each state of the optimizer."""
-        if self.training is None:
-            return {}
-        return {
-            (kind, name): meta.numel * self.training.dtype(kind, name).itemsize
-            for name, meta in self.source.metas.items()
-            for kind in self.training.kinds
-        }
 
     def payload(self) -> dict[str, Any]:
         """Everything of the checkpoint that is not a tensor."""
@@ -149,46 +143,16 @@ class DCPTarget(Target):
         return payload if training else payload | {"converted": True}
 
     def write(self, folder: Path, world: Axis, written: Written) -> None:
-        tensors: StateDict = {}
-        for kind, name in self._share(world):
-            shape = self.source.metas[name].global_shape
-            if kind is None:
-                make = partial(self._make, name, written)
-                tensors[model_key(name)] = StreamedTensor(shape, self.dtypes[name], make)
-            elif self.training is not None:
-                make = partial(self._make_optimizer_state, kind, name, written)
-                kept_in = self.training.dtype(kind, name)
-                tensors[optimizer_key(kind, name)] = StreamedTensor(shape, kept_in, make)
-        for meta, dtype in model_states(self.config.model) if world.first else ():
-            make = partial(self._make_state, meta, getattr(torch, dtype))
-            tensors[model_key(meta.name)] = StreamedTensor(meta.global_shape, getattr(torch, dtype), make)
+        tensors: StateDict = {
+            key: StreamedTensor(made.shape, made.dtype, made.counted(written))
+            for key, made in share(self.tensors, world)
+        }
+        for meta, name in model_states(self.config.model) if world.first else ():
+            dtype = getattr(torch, name)
+            make = partial(self.source.read_state, meta, dtype)
+            tensors[model_key(meta.name)] = StreamedTensor(meta.global_shape, dtype, make)
         iteration = self.training.progress.iteration if self.training else 0
         save(folder, iteration, tensors, self.payload(), world, writer=StreamingWriter)
-
-    def _make(self, name: str, written: Written) -> Tensor:
-        written(self.sizes[name])
-        return self.source.read(name, self.options.dtype)
-
-    def _make_optimizer_state(self, kind: str, name: str, written: Written) -> Tensor:
-        assert self.training is not None
-        written(self.states[kind, name])
-        return self.training.read(kind, name)
-
-    def _make_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
-        if meta.name in self.source.states:
-            return self.source.read(meta.name, dtype)
-        return torch.zeros(meta.global_shape, dtype=dtype)
-
-    def _share(self, world: Axis) -> Iterator[tuple[str | None, str]]:
-        """(kind of optimizer state or None, parameter) that this process writes: each goes to the one with the fewest
-        bytes so far."""
-        loads = [0] * world.size
-        weights: dict[tuple[str | None, str], int] = {(None, name): size for name, size in self.sizes.items()}
-        for name, size in (weights | self.states).items():
-            turn = loads.index(min(loads))
-            loads[turn] += size
-            if turn == world.rank:
-                yield name
 
     def finish(self, folder: Path) -> None:
         save_config(self.config, folder / RUN_CONFIG)

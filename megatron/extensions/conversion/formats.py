@@ -100,6 +100,14 @@ class Source(ABC):
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
         """A whole parameter or state. Raises ValueError or OSError."""
 
+    def read_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
+        """What the model keeps beside parameters; zeros, as it starts, where the source has none."""
+        if meta.name in self.states:
+            return self.read(meta.name, dtype)
+        from torch import zeros
+
+        return zeros(meta.global_shape, dtype=dtype)
+
     @abstractmethod
     def check_data(self) -> None:
         """Raises ValueError for what can be seen only by reading weights."""

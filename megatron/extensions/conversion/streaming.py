@@ -7,10 +7,12 @@ memory anyway.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +27,8 @@ from torch.futures import Future as TorchFuture
 
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, without_surroundings
 from megatron.core.dist_checkpointing.storage import item_bytes
+from megatron.core.parallel_state import Axis
+from megatron.extensions.conversion.formats import Written
 
 FILE_BYTES = 5_000_000_000
 """Size from which a new file is begun, so that ranks that load can share the reading."""
@@ -34,6 +38,7 @@ AHEAD_BYTES = 1 << 30
 """Largest tensor that is made while the one before it is written."""
 
 T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
 
 
 def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
@@ -118,3 +123,35 @@ class StreamedTensor(ShardedBoxes):
         tensor = self.parts[tuple(index.offset)]().reshape(self.part_shape).contiguous()
         assert tensor.dtype == self.dtype, (index.fqn, tensor.dtype)
         return without_surroundings(tensor)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of a target: its shape and dtype there, and what reads it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def counted(self, written: Written) -> Callable[[], Tensor]:
+        """What makes it as it is written."""
+
+        def make() -> Tensor:
+            written(self.nbytes)
+            return self.read().reshape(self.shape)
+
+        return make
+
+
+def share(tensors: Mapping[Key, Made], world: Axis) -> Iterator[tuple[Key, Made]]:
+    """The tensors that this process writes: each goes to the one with the fewest bytes so far."""
+    loads = [0] * world.size
+    for key, made in tensors.items():
+        turn = loads.index(min(loads))
+        loads[turn] += made.nbytes
+        if turn == world.rank:
+            yield key, made

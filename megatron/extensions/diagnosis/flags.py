@@ -1,12 +1,14 @@
-"""Flags of diagnosis, its callbacks, and the configurations that have them. No torch."""
+"""Flags of diagnosis, their rules, its callbacks, and the configurations that have them. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.parts import CALLBACKS, HANG_ANALYSES, STEP_SEARCHES
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
@@ -20,9 +22,7 @@ BY_TORCH = Condition("--profile --use-pytorch-profiler", _by_torch)
 BY_NSYS = Condition("--profile on GPUs", lambda c: c.options(DiagnosisConfig).profile and not _by_torch(c))
 
 
-@extension_flags(
-    "diagnosis: layer statistics, stragglers, profiles", may_change=True, rules=f"{__package__}.rules:rules"
-)
+@extension_flags("diagnosis: layer statistics, stragglers, profiles", may_change=True)
 @dataclass(frozen=True)
 class DiagnosisConfig:
     log_layer_stats: int = flag(0, at_least=0, excludes="--cuda-graph-impl local: hooks do not run in a recording")
@@ -91,6 +91,27 @@ class DiagnosisConfig:
     memory_snapshot_path: str = flag("snapshot.pickle", path="local")
     """--record-memory-history: file to write; the rank is appended."""
 
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        threshold, length = self.layer_growth_threshold, config.training.train_iters
+        if threshold and not 1 < threshold < math.inf:
+            remedy = f"the default is {DiagnosisConfig.layer_growth_threshold}"
+            yield Problem("--layer-growth-threshold", threshold, "must be 0 or above 1", remedy)
+        profiles = self.profile or self.record_memory_history
+        for used, kind, start, end in (
+            (profiles, "profile", self.profile_step_start, self.profile_step_end),
+            (self.trace, "trace", self.trace_step_start, self.trace_step_end),
+        ):
+            if used and end <= start:
+                rule = f"must be above --{kind}-step-start {start}"
+                yield Problem(f"--{kind}-step-end", end, rule, f"nearest: {start + 1}")
+        if profiles and any(not 0 <= rank < world_size for rank in self.profile_ranks):
+            rule = f"must be below the {world_size} ranks"
+            yield Problem("--profile-ranks", self.profile_ranks, rule, "remove the others")
+        if self.trace and length is not None and 0 < length <= self.trace_step_start:
+            rule = f"has no effect in a run of --train-iters {length}"
+            remedy = f"use {max(0, length - 2)} and --trace-step-end {length}"
+            yield Problem("--trace-step-start", self.trace_step_start, rule, remedy, harmless=True)
+
 
 def _when(wants: Callable[[DiagnosisConfig], object]) -> Callable[[RunConfig], bool]:
     return lambda config: bool(wants(config.options(DiagnosisConfig)))
@@ -103,7 +124,7 @@ CALLBACKS.register("tracer", f"{__package__}.trace.tracer:Tracer", when=_when(la
 CALLBACKS.register("replicas", f"{__package__}.check_replicas:ReplicaCheck", when=_when(lambda o: o.check_replicas))
 CALLBACKS.register("stragglers", f"{__package__}.straggler:Stragglers", when=_when(lambda o: o.log_straggler))
 CALLBACKS.register(
-    "layer statistics", f"{__package__}.layer_stats.statistics:LayerStats", when=_when(lambda o: o.log_layer_stats)
+    "layer statistics", f"{__package__}.layer_stats.statistics:LayerStatistics", when=_when(lambda o: o.log_layer_stats)
 )
 STEP_SEARCHES.register("first value that is not finite", f"{__package__}.step_dump:search_and_save")
 HANG_ANALYSES.register("last collectives", f"{__package__}.hang_analysis:CollectivesAnalysis")

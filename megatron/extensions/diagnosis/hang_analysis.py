@@ -28,14 +28,6 @@ _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks that do collectives together, and the axis they lie on: equal for groups that do the same ones."""
-
-    axis: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Entered:
     """The last collective that a rank has entered in a group."""
 
@@ -58,13 +50,17 @@ def record_collectives(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
 
 
+Group = tuple[str, tuple[int, ...]]
+"""The axis of ranks that do collectives together, equal for groups that do the same ones, and these ranks."""
+
+
 def groups_of(state: ParallelState) -> dict[str, Group]:
     """torch's name of each group of this rank -> the group."""
     axes = {"all ranks": state.world, **state.axes}
     found: dict[str, Group] = {}
     for name, axis in axes.items():
         if axis.group is not None:
-            found.setdefault(axis.group.group_name, Group(name, axis.ranks))
+            found.setdefault(axis.group.group_name, (name, axis.ranks))
     return found
 
 
@@ -91,8 +87,7 @@ def last_entered(
             pending = not over or (last_pending and place == 0)
             if name in found and found[name].pending and pending:
                 continue  # the first of those under way
-            group = groups[name]
-            found[name] = Entered(group.axis, group.ranks, entry["collective_seq_id"], _describe(entry), pending)
+            found[name] = Entered(*groups[name], entry["collective_seq_id"], _describe(entry), pending)
     return list(found.values())
 
 

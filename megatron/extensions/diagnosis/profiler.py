@@ -78,7 +78,7 @@ class Profiler(Callback):
         ranges, self._ranges = self._ranges, None
         if running is not None:
             running.stop()
-            path = trace_path(self.config, self.rank)
+            path = output_folder(self.config, "profile") / f"rank-{self.rank}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(path))
             run.say(f" profile of rank {self.rank}: {path}")
@@ -94,7 +94,6 @@ class Profiler(Callback):
             torch.cuda.memory._dump_snapshot(f"{self.options.memory_snapshot_path}.rank{self.rank}")
 
 
-def trace_path(config: RunConfig, rank: int) -> Path:
-    """Where a rank's trace is written: in --tensorboard-dir, else in --save, else in the present folder."""
-    folder = named_value(config, "tensorboard_dir") or config.checkpoint.save or "."
-    return Path(folder) / "profile" / f"rank-{rank}.json"
+def output_folder(config: RunConfig, name: str) -> Path:
+    """Where profiles or traces are written: in --tensorboard-dir, else in --save, else in the present folder."""
+    return Path(named_value(config, "tensorboard_dir") or config.checkpoint.save or ".") / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def split_files(task: Task, split: str) -> Iterator[TextFile]:
         for name in names if isinstance(names, list) else [names]:
             place = str(_present(task, name) or name)
             for file in find_inputs([place], where(task)):
-                yield TextFile(file.path, file.format or BUILDERS[task.dataset_path], *_rest(file))
+                yield replace(file, format=file.format or BUILDERS[task.dataset_path])
         return
     if folder is None or not folder.is_dir():
         raise ValueError(
@@ -89,10 +90,6 @@ def split_files(task: Task, split: str) -> Iterator[TextFile]:
     if not names:
         raise ValueError(f"folder {inside} has no file of split {split!r}; name one {split}.jsonl, or use data_files")
     yield from find_inputs([str(path) for path in names], where(task))
-
-
-def _rest(file: TextFile) -> tuple[str, int, str]:
-    return file.compression, file.size, file.modified
 
 
 def _present(task: Task, name: str) -> Path | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.parts import CALLBACKS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 
-@extension_flags("downstream tasks", may_change=True, rules=f"{__package__}.rules:rules")
+@extension_flags("downstream tasks", may_change=True)
 @dataclass(frozen=True)
 class EvalTasksConfig:
     """Downstream tasks that are evaluated during training, or on a checkpoint by --skip-train."""
@@ -35,6 +38,24 @@ class EvalTasksConfig:
     eval_tasks_samples: str | None = flag(None, path="local", writes="folder")
     """Folder for the result of each document (log-likelihoods, generated text, scores): a file of JSON lines for each
     evaluation."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if not self.eval_tasks:
+            return
+        from megatron.extensions.evaluation.task_file import read_tasks
+
+        flag, model = "--eval-tasks", config.model
+        if config.tokenizer.tokenizer_type is None:
+            yield Problem(flag, None, "reads text, which needs a tokenizer", "add --tokenizer-type and its files")
+        factor = model.moe_eval_capacity_factor or model.moe_expert_capacity_factor
+        if factor is not None and model.num_experts and factor * model.moe_router_topk < model.num_experts:
+            rule = "experts with a capacity would drop tokens of a text for the filling behind it"
+            enough = f"--moe-eval-capacity-factor {model.num_experts / model.moe_router_topk:g}"
+            yield Problem(flag, None, rule, f"add {enough}, with which none is dropped")
+        try:
+            read_tasks(self.eval_tasks, self.eval_tasks_num_fewshot)
+        except ValueError as error:
+            yield from Problem.of_errors(flag, None, error)
 
 
 CALLBACKS.register(

@@ -37,6 +37,20 @@ class Row:
         return len(self.tokens) - 1
 
 
+@dataclass(frozen=True)
+class Score:
+    """What the model says of a row."""
+
+    log_likelihood: float
+    """Of the scored tokens, in nats."""
+
+    is_greedy: bool
+    """Whether each of them is the most likely one."""
+
+    next_token: int
+    """The most likely label of the row's last place."""
+
+
 def prefix_token(tokenizer: Tokenizer) -> int:
     """The token before a text without context. Raises ValueError if the tokenizer has none."""
     for token in (tokenizer.bos, tokenizer.eos, tokenizer.eod):

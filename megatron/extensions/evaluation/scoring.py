@@ -22,21 +22,7 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import local_rows
-from megatron.extensions.evaluation.rows import Round, Row, batch_lengths, plan_rounds
-
-
-@dataclass(frozen=True)
-class Score:
-    """What the model says of a row."""
-
-    log_likelihood: float
-    """Of the scored tokens, in nats."""
-
-    is_greedy: bool
-    """Whether each of them is the most likely one."""
-
-    next_token: int
-    """The most likely label of the row's last place."""
+from megatron.extensions.evaluation.rows import Round, Row, Score, batch_lengths, plan_rounds
 
 
 class Stopped(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.evaluation.documents import where
@@ -18,19 +18,10 @@ from megatron.extensions.evaluation.metrics import (
     text_scores,
 )
 from megatron.extensions.evaluation.prompts import Sample, build_samples, generated_scores
-from megatron.extensions.evaluation.rows import Row, continuation_row, rolling_rows
+from megatron.extensions.evaluation.rows import Row, Score, continuation_row, rolling_rows
 from megatron.extensions.evaluation.task_file import Group, Task, read_tasks
 
-
-class LikelihoodAndGreedy(Protocol):
-    @property
-    def log_likelihood(self) -> float: ...
-
-    @property
-    def is_greedy(self) -> bool: ...
-
-
-ScoreRows = Callable[[Sequence[Row]], Sequence[LikelihoodAndGreedy]]
+ScoreRows = Callable[[Sequence[Row]], Sequence[Score]]
 ContinuePrompts = Callable[[Sequence[Sequence[int]], Sequence[Limits]], Sequence[str]]
 
 
@@ -173,7 +164,7 @@ def _prepared(task: Task, samples: list[Sample], tokenizer: Tokenizer, longest: 
     return found
 
 
-def _together(parts: Sequence[LikelihoodAndGreedy]) -> tuple[float, bool]:
+def _together(parts: Sequence[Score]) -> tuple[float, bool]:
     return sum(part.log_likelihood for part in parts), all(part.is_greedy for part in parts)
 
 

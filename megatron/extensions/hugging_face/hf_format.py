@@ -118,14 +118,11 @@ class HFTarget(Target):
             return getattr(torch, placement.state_dtype)
         return self.source.dtype(placement.meta.name, self.options.dtype)
 
-    def _read(self, placement: Placement) -> Tensor:
-        """A parameter, or a state, which starts at zero where the source has none."""
-        meta = placement.meta
+    def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
+        """A parameter or a state, as their tensors."""
         if placement.state_dtype is None:
-            return self.source.read(meta.name, self.options.dtype)
-        if meta.name in self.source.states:
-            return self.source.read(meta.name, self._dtype(placement))
-        return torch.zeros(meta.global_shape, dtype=self._dtype(placement))
+            return placement.to_theirs(self.source.read(placement.meta.name, self.options.dtype))
+        return placement.to_theirs(self.source.read_state(placement.meta, self._dtype(placement)))
 
     def write(self, folder: Path, world: Axis, written: Written) -> None:
         for file in list(self.shards)[world.rank :: world.size]:
@@ -141,10 +138,6 @@ class HFTarget(Target):
                     if name in specs:
                         writer.add(name, tensor)
                         written(specs[name].nbytes)
-
-    def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
-        parameter = self._read(placement)
-        return placement.to_theirs(parameter)
 
     def finish(self, folder: Path) -> None:
         write_json(folder / CONFIG, self.config)

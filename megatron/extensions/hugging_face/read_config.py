@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -277,58 +277,58 @@ def _window_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
         window = hf[family.earlier_tokens] + 1
     if not window or not hf.get("use_sliding_window", True):
         return {"window_size": None}
-    if rule := _broken_rule(window, int):
-        raise ValueError(f"config.json: sliding_window = {window!r} must be {rule}")
-    kinds = _kinds_of_layers(hf)
-    if LOCAL not in kinds:
+    _check_count("sliding_window", window)
+    local = _windows(hf)
+    if not any(local):
         return {"window_size": None}
-    return {"window_size": window, "window_attn_skip_freq": pattern_text([kind == LOCAL for kind in kinds], usual=True)}
+    return {"window_size": window, "window_attn_skip_freq": pattern_text(local, usual=True)}
 
 
-def _kinds_of_layers(hf: Mapping[str, Any]) -> list[str]:
-    """Which layers of a model with a sliding window have it: layer_types, or what follows from a period."""
-    layers = hf.get("num_hidden_layers", 0)
+def _check_count(key: str, value: Any) -> None:
+    """Raises ValueError unless a value is a whole number above 0."""
+    if rule := _broken_rule(value, int):
+        raise ValueError(f"config.json: {key} = {value!r} must be {rule}")
+
+
+def _windows(hf: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer of a model with a sliding window has it: by layer_types, or as follows from a period."""
     first = hf.get("max_window_layers", 0) if hf.keys() & {"use_sliding_window", "sliding_window_pattern"} else 0
-    kinds = list(hf.get("layer_types") or ())
-    if not kinds:
-        period = hf.get("sliding_window_pattern") or 0
-        kinds = ["full_attention" if n < first or (period and not (n + 1) % period) else LOCAL for n in range(layers)]
-    return _checked_kinds(kinds, layers, LOCAL)
+    period = hf.get("sliding_window_pattern") or 0
+    return _layers_of_kind(hf, LOCAL, lambda n: n >= first and not (period and not (n + 1) % period))
 
 
-def _checked_kinds(kinds: Sequence[str], layers: int, other: str) -> list[str]:
-    """The kinds of layers, of which there are full attention and another one."""
+def _layers_of_kind(hf: Mapping[str, Any], other: str, usual: Callable[[int], Any]) -> list[bool]:
+    """Whether each layer is of a kind other than full attention: by layer_types, else by its number as `usual` says."""
+    layers = hf.get("num_hidden_layers", 0)
+    kinds = list(hf.get("layer_types") or (other if usual(n) else "full_attention" for n in range(layers)))
     if unknown := set(kinds) - {"full_attention", other}:
         raise ValueError(f"config.json: layer_types has {', '.join(map(repr, unknown))}, which is not supported")
     if len(kinds) != layers:
         raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
-    return list(kinds)
+    return [kind == other for kind in kinds]
 
 
 def _rope_in_windows_from_hf(hf: Mapping[str, Any]) -> str | None:
     """The layers without rotary embedding, where only layers with a sliding window have it."""
     if not hf.get("sliding_window"):
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
-    return pattern_text([kind != LOCAL for kind in _kinds_of_layers(hf)], usual=False)
+    return pattern_text([not local for local in _windows(hf)], usual=False)
 
 
 def _chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Chunked attention, and the layers that have it: by default those with a rotary embedding."""
-    chunk, layers = hf["attention_chunk_size"], hf["num_hidden_layers"]
-    kinds = hf["layer_types"] or [CHUNKED if rotated else "full_attention" for rotated in _rotated_layers(hf)]
-    local = [kind == CHUNKED for kind in _checked_kinds(kinds, layers, CHUNKED)]
+    chunk, rotated = hf["attention_chunk_size"], [] if hf["layer_types"] else _rotated_layers(hf)
+    local = _layers_of_kind(hf, CHUNKED, lambda n: rotated[n])
     if chunk is None or not any(local):
         return {"attention_chunk_size": None}
-    if rule := _broken_rule(chunk, int):
-        raise ValueError(f"config.json: attention_chunk_size = {chunk!r} must be {rule}")
+    _check_count("attention_chunk_size", chunk)
     return {"attention_chunk_size": chunk, "window_attn_skip_freq": pattern_text(local, usual=True)}
 
 
 def _moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
     """--moe-layer-freq of a list of the layers with experts, or of their distance."""
     layers, step = hf["num_hidden_layers"], hf["interleave_moe_layer_step"]
-    if rule := _broken_rule(step, int):
-        raise ValueError(f"config.json: interleave_moe_layer_step = {step!r} must be {rule}")
+    _check_count("interleave_moe_layer_step", step)
     listed = hf["moe_layers"] if hf["moe_layers"] is not None else range(step - 1, layers, step)
     if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
         raise ValueError(f"config.json: moe_layers = {list(listed)} must be some of the {layers} layers")
@@ -337,9 +337,8 @@ def _moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
 
 def _linear_from_hf(hf: Mapping[str, Any]) -> str | None:
     """The layers with linear attention."""
-    layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
-    kinds = hf.get("layer_types") or [LINEAR if (n + 1) % interval else "full_attention" for n in range(layers)]
-    return pattern_text([kind == LINEAR for kind in _checked_kinds(kinds, layers, LINEAR)], usual=True)
+    interval = hf["full_attention_interval"]
+    return pattern_text(_layers_of_kind(hf, LINEAR, lambda n: (n + 1) % interval), usual=True)
 
 
 def _no_rope_from_hf(hf: Mapping[str, Any]) -> str | None:

@@ -160,12 +160,8 @@ def _stretches(config: TransformerConfig) -> bool:
 
 def _with_derived(config: TransformerConfig) -> dict[str, Any]:
     """All fields, those that leave open what others say with the value that follows."""
-    latent = {"multi_latent_attention": config.attention == "multi_latent_attention"}
-    return fields_of(config) | _derived(config) | latent
-
-
-def _derived(config: TransformerConfig) -> dict[str, Any]:
-    return {
+    return fields_of(config) | {
+        "multi_latent_attention": config.attention == "multi_latent_attention",
         "activation_func": config.activation,
         "ffn_hidden_size": config.ffn_size,
         "kv_channels": config.head_dim,

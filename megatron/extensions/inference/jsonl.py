@@ -78,7 +78,7 @@ def _line(
     if prompt is None:
         tokens = chat_tokens(model.tokenizer, template(plain_messages(body["messages"])))
     else:
-        tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
+        tokens = model.tokenize(prompt)
     request = Request(tokens, sampling=sampling, eos_ids=defaults.eos_ids, **values)
     return Line(number + 1, request, id=body.get("id"), token_ids=token_ids)
 

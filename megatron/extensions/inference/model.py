@@ -64,8 +64,11 @@ class LoadedModel:
     def engine(self, rows: int) -> Engine:
         return Engine(self.runner, self.tokenizer.detokenize, rows)
 
-    def tokenize(self, prompt: str) -> list[int]:
-        """Token ids of a prompt. An empty one begins a document. Raises ValueError if there is no token for that."""
+    def tokenize(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt, which may be given as such. An empty text begins a document. Raises ValueError if
+        there is no token for that."""
+        if not isinstance(prompt, str):
+            return prompt
         ids = self.tokenizer.tokenize(prompt)
         start = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
         if not ids and start is None:

@@ -139,14 +139,15 @@ class OpenAIApi:
                 raise ApiError(400, f"the prompt {problem}", "messages" if chat else "prompt", code)
         n = len(requests) // max(1, len(prompts))
         echo = not chat and body.get("echo") is True
-        texts = [self._text(prompt) for prompt in prompts for _ in range(n)] if echo else []
+        detokenize = self.model.tokenizer.detokenize
+        texts = [each if isinstance(each, str) else detokenize(each) for each in prompts for _ in range(n)]
         return Call(
             requests,
             chat,
             body.get("stream") is True,
             isinstance(options, dict) and options.get("include_usage") is True,
             echo,
-            texts,
+            texts if echo else [],
             n,
             ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         )
@@ -189,7 +190,7 @@ class OpenAIApi:
         try:
             return [
                 Request(prompt, seed=base if choice == 0 else site_key(base, f"choice {choice}"), **values)
-                for prompt in map(self._tokens, prompts)
+                for prompt in map(self.model.tokenize, prompts)
                 for choice in range(n)
             ]
         except ValueError as error:  # of a tokenizer
@@ -215,12 +216,6 @@ class OpenAIApi:
             fields.refuse("messages", str(error))
             return []
         return [chat_tokens(self.model.tokenizer, text)]
-
-    def _tokens(self, prompt: Any) -> list[int]:
-        return self.model.tokenize(prompt) if isinstance(prompt, str) else prompt
-
-    def _text(self, prompt: Any) -> str:
-        return prompt if isinstance(prompt, str) else self.model.tokenizer.detokenize(prompt)
 
     # Answers
 

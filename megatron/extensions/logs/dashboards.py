@@ -93,7 +93,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs records to Weights & Biases with Megatron-LM's names. Raises ValueError if the package is not installed.
+    """Logs records to Weights & Biases with Megatron-LM's names. Raises ValueError if the package is not installed,
+    or the run cannot be started.
 
     A run that resumes continues the run of Weights & Biases whose id is in `wandb_run_id.txt`.
     """
@@ -109,15 +110,20 @@ class WandbSink:
         folder = own.wandb_save_dir or os.environ.get("WANDB_DIR") or save or tempfile.mkdtemp(prefix="wandb-")
         beside = metrics_file(config).parent if save or config.logging.metrics_file else Path(folder)
         id_file = beside / "wandb_run_id.txt"
-        self._run = wandb.init(
-            project=own.wandb_project,
-            name=own.wandb_exp_name,
-            entity=own.wandb_entity,
-            dir=folder,
-            config=flat_values(config),
-            id=id_file.read_text().strip() if iteration and id_file.exists() else None,
-            resume="allow",
-        )
+        try:
+            self._run = wandb.init(
+                project=own.wandb_project,
+                name=own.wandb_exp_name,
+                entity=own.wandb_entity,
+                dir=folder,
+                config=flat_values(config),
+                id=id_file.read_text().strip() if iteration and id_file.exists() else None,
+                resume="allow",
+            )
+        except wandb.Error as error:  # no login, no network, no such team
+            rule = f"Weights & Biases cannot be used ({' '.join(str(error).split())})"
+            remedy = "run wandb login or set WANDB_API_KEY, or keep the run's files here with WANDB_MODE=offline"
+            raise ValueError(f"--wandb-project {own.wandb_project}: {rule}; {remedy}") from error
         id_file.parent.mkdir(parents=True, exist_ok=True)
         id_file.write_text(f"{self._run.id}\n")
 

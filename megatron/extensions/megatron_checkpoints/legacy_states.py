@@ -22,6 +22,8 @@ ALIGNMENT = 64
 
 PLAIN_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 BUFFER_KINDS = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Their kinds of the distributed optimizer's state -> ours."""
+
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 

@@ -59,11 +59,8 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
     values: dict[str, dict[str, Any]] = {}
     training = (flag for flag in flags_of("training") if flag.field in TRAINING)
     for flag in (*(flag for section in SECTIONS for flag in flags_of(section)), *training):
-        if flag.field in args:
-            values.setdefault(flag.section, {})[flag.field] = _plain(args[flag.field], flag.kind, flag.field)
-    for section in values.values():
-        for name in [name for name, value in section.items() if value is _DEFAULT]:
-            del section[name]
+        if (value := args.get(flag.field)) is not None:
+            values.setdefault(flag.section, {})[flag.field] = _plain(value, flag.kind, flag.field)
     model = values.setdefault("model", {})
     model |= _vocabulary(args, padding_counts)
     if "norm_epsilon" not in args and "layernorm_epsilon" in args:
@@ -129,13 +126,8 @@ def refuse_inexpressible(config: RunConfig) -> None:
         raise ValueError(f"--to megatron: models with {found[0]} are not converted to Megatron-LM's format")
 
 
-_DEFAULT = object()
-
-
 def _plain(value: Any, kind: type, field: str) -> Any:
-    """A value in the type of our field; `_DEFAULT` for what leaves it open."""
-    if value is None:
-        return _DEFAULT
+    """A value in the type of our field."""
     if field in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         return str(value)
     if field == "window_size":

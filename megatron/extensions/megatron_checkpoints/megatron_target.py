@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,24 +18,18 @@ from megatron.core.models.gpt.parameters import model_states
 from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.formats import Options, Source, Target, TrainingState, Written
-from megatron.extensions.conversion.streaming import StreamedTensor, StreamingWriter
+from megatron.extensions.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
 from megatron.extensions.megatron_checkpoints.common_state import scaler_state
 from megatron.extensions.megatron_checkpoints.flags import COMMON
+from megatron.extensions.megatron_checkpoints.legacy_states import BUFFER_KINDS
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.extensions.megatron_checkpoints.megatron_names import EXTRA_STATE, LAYERS, names_in, their_shape
 from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
 
-STATES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""Their kinds of optimizer state -> ours."""
-
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 RELEASE = "release"
 """Folder, and text of the latest iteration, of a checkpoint without a position in a run."""
-
-
-Maker = tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor], int]
-"""Dtype, shape in their checkpoint, what reads it, bytes."""
 
 
 class TorchDistTarget(Target):
@@ -56,30 +50,28 @@ class TorchDistTarget(Target):
             )
         model = self.config.model
         self.stacked = len(model.moe_layers) in (0, model.num_layers)
-        self.makers = self._makers()
+        self.tensors = dict(self._tensors())
         if self.training is not None and self.config.optimizer.decoupled_lr is not None:
             self.notes = (
                 "--decoupled-lr: its groups of parameters are marked is_decoupled_lr, by which megatron-core 0.16 does "
                 "not tell groups apart; compare the learning rates that it logs",
             )
-        self.nbytes = sum(size for _, _, _, size in self.makers.values())
+        self.nbytes = sum(made.nbytes for made in self.tensors.values())
 
-    def _makers(self) -> dict[tuple[str, str], Maker]:
+    def _tensors(self) -> Iterator[tuple[tuple[str, str], Made]]:
         """All tensors, by (prefix of the name, our parameter)."""
-        found: dict[tuple[str, str], Maker] = {}
-        dtypes = {name: self.source.dtype(name, self.options.dtype) for name in self.source.metas}
-        for name, meta in self.source.metas.items():
-            read = partial(self.source.read, name, self.options.dtype)
-            found["", name] = dtypes[name], their_shape(meta), read, meta.numel * dtypes[name].itemsize
+        source, wanted = self.source, self.options.dtype
+        for name, meta in source.metas.items():
+            read = partial(source.read, name, wanted)
+            yield ("", name), Made(their_shape(meta), source.dtype(name, wanted), read)
         for meta, _ in model_states(self.config.model):
-            if meta.name in self.source.states:
-                read = partial(self.source.read, meta.name, torch.float32)
-                found["", meta.name] = torch.float32, meta.global_shape, read, meta.numel * 4
-        for theirs, ours in STATES.items() if self.training else ():
-            for name, meta in self.source.metas.items():
-                read = partial(self._state, ours, name)
-                found[f"optimizer.state.{theirs}.", name] = torch.float32, their_shape(meta), read, meta.numel * 4
-        return found
+            if meta.name in source.states:
+                read = partial(source.read, meta.name, torch.float32)
+                yield ("", meta.name), Made(meta.global_shape, torch.float32, read)
+        for theirs, ours in BUFFER_KINDS.items() if self.training else ():
+            for name, meta in source.metas.items():
+                made = Made(their_shape(meta), torch.float32, partial(self._state, ours, name))
+                yield (f"optimizer.state.{theirs}.", name), made
 
     def _state(self, kind: str, name: str) -> Tensor:
         """A state of the optimizer; the main parameters of a model in fp32 are its parameters."""
@@ -91,22 +83,17 @@ class TorchDistTarget(Target):
     def write(self, folder: Path, world: Axis, written: Written) -> None:
         parts: dict[str, dict[int, Callable[[], Tensor]]] = {}
         tensors: dict[str, Any] = {}
-        loads = [0] * world.size
-        for (prefix, name), (dtype, shape, read, size) in self.makers.items():
-            turn = loads.index(min(loads))
-            loads[turn] += size
-            if turn != world.rank:
-                continue
-            make = partial(_counted, read, shape, size, written)
+        for (prefix, name), made in share(self.tensors, world):
+            make, shape = made.counted(written), made.shape
             keys, layer = names_in(name, self.stacked, self.config.model.moe_layers)
             for key in keys:
                 if layer is None:
-                    tensors[prefix + key] = StreamedTensor(shape, dtype, make)
+                    tensors[prefix + key] = StreamedTensor(shape, made.dtype, make)
                     continue
                 entries = parts.setdefault(prefix + key, {})
                 entries[layer] = make
                 whole = (self.config.model.num_layers, *shape)
-                tensors[prefix + key] = StreamedTensor(whole, dtype, parts=entries)
+                tensors[prefix + key] = StreamedTensor(whole, made.dtype, parts=entries)
         if world.first:
             tensors |= {key: [None] for key in self._extra_states()}
         save(folder, self.iteration, tensors, {**BACKEND, "common_backend_version": 1}, world, writer=StreamingWriter)
@@ -226,11 +213,6 @@ class TorchDistTarget(Target):
             "ckpt_fully_parallel_save": False,
             "use_distributed_optimizer": True,
         }
-
-
-def _counted(read: Callable[[], Tensor], shape: tuple[int, ...], size: int, written: Written) -> Tensor:
-    written(size)
-    return read().reshape(shape)
 
 
 def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, Any]:

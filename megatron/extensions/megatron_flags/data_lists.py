@@ -17,17 +17,15 @@ from megatron.training.config.run_config import RunConfig
 def with_data_lists(config: RunConfig) -> RunConfig:
     """The configuration with what `DataLists` lists under --data-path, --train-data-path and their kin.
 
-    Raises ValueError naming the flag if a list cannot be read.
+    Raises ValueError naming the flag if a list cannot be read, OSError if its file cannot be opened.
     """
     lists, found = config.options(DataLists).given, dict[str, Any]()
     for field, value in lists.items():
         try:
             found |= _read(field, value)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             shown = value if isinstance(value, str) else " ".join(value)
-            missing = isinstance(error, FileNotFoundError)
-            why = "there is no such file; correct the path" if missing else error
-            raise ValueError(f"{dashed(field)} {shown}: {why}") from None
+            raise ValueError(f"{dashed(field)} {shown}: {error}") from None
     for field in found:
         if getattr(config.data, field):
             raise ValueError(f"{dashed(field)}: cannot be combined with {', '.join(map(dashed, lists))}")

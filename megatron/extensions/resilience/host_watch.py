@@ -167,7 +167,7 @@ class HostWatch:
 
     def _start(self) -> int:
         """Starts the heartbeat of this host. Returns its port."""
-        family = _way_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))[0]
+        family = _way_to(*_store_address())[0]
         words = [os.getpid(), self._launch.rank, self._timeout, int(family)]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -178,8 +178,7 @@ class HostWatch:
     def _publish(self, port: int) -> None:
         assert self._board is not None
         me = self._board.me
-        address = _way_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))[1]
-        ear = self._ear.getsockname()[1]
+        address, ear = _way_to(*_store_address())[1], self._ear.getsockname()[1]
         link = Link(me.host, me.host + me.namespace, ear, self._launch.local_rank == 0, address, port)
         self._links[self._launch.rank] = link
         self._board.say("link", json.dumps(asdict(link)))
@@ -226,7 +225,7 @@ class HostWatch:
     def _ask_after_store(self) -> None:
         """Ends this rank where for the timeout neither the store, which lies with rank 0, nor its host has answered."""
         assert self._store is not None
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = _store_address()
         while not self._closed.wait(LOOK):
             if self._store.waits() > self._timeout / 2 and not _answers(address, self._timeout):
                 silent = self._store.waits()
@@ -240,19 +239,20 @@ class HostWatch:
         )
 
     def _act(self, found: dict[str, Any]) -> None:
-        lost = {
-            (int(host), kind): float(age) for kind in ("silent", "deaf") for host, age in found.get(kind, {}).items()
-        }
-        unheard = {int(host): float(age) for host, age in found["unheard"].items() if int(host) not in self._excused}
+        def ages(kind: str) -> dict[int, float]:
+            return {int(host): float(age) for host, age in found.get(kind, {}).items()}
+
+        lost = {(host, kind): age for kind in ("silent", "deaf") for host, age in ages(kind).items()}
+        unheard = {host: age for host, age in ages("unheard").items() if host not in self._excused}
         if not lost and unheard:
             lost |= {(host, "silent"): age for host, age in unheard.items() if not self._lives(host, age)}
         if lost:
             self._end_without(lost, [int(host) for host in found["fine"]])
         for host in found["gone"]:
             self._failures.report_gone(int(host))
-        ended = {int(host): float(age) for host, age in found["failed"].items()}
+        ended = ages("failed")
         if not ended and found["over"] and self._waits():
-            ended = {int(host): float(age) for host, age in found["over"].items()}
+            ended = ages("over")
         if ended:
             self._failures.unreachable(self._left_behind(ended, bool(found["failed"])), list(ended))
 
@@ -318,6 +318,11 @@ class HostWatch:
         title = "cut off from other hosts" if alone else "host cannot be reached"
         phase = f"{self._status.phase_and_action()}, as seen from {self._host_name(here)}"
         return Failure(rank, who, phase, title, "\n".join(lines), ADVICE_HOST)
+
+
+def _store_address() -> tuple[str, int]:
+    """Where the store is, at which all ranks meet."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:

@@ -21,6 +21,7 @@ from megatron.core.datasets.gpt_dataset import Dataset, TextDataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.extensions.text_data.flags import FillInMiddleConfig, of_users
+from megatron.training.config.flags import dashed
 
 REPLACEMENT = "\ufffd"
 """What decoders put where bytes are no text: a document that a sample cuts may begin or end within a character."""
@@ -40,27 +41,20 @@ class SpecialTokens:
     @classmethod
     def of(cls, config: FillInMiddleConfig, tokenizer: Tokenizer) -> SpecialTokens:
         """Raises ValueError with each flag whose token the tokenizer does not have."""
-        names = {
-            "prefix": config.fim_prefix_token,
-            "middle": config.fim_middle_token,
-            "suffix": config.fim_suffix_token,
-            "pad": config.fim_pad_token,
-        }
-        ids = {f"--fim-{part}-token {name}": tokenizer.find(name) for part, name in names.items()}
-        for flag, name in (("--fim-eod-token", config.fim_eod_token), ("--fim-split-sample", config.fim_split_sample)):
-            if name is not None:
-                ids[f"{flag} {name}"] = tokenizer.find(name)
+        fields = {part: f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad", "eod")}
+        fields["split"] = "fim_split_sample"
+        names = {part: name for part, field in fields.items() if (name := getattr(config, field)) is not None}
+        ids = {part: tokenizer.find(name) for part, name in names.items()}
         problems = [
-            f"{flag}: the tokenizer has no such token; name one that it has" for flag, id in ids.items() if id is None
+            f"{dashed(fields[part])} {names[part]}: the tokenizer has no such token; name one that it has"
+            for part, id in ids.items()
+            if id is None
         ]
-        eod = tokenizer.eod if config.fim_eod_token is None else tokenizer.find(config.fim_eod_token)
-        if eod is None and config.fim_eod_token is None:
+        if ids.setdefault("eod", tokenizer.eod) is None and "eod" not in names:
             problems.append("--fim-data: the tokenizer has no end-of-document token; add --fim-eod-token")
         if problems:
             raise ValueError("\n".join(problems))
-        found = {part: tokenizer.find(name) for part, name in names.items()}
-        split = None if config.fim_split_sample is None else tokenizer.find(config.fim_split_sample)
-        return cls(**found, eod=eod, split=split)  # type: ignore[arg-type]
+        return cls(**ids)  # type: ignore[arg-type]
 
 
 class FillInMiddle(TextDataset):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
 from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS
-from megatron.training.config.flags import EXTENSION_SECTIONS
+from megatron.training.config.flags import EXTENSION_SECTIONS, dashed
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 
@@ -33,7 +36,7 @@ class TextDataConfig:
     """Processes of a node that tokenize text files; default: one a core."""
 
 
-@extension_flags("fill in the middle", may_change=True, rules="megatron.extensions.text_data.rules:fill_in_middle")
+@extension_flags("fill in the middle", may_change=True)
 @dataclass(frozen=True)
 class FillInMiddleConfig:
     """Fill-in-the-middle samples."""
@@ -70,6 +73,22 @@ class FillInMiddleConfig:
 
     fim_eod_token: str | None = None
     """Token between documents; default: the tokenizer's."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if self.fim_data:
+            if config.tokenizer.tokenizer_type is None:
+                yield Problem(
+                    "--fim-data", None, "cuts text: it needs a tokenizer", "add --tokenizer-type and its files"
+                )
+            if config.data.dataset != "gpt":
+                yield Problem.exclusive("--fim-data", None, f"--dataset-type {config.data.dataset}")
+            if self.fim_fragment_rate != FillInMiddleConfig.fim_fragment_rate and self.fim_split_sample is None:
+                rule, remedy = "has no effect without --fim-split-sample", "add the token that cuts documents"
+                yield Problem("--fim-fragment-rate", self.fim_fragment_rate, rule, remedy)
+            return
+        for name, value in vars(self).items():
+            if value != getattr(FillInMiddleConfig, name) and (name, value) != ("fim_rate", 0.0):
+                yield Problem(dashed(name), value, "has no effect without --fim-data", "add --fim-data")
 
 
 PATH_KINDS.register("text", f"{__package__}.inputs:is_text", about="is text", order=45)

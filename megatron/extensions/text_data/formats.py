@@ -74,7 +74,7 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
         number, unit = 0, "record"
         try:
             with opened(file.path) as raw, decompressed(raw, file.compression) as stream:
-                kind = _format_of(file, stream)
+                kind = format_of(file, stream)
                 unit, read = READERS[kind]
                 position = raw.tell if raw.seekable() and not raw.closed else int
                 records, size, first = list[Record](), 0, 1
@@ -91,7 +91,7 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
             raise ValueError(f"{file.path}: damaged after {unit} {number}: {error}; get the file again") from None
         except ImportError as error:
             raise ValueError(f"{file.path} needs a package ({error}): pip install pyarrow") from None
-        except (OSError, csv.Error, UnicodeError, _Unreadable) as error:
+        except (OSError, csv.Error, UnicodeError, Unreadable) as error:
             raise ValueError(f"{file.path}: cannot be read after {unit} {number}: {error}") from None
 
 
@@ -150,7 +150,7 @@ def _size(record: Record) -> int:
     return sum(len(value) for value in values if isinstance(value, str | bytes))
 
 
-class _Unreadable(Exception):
+class Unreadable(Exception):
     """A file whose rest cannot be read."""
 
 
@@ -165,23 +165,18 @@ MAGIC = {
 }
 
 
-def _format_of(file: TextFile, stream: IO[bytes]) -> str:
-    """The format by name, JSON lines where that says nothing. Raises _Unreadable if the content is another."""
+def format_of(file: TextFile, stream: IO[bytes]) -> str:
+    """The format by name, JSON lines where that says nothing. Raises Unreadable if the content is another."""
     kind = file.format or "jsonl"
     if kind in ("parquet", "arrow"):
         return kind
-    start = _peek(stream)
+    start: bytes = stream.peek(1 << 16)  # type: ignore[attr-defined]
     for magic, what in MAGIC.items():
         if start.startswith(magic):
-            raise _Unreadable(f"this looks like {what}")
+            raise Unreadable(f"this looks like {what}")
     if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
         return "jsonl"  # many name lines so
     return kind
-
-
-def _peek(stream: IO[bytes]) -> bytes:
-    """The first bytes of a stream, which stay in it."""
-    return stream.peek(1 << 16)  # type: ignore[attr-defined]
 
 
 def _lines(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
@@ -193,7 +188,7 @@ def _lines(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     if len(reading.keys) > 1:
-        raise _Unreadable(f"plain text has one document where {reading.flag} names {len(reading.keys)}")
+        raise Unreadable(f"plain text has one document where {reading.flag} names {len(reading.keys)}")
     if reading.text_documents == "line":
         for line in _lines(stream, reading):
             assert isinstance(line, bytes)
@@ -233,11 +228,11 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
                 if end < len(text) or ended:  # a number may go on
                     break
             except RecursionError:
-                raise _Unreadable("JSON nested too deep") from None
+                raise Unreadable("JSON nested too deep") from None
             except json.JSONDecodeError as error:
                 open_string = error.msg.startswith("Unterminated string")
                 if ended or (error.pos < len(text) - LONGEST_ESCAPE and not open_string):
-                    raise _Unreadable(f"not JSON: {error.msg}") from None
+                    raise Unreadable(f"not JSON: {error.msg}") from None
             more()
             next_token()
         at = end
@@ -247,10 +242,10 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
             at += 1
             next_token()
         elif closing != "]":
-            raise _Unreadable(f"not a JSON array: {closing or 'the end'!r} where , or ] must be")
+            raise Unreadable(f"not a JSON array: {closing or 'the end'!r} where , or ] must be")
     at += 1
     if rest := next_token():
-        raise _Unreadable(f"not JSON: {rest!r} after the end of the array")
+        raise Unreadable(f"not JSON: {rest!r} after the end of the array")
 
 
 def _csv(stream: IO[bytes], reading: Reading, delimiter: str = ",") -> Iterator[Record]:
@@ -281,7 +276,7 @@ def _places(reading: Reading, names: Sequence[str]) -> list[int]:
     missing = [key for key in reading.keys if key not in names]
     if missing:
         has = ", ".join(map(repr, names[:8]))
-        raise _Unreadable(f"no column {missing[0]!r} ({reading.flag}); the columns are {has}")
+        raise Unreadable(f"no column {missing[0]!r} ({reading.flag}); the columns are {has}")
     return [names.index(key) for key in reading.keys]
 
 
@@ -290,11 +285,11 @@ def _parquet(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(_seekable(stream), page_checksum_verification=True)
+        file = pq.ParquetFile(seekable(stream), page_checksum_verification=True)
         _places(reading, file.schema_arrow.names)
         yield from _columns(file.iter_batches(batch_size=ROWS, columns=list(reading.keys)), reading)
     except (pa.ArrowException, ValueError) as error:
-        raise _Unreadable(f"not Parquet that can be read: {error}") from None
+        raise Unreadable(f"not Parquet that can be read: {error}") from None
 
 
 def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
@@ -302,24 +297,23 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     import pyarrow as pa
 
     try:
-        source = _seekable(stream)
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        if is_file:
-            file = pa.ipc.open_file(source)
-            schema = file.schema
-            batches: Iterable[Any] = (file.get_batch(number) for number in range(file.num_record_batches))
-        else:
-            batches = pa.ipc.open_stream(source)
-            schema = batches.schema  # type: ignore[attr-defined]
-        _places(reading, schema.names)
-        yield from _columns((part for batch in batches for part in _slices(batch)), reading)
+        reader = arrow_reader(seekable(stream))
+        _places(reading, reader.schema.names)
+        of_file = hasattr(reader, "get_batch")
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if of_file else reader
+        slices = (batch.slice(start, ROWS) for batch in batches for start in range(0, batch.num_rows, ROWS))
+        yield from _columns(slices, reading)
     except (pa.ArrowException, ValueError) as error:
-        raise _Unreadable(f"not Arrow that can be read: {error}") from None
+        raise Unreadable(f"not Arrow that can be read: {error}") from None
 
 
-def _slices(batch: Any) -> Iterator[Any]:
-    return (batch.slice(start, ROWS) for start in range(0, batch.num_rows, ROWS))
+def arrow_reader(source: IO[bytes]) -> Any:
+    """pyarrow's reader of a file, or of a stream, which has no batches by number."""
+    import pyarrow as pa
+
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
 
 
 def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
@@ -334,7 +328,7 @@ def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
                 column.validate(full=True)
                 column = column.dictionary_decode()
             if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-                raise _Unreadable(f"column {key!r} is not text but {column.type}")
+                raise Unreadable(f"column {key!r} is not text but {column.type}")
             kind = pa.binary() if pa.types.is_string(column.type) else pa.large_binary()
             values = pa.Array.from_buffers(kind, len(column), column.buffers(), offset=column.offset)
             values.validate(full=True)  # lengths and places, of which a stream has no checksum
@@ -342,7 +336,7 @@ def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
         yield from zip(*columns, strict=True)
 
 
-def _seekable(stream: IO[bytes]) -> IO[bytes]:
+def seekable(stream: IO[bytes]) -> IO[bytes]:
     """A stream in which a reader can jump: in memory where the file is compressed as a whole."""
     return stream if stream.seekable() else io.BytesIO(stream.read())
 

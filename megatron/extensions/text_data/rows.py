@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from megatron.extensions.text_data.formats import MAGIC, READERS, Reading
+from megatron.extensions.text_data.formats import READERS, Reading, Unreadable, arrow_reader, format_of, seekable
 from megatron.extensions.text_data.inputs import TextFile
 from megatron.extensions.text_data.streams import Damaged, decompressed, opened
 
@@ -21,12 +21,12 @@ def read_rows(file: TextFile) -> list[dict[str, Any]]:
     kind = file.format or "jsonl"
     try:
         with opened(file.path) as raw, decompressed(raw, file.compression) as stream:
-            rows = list(_rows(stream, kind))
+            rows = list(_rows(stream, format_of(file, stream)))
     except Damaged as error:
         raise ValueError(f"{file.path}: damaged: {error}; get the file again") from None
     except ImportError as error:
         raise ValueError(f"{file.path} needs a package ({error}): pip install pyarrow") from None
-    except (OSError, csv.Error, ValueError) as error:
+    except (OSError, csv.Error, ValueError, Unreadable) as error:
         raise ValueError(f"{file.path}: cannot be read: {error}") from None
     except Exception as error:  # those of other readers, as UnicodeError is a ValueError
         raise ValueError(f"{file.path}: cannot be read as {kind}: {error}") from None
@@ -37,17 +37,19 @@ def read_rows(file: TextFile) -> list[dict[str, Any]]:
 
 
 def _rows(stream: IO[bytes], kind: str) -> Iterator[Any]:
-    if kind in ("parquet", "arrow"):
-        yield from _table(stream, kind)
-        return
-    start = stream.peek(16)  # type: ignore[attr-defined]
-    for magic, what in MAGIC.items():
-        if start.startswith(magic):
-            raise ValueError(f"this looks like {what}")
-    if kind == "json" and start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+    if kind == "parquet":
+        import pyarrow.parquet as pq
+
+        yield from pq.read_table(seekable(stream)).to_pylist()
+    elif kind == "arrow":
+        yield from arrow_reader(seekable(stream)).read_all().to_pylist()
+    elif kind == "json":
         yield from READERS["json"][1](stream, Reading())
-        return
-    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    else:
+        yield from _lines(io.TextIOWrapper(stream, "utf-8-sig", newline=""), kind)
+
+
+def _lines(text: io.TextIOWrapper, kind: str) -> Iterator[Any]:
     try:
         if kind in ("csv", "tsv"):
             yield from csv.DictReader(text, delimiter="," if kind == "csv" else "\t", strict=True)
@@ -62,16 +64,3 @@ def _rows(stream: IO[bytes], kind: str) -> Iterator[Any]:
                     raise ValueError(f"line {number} is not JSON: {error}") from None
     finally:
         text.detach()
-
-
-def _table(stream: IO[bytes], kind: str) -> list[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    source = io.BytesIO(stream.read())
-    if kind == "parquet":
-        return pq.read_table(source).to_pylist()
-    is_file = source.read(6) == b"ARROW1"
-    source.seek(0)
-    reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-    return reader.read_all().to_pylist()

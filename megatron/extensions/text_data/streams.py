@@ -12,7 +12,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 INPUT_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
@@ -20,15 +20,6 @@ BUFFER_BYTES = 1 << 20
 
 class Damaged(Exception):
     """A compressed stream that cannot be read to its end."""
-
-
-class _Decompressor(Protocol):
-    """One compressed stream: what zlib, bz2, lzma and zstandard have in common."""
-
-    eof: bool
-    unused_data: bytes
-
-    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def _zstd() -> Any:
@@ -51,7 +42,9 @@ class _Decompressed(io.RawIOBase):
 
     def __init__(self, raw: IO[bytes], suffix: str) -> None:
         self._raw, self._suffix = raw, suffix
-        self._stream: _Decompressor | None = None
+        self._stream: Any = None
+        """What decompresses the present one, as zlib, bz2, lzma and zstandard have it; None between two."""
+
         self._ready = memoryview(b"")
         self._read_any = False
 

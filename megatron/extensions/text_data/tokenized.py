@@ -89,7 +89,9 @@ class TextData:
         described = {
             "files": [[os.path.basename(file.path), file.size, file.modified] for file in files],
             "tokenizer": asdict(self.tokenizer) | of_users(self.tokenizer),
-            "tokenizer_files": [_digest(Path(path)) for path in self._tokenizer_files()],
+            "tokenizer_files": [
+                blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() for path in self._tokenizer_files()
+            ],
             "vocab_size": self.vocab_size,
             "reading": asdict(job.reading),
             "append_eod": job.append_eod,
@@ -147,7 +149,3 @@ class TextData:
         if self.options.tokenizer_workers is not None:
             return self.options.tokenizer_workers
         return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))
-
-
-def _digest(path: Path) -> str:
-    return blake2b(path.read_bytes(), digest_size=16).hexdigest()

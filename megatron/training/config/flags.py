@@ -167,8 +167,17 @@ class ExtensionSection:
         return self._filled(config, self.resolve)
 
     def with_files(self, config: RunConfig) -> RunConfig:
-        """The configuration with what the files say that these flags name. Raises ValueError."""
-        return self._filled(config, self.reads)
+        """The configuration with what the files say that these flags name. Raises ValueError, also for one of these
+        files that cannot be opened."""
+        try:
+            return self._filled(config, self.reads)
+        except OSError as error:
+            path, missing = str(error.filename), isinstance(error, FileNotFoundError)
+            for name, value in vars(config.options(self.cls)).items():
+                if path in (value if isinstance(value, tuple) else (value,)):
+                    rule = "there is no such file" if missing else f"cannot be read ({error.strerror})"
+                    raise ValueError(f"{field_table()[name].name} {path}: {rule}; correct the path") from None
+            raise
 
     def _filled(self, config: RunConfig, fill: Resolve | str | None) -> RunConfig:
         if fill is None or config.options(self.cls) == self.cls():

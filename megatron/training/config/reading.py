@@ -166,7 +166,8 @@ class FlagReader(GivenOptions):
     def set_value(self, flag: Flag, name: str, texts: Sequence[str]) -> None:
         """Converts the text of a field's value, and sets it unless it is not legal."""
         if not texts or (len(texts) > 1 and not flag.takes_several):
-            rule, remedy = "takes one or more values" if flag.spec.many else "takes one value", f"given: {len(texts)}"
+            rule = "takes one or more values" if flag.spec.many else "takes one value"
+            remedy = f"given: {len(texts)}" if texts else "write it behind the flag"
             if texts and (feature := _feature(flag, texts)):
                 rule, remedy = f"asks for {feature}, which is not built", "give one value"
             self.wrong(flag, name, texts, rule, remedy)

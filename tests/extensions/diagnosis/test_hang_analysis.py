@@ -9,7 +9,6 @@ import pytest
 from megatron.extensions.diagnosis.hang_analysis import (
     CollectivesAnalysis,
     Entered,
-    Group,
     Waiting,
     blame,
     last_entered,
@@ -138,7 +137,7 @@ def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
             entry("0", 2),
         ]
     }
-    groups = {"0": Group("world", (0, 1)), "1": Group("tp", (0, 1))}
+    groups = {"0": ("world", (0, 1)), "1": ("tp", (0, 1))}
     found = {each.axis: each for each in last_entered([trace, {}], groups)}
     assert (found["tp"].number, found["tp"].pending, found["tp"].what) == (2, True, "all_reduce [4] Float")
     assert (found["world"].number, found["world"].pending) == (2, False)

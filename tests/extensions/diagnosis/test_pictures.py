@@ -14,8 +14,8 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
-from megatron.extensions.diagnosis.trace.trace_file import problems, read_trace, write_trace
-from tests.extensions.diagnosis.trace_cases import simulated_trace
+from megatron.extensions.diagnosis.trace.trace_file import read_trace, write_trace
+from tests.extensions.diagnosis.trace_cases import problems, simulated_trace
 from tools.pictures import plot_memory, plot_ranks, plot_trace
 from tools.pictures.drawing import COLOURS, Series, byte_text, curves, inline, short_number
 

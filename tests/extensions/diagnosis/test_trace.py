@@ -17,12 +17,13 @@ from megatron.extensions.diagnosis.trace.assembly import RankTrace, assemble
 from megatron.extensions.diagnosis.trace.host_clocks import Alignment, Offset, measure
 from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
 from megatron.extensions.diagnosis.trace.recorder import Recorder
-from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, problems, read_trace
+from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, read_trace
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.tasks import start_run
 from megatron.training.training import train
+from tests.extensions.diagnosis.trace_cases import problems
 from tests.harness import run_world
 
 RUN = (

@@ -25,6 +25,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 OUTPUT, GAIN = "output_rms", "output_gain"
@@ -131,15 +132,11 @@ class _Track:
         return sorted(map(abs, list(self.slopes)[:-WINDOW]))
 
 
-def _itself(member: Any) -> Any:
-    return member
-
-
 class GrowthRule(Generic[Member]):
     """The rule for one group. Nothing is said of a member before it has `warm_up` earlier windows. Members of one
     `family` are not compared: where one of two grows against the other, the other shrinks."""
 
-    def __init__(self, threshold: float, warm_up: int, family: Callable[[Member], Any] = _itself) -> None:
+    def __init__(self, threshold: float, warm_up: int, family: Callable[[Member], Any] = lambda member: member) -> None:
         self.least, self.warm_up, self.family = math.log(threshold), warm_up, family
         self._tracks: dict[Member, _Track] = {}
 
@@ -248,7 +245,7 @@ class LayerAlarms:
 
     def _of_ranks(self, record: LayerRecord) -> Iterator[str]:
         for quantity in OF_RANKS if record.shards else ():
-            rule = self._ranks.setdefault(quantity, GrowthRule(self.threshold, _warm_up(quantity), _name))
+            rule = self._ranks.setdefault(quantity, GrowthRule(self.threshold, _warm_up(quantity), itemgetter(0)))
             values: dict[tuple[str, int], float] = {}
             for name, norms in record.shards.items():
                 if quantity in norms and record.facts[name].sharded and record.facts[name].init != "zeros":
@@ -265,10 +262,6 @@ class LayerAlarms:
 
 def _warm_up(statistic: str) -> int:
     return SMOOTH if statistic.startswith("weight_norm") else NOISY
-
-
-def _name(member: tuple[str, int]) -> str:
-    return member[0]
 
 
 def _factor(value: float) -> str:

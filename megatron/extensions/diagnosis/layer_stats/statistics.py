@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_, gather_objects
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
+from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.layer_stats.activation_taps import (
@@ -35,7 +35,6 @@ from megatron.extensions.diagnosis.layer_stats.activation_taps import (
 from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms, LayerRecord, Parameter
 from megatron.extensions.diagnosis.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
 from megatron.training.config.flags import named_value
-from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Meter, StepView
 from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
@@ -68,30 +67,12 @@ class _Rows:
         return cls(ordered, tuple(sorted(sums)), tuple(sorted(maxima)), tuple(sorted(routers)))
 
 
-class LayerStats(Callback):
-    """--log-layer-stats."""
+class LayerStatistics(Callback, Meter):
+    """--log-layer-stats: the statistics of one rank's part of the model."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
-        parts = run.runtime.state, run.stages, run.optimizer, run.runtime.device
-        statistics = LayerStatistics(self.config, *parts)
-        if (notice := statistics.notice()) is not None:
-            run.say(f" {notice}")
-        return (statistics,)
-
-
-class LayerStatistics(Meter):
-    """The statistics of one rank's part of the model."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        state: ParallelState,
-        stages: Mapping[int, GPTModel],
-        optimizer: DistributedOptimizer,
-        device: torch.device,
-    ) -> None:
-        options = config.options(DiagnosisConfig)
-        self.interval, self.state, self.device = options.log_layer_stats, state, device
+        options, config, state = self.config.options(DiagnosisConfig), self.config, run.runtime.state
+        self.interval, self.world, self.device = options.log_layer_stats, state.world, run.runtime.device
         self.num_experts = config.model.num_experts or 0
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None
@@ -100,14 +81,17 @@ class LayerStatistics(Meter):
         """The records of the last log interval."""
 
         self._alarms = LayerAlarms(options.layer_growth_threshold)
-        compiled = config.parallel.compiles(device.type)
-        self.taps = ActivationTaps(stages, device, compiled, bool(named_value(config, "qk_clip")))
-        self.rows = _Rows.of(self.taps, stages, state)
+        compiled = config.parallel.compiles(self.device.type)
+        self.taps = ActivationTaps(run.stages, self.device, compiled, bool(named_value(config, "qk_clip")))
+        self.rows = _Rows.of(self.taps, run.stages, state)
         places = {name: row for row, name in enumerate(self.rows.parameters)}
-        self.squares = ParameterSquares(optimizer, state, places)
+        self.squares = ParameterSquares(run.optimizer, state, places)
         self._sum_rows = [self.rows.sums.index(key) for key in self.taps.sums]
         self._maximum_rows = [self.rows.maxima.index(key) for key in self.taps.maxima]
         self._routers = [self.rows.routers.index(number) for number in self.taps.balances]
+        if (notice := self.notice()) is not None:
+            run.say(f" {notice}")
+        return (self,)
 
     def reads_result(self, iteration: int) -> bool:
         return bool(self.interval) and iteration % self.interval == 0
@@ -170,38 +154,34 @@ class LayerStatistics(Meter):
         measured, self._measured = self._measured, []
         if not measured:
             return []
-        maxima = all_reduce_(torch.stack([maxima for _, _, maxima in measured]), self.state.world, dist.ReduceOp.MAX)
-        tables = zip(summed.view(len(measured), -1).tolist(), maxima.tolist(), strict=True)
+        maxima = all_reduce_(torch.stack([maxima for _, _, maxima in measured]), self.world, dist.ReduceOp.MAX)
+        tables = zip(summed.view(len(measured), -1).cpu(), maxima.tolist(), strict=True)
         return [self._record(step[0], *table) for step, table in zip(measured, tables, strict=True)]
 
-    def _record(self, iteration: int, sums: list[float], maxima: list[float]) -> LayerRecord:
+    def _record(self, iteration: int, sums: Tensor, maxima: list[float]) -> LayerRecord:
+        rows, record = self.rows, LayerRecord(iteration)
         tp, parameters, quantities = self.squares.shape
-        size = parameters * quantities
-        of_ranks = [sums[rank * size : (rank + 1) * size] for rank in range(tp)]
-        record = LayerRecord(iteration)
-        for row, (name, parameter) in enumerate(self.rows.parameters.items()):
-            for column, quantity in enumerate(QUANTITIES):
-                at = row * quantities + column
-                record.add_parameter(name, parameter, quantity, [squares[at] for squares in of_ranks])
-        rest = sums[tp * size :]
-        for row, (statistic, number) in enumerate(self.rows.sums):
-            total, count = rest[2 * row : 2 * row + 2]
+        sizes = [tp * parameters * quantities, 2 * len(rows.sums), len(rows.routers) * self.num_experts]
+        squares, totals, loads = sums.split(sizes)
+        by_parameter = squares.view(tp, parameters, quantities).permute(1, 2, 0).tolist()
+        for (name, parameter), of_parameter in zip(rows.parameters.items(), by_parameter, strict=True):
+            for quantity, of_ranks in zip(QUANTITIES, of_parameter, strict=True):
+                record.add_parameter(name, parameter, quantity, of_ranks)
+        counted = dict(zip(rows.sums, totals.view(-1, 2).tolist(), strict=True))
+        for (statistic, number), (total, count) in counted.items():
             if count:
                 mean = total / count
                 record.add_layer(statistic, number, mean if statistic == ENTROPY else mean**0.5)
-        lookups = {key: rest[2 * row] for row, key in enumerate(self.rows.sums) if key[0] in (LOOKED_UP, LOOKUPS)}
-        if lookups and EMBEDDING in record.shards:
-            ratios = [(lookups[LOOKED_UP, rank], lookups[LOOKUPS, rank]) for rank in range(tp)]
+        if (LOOKED_UP, 0) in counted and EMBEDDING in record.shards:
+            ratios = [(counted[LOOKED_UP, rank][0], counted[LOOKUPS, rank][0]) for rank in range(tp)]
             record.shards[EMBEDDING]["output_norm"] = [
                 (total / count) ** 0.5 if count else 0.0 for total, count in ratios
             ]
         record.add_gains()
-        loads = rest[2 * len(self.rows.sums) :]
-        for row, number in enumerate(self.rows.routers):
-            load = loads[row * self.num_experts : (row + 1) * self.num_experts]
+        for number, load in zip(rows.routers, loads.view(len(rows.routers), self.num_experts).tolist(), strict=True):
             even = sum(load) / self.num_experts
             record.add_layer(LOAD, number, [each / even if even else 0.0 for each in load])
-        found = dict(zip(self.rows.maxima, maxima, strict=True))
+        found = dict(zip(rows.maxima, maxima, strict=True))
         for (statistic, number), value in found.items():
             if statistic == LOGITS:
                 record.add_layer(LOGITS, number, value)

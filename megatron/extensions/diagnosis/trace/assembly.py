@@ -10,7 +10,6 @@ from typing import Any
 from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, simulate
 from megatron.extensions.diagnosis.trace.pipeline_timeline import (
-    PIPELINE,
     MeasuredStep,
     actions_of,
     measured_steps,
@@ -129,6 +128,3 @@ def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tra
                 args["planned_iteration"] = step.iteration
                 event = slice_event(rank, track, str(action), PLANNED_TRACK, begin, end, args)
                 trace["traceEvents"].append(event)
-
-
-__all__ = ["PIPELINE", "RankTrace", "assemble", "rank_name"]

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,6 @@ class Offset:
     nanoseconds: int = 0
     round_trip: int = 0
     """The shortest of those measured, in nanoseconds; half of it bounds the error."""
-
-    def as_json(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def host_identity() -> tuple[str, str]:

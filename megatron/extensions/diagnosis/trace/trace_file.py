@@ -112,7 +112,7 @@ def why_unreadable(trace: Any) -> str | None:
             if not isinstance(values, dict) or not all(map(_is_number, values.values())):
                 return f"the {key} of rank {number} are not numbers"
     for number, event in enumerate(events):
-        if why := _malformed(number, event):
+        if why := malformed(number, event):
             return why
         if event["pid"] not in range(len(ranks)):
             return f"event {number} is of rank {event['pid']!r}, which is not there"
@@ -138,7 +138,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
 
 
-def _malformed(number: int, event: Any) -> str | None:
+def malformed(number: int, event: Any) -> str | None:
     """What is wrong with an event by itself; None for nothing."""
     if not isinstance(event, dict):
         return f"event {number} is no object"
@@ -154,52 +154,3 @@ def _malformed(number: int, event: Any) -> str | None:
     if not isinstance(args, dict) or (of_action and not args.keys() >= {"kind", "stage", "microbatch"}):
         return f"event {number} ({event['name']}): it does not say its action"
     return None
-
-
-def problems(trace: Trace) -> list[str]:
-    """What violates the format: fields, numbers, slices of a track that overlap without one lying in the other, ends
-    without a beginning, and arrows that begin or end at no slice or point back in time."""
-    found: list[str] = []
-    tracks: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
-    pairs: dict[tuple[str, str, str], dict[str, Event]] = {}
-    for number, event in enumerate(trace["traceEvents"]):
-        phase = event.get("ph")
-        if wrong := _malformed(number, event):
-            found.append(wrong)
-        elif phase == "X":
-            end = event["ts"] + event["dur"]
-            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], -end, event["name"]))
-        elif phase in "besf":
-            kind = "async" if phase in "be" else "flow"
-            key = (kind, event["cat"], str(event["id"]))
-            if phase in pairs.setdefault(key, {}):
-                found.append(f"event {number} ({event['name']}): a second {phase} of {key}")
-            pairs[key][phase] = event
-    for place, slices in tracks.items():
-        found += _overlaps(place, slices)
-    for key, ends in pairs.items():
-        first, last = ("b", "e") if key[0] == "async" else ("s", "f")
-        if ends.keys() != {first, last}:
-            found.append(f"{key} has only {', '.join(ends)}")
-        elif ends[last]["ts"] < ends[first]["ts"]:
-            found.append(f"{key} ends before it begins")
-        elif key[0] == "flow":
-            for event in ends.values():
-                spans = tracks.get((event["pid"], event["tid"]), [])
-                if not any(start <= event["ts"] <= -end for start, end, _ in spans):
-                    found.append(f"{key}: {event['ph']} lies in no slice")
-    return found
-
-
-def _overlaps(place: tuple[int, int], slices: list[tuple[float, float, str]]) -> Iterator[str]:
-    open_slices: list[tuple[float, str]] = []
-    for start, negative_end, name in sorted(slices):
-        while open_slices and open_slices[-1][0] <= start + TOLERANCE:
-            open_slices.pop()
-        if open_slices and -negative_end > open_slices[-1][0] + TOLERANCE:
-            yield f"rank {place[0]}, track {place[1]}: {name} begins in {open_slices[-1][1]} and ends after it"
-        open_slices.append((-negative_end, name))
-
-
-TOLERANCE = 2e-3
-"""Microseconds: sums of rounded numbers."""

@@ -11,7 +11,6 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ from megatron.core.parallel_state import SINGLE_AXES
 from megatron.core.pipeline_parallel.actions import Action, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
-from megatron.extensions.diagnosis.trace.assembly import PIPELINE, RankTrace, assemble
+from megatron.extensions.diagnosis.profiler import output_folder
+from megatron.extensions.diagnosis.trace.assembly import RankTrace, assemble
 from megatron.extensions.diagnosis.trace.collective_taps import CollectiveTaps, patched
 from megatron.extensions.diagnosis.trace.host_clocks import Alignment, Offset, host_identity, measure
+from megatron.extensions.diagnosis.trace.pipeline_timeline import PIPELINE
 from megatron.extensions.diagnosis.trace.recorder import Recorder
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
-from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Meter, RunView
 from megatron.training.run import TrainingRun
@@ -187,7 +187,7 @@ class Tracer(Callback):
 
     def _write(self, dumps: list[RankTrace], last: int, say: Callable[[str], None]) -> None:
         """Writes the file while training continues."""
-        path = trace_path(self.config, self._first, last)
+        path = output_folder(self.config, "trace") / f"iterations-{self._first}-{last}.json.gz"
         try:
             write_trace(assemble(dumps, self._facts(last), self._lists()), path)
         except OSError as error:
@@ -268,9 +268,3 @@ def _unpacked(packed: bytes) -> RankTrace:
     dump, offsets = json.loads(zlib.decompress(packed))
     first, last = (Offset(**offset) for offset in offsets)
     return RankTrace(dump["spans"], dump["in_flight"], dump["facts"], Alignment(first, last))
-
-
-def trace_path(config: RunConfig, first: int, last: int) -> Path:
-    """Where the trace is written: in --tensorboard-dir, else in --save, else in the present folder."""
-    folder = named_value(config, "tensorboard_dir") or config.checkpoint.save or "."
-    return Path(folder) / "trace" / f"iterations-{first}-{last}.json.gz"

@@ -65,16 +65,6 @@ class Request:
             raise ValueError("\n".join(problems))
 
 
-def too_long(prompt_tokens: int, longest: int) -> str | None:
-    """What is wrong with a prompt that leaves no room for a new token; None if it does."""
-    if prompt_tokens < longest:
-        return None
-    return (
-        f"has {prompt_tokens} tokens, and the model reads at most {longest} "
-        f"(--max-position-embeddings): shorten it to {longest - 1} or fewer"
-    )
-
-
 @dataclass(frozen=True)
 class Logprob:
     """Log-probability of a token of a text."""
@@ -162,8 +152,11 @@ class Engine:
 
     def why_refused(self, request: Request) -> str | None:
         """Why the model cannot answer a request; None if it can."""
-        if problem := too_long(len(request.prompt), self.longest):
-            return problem
+        if (count := len(request.prompt)) >= self.longest:
+            return (
+                f"has {count} tokens, and the model reads at most {self.longest} (--max-position-embeddings): shorten "
+                f"it to {self.longest - 1} or fewer"
+            )
         wrong = [token for token in request.prompt if not 0 <= token < self.vocab_size]
         if wrong:
             return f"has the token {wrong[0]}; tokens are from 0 to {self.vocab_size - 1} (--vocab-size)"

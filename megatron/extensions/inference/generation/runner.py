@@ -6,7 +6,6 @@ The others repeat the passes, on their stages and shards, until the leader stops
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +18,6 @@ from megatron.core.collectives import all_gather
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.extensions.inference.generation.kv_cache import KeyValueCache
-
-SHORT = 2048
-"""Bytes of a message that has no second part."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class StageRunner:
         self.cache = KeyValueCache()
         wire = "cpu" if self.control.group is None or dist.get_backend(self.control.group) == "gloo" else self.device
         self.wire = torch.device(wire)
-        """Where messages to all ranks lie."""
+        """Device of messages to all ranks."""
 
     @torch.inference_mode()
     def run(self, step: Pass) -> Outputs | None:
@@ -104,22 +100,9 @@ class StageRunner:
     def _broadcast(self, step: Pass | None) -> Pass | None:
         if self.control.size == 1:
             return step
-        data = pickle.dumps(step) if self.leads else b""
-        message = torch.zeros(SHORT + 8, dtype=torch.uint8)
-        if self.leads:
-            message[:8] = torch.tensor([len(data)]).view(torch.uint8)
-            message[8 : 8 + min(len(data), SHORT)] = _bytes(data[:SHORT])
-        message = self._to_all(message)
-        length = int(message[:8].clone().view(torch.int64))
-        if length > SHORT:
-            rest = _bytes(data[SHORT:]) if self.leads else torch.zeros(length - SHORT, dtype=torch.uint8)
-            message = torch.cat((message, self._to_all(rest)))
-        return pickle.loads(message[8 : 8 + length].numpy().tobytes())  # from this program's own leader
-
-    def _to_all(self, message: Tensor) -> Tensor:
-        message = message.to(self.wire)
-        dist.broadcast(message, self.control.ranks[0], group=self.control.group)
-        return message.cpu()
+        message = [step]
+        dist.broadcast_object_list(message, self.control.ranks[0], self.control.group, self.wire)
+        return message[0]
 
     def _pass(self, step: Pass) -> Outputs | None:
         for row in step.drop:
@@ -220,7 +203,3 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
     own = logprobs.gather(1, tokens[:, None])
     return torch.cat((own.double(), best.indices.double(), best.values.double()), dim=1)
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
