@@ -29,10 +29,8 @@ import torch._dynamo  # torch.optim imports it on first use: once here instead o
 
 import megatron.training.training  # noqa: F401 (the program imports it late)
 import pretrain_gpt
+from tests.apart import LAUNCHER, ROOT
 from tests.limits import HANG
-
-ROOT = Path(__file__).parents[1]
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 
 
 def run_program(*argv: object, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -114,9 +112,10 @@ def run_forked(
     screen: Path,
     code: int = 0,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
+    prepare: Callable[[int], None] = lambda rank: None,
 ) -> str:
     """Runs all ranks to their end and returns what they printed. Asserts that each exits with `code`."""
-    with forked_ranks(world_size, argv, screen, main=main) as ranks:
+    with forked_ranks(world_size, argv, screen, prepare, main) as ranks:
         codes = join(ranks)
     text = screen.read_text()
     assert codes == [code] * world_size, f"{codes}\n{text[-4000:]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -12,8 +14,29 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import Snapshot, train_in_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve_legal
+from megatron.training.run import TrainingRun
+from megatron.training.tasks import start_run
+from megatron.training.training import train
 
-__all__ = ["Snapshot", "local_run", "run_world", "tp_context", "train_in_world"]
+__all__ = ["Snapshot", "local_run", "run_world", "running", "tp_context", "train_in_world", "train_to_the_end"]
+
+
+def running(argv: Sequence[str], rank: int, world_size: int) -> AbstractContextManager[TrainingRun]:
+    """`local_run` of a command line, which has to be legal."""
+    return local_run(resolve_legal(parse_args(argv), world_size), rank, world_size)
+
+
+def train_to_the_end(
+    rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[TrainingRun], object] = lambda run: None
+) -> None:
+    """Trains on one rank as `pretrain_gpt.py` does; `prepare` sees the run beforehand."""
+    with ExitStack() as resources:
+        run = resources.enter_context(running(argv, rank, world_size))
+        prepare(run)
+        start_run(run, resources)
+        train(run)
 
 
 def tp_context(

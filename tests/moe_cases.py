@@ -18,77 +18,11 @@ from megatron.core.moe.load_balancing import Balance
 from megatron.core.moe.router import SINKHORN_ITERATIONS
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.activations import FusedActivation, squared_relu
-from tests.gpt_cases import LLAMA
+from tests.gpt_cases import TABLE, model_of
 from tests.harness import tp_context
 
-MIXTRAL = replace(LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24, moe_z_loss_coeff=0.01)
-DEEPSEEK = replace(
-    MIXTRAL,
-    moe_router_topk=3,
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    moe_router_topk_scaling_factor=2.5,
-    moe_shared_expert_intermediate_size=16,
-    moe_router_load_balancing_type=("seq_aux_loss",),
-    moe_aux_loss_coeff=(0.1,),
-)
-SWITCH = replace(
-    MIXTRAL,
-    moe_router_topk=1,
-    moe_router_pre_softmax=True,
-    swiglu=False,
-    moe_aux_loss_coeff=(0.1,),
-    moe_z_loss_coeff=0.0,
-)
-GPT_OSS = replace(
-    MIXTRAL,
-    add_bias_linear=True,
-    swiglu=False,
-    quick_geglu=True,
-    glu_linear_offset=1.0,
-    activation_func_clamp_value=0.7,
-    moe_router_topk=3,
-)
-LLAMA4 = replace(
-    MIXTRAL,
-    moe_router_topk=1,
-    moe_router_score_function="sigmoid",
-    moe_apply_probs_on_input=True,
-    moe_shared_expert_intermediate_size=24,
-)
-CASES: dict[str, TransformerConfig] = {
-    "llama4": LLAMA4,
-    "llama4, biases": replace(LLAMA4, moe_router_topk=2, add_bias_linear=True, moe_expert_capacity_factor=0.7),
-    "gpt-oss": GPT_OSS,
-    "gpt-oss drop": replace(
-        GPT_OSS, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=(0.1,), moe_shared_expert_intermediate_size=16
-    ),
-    "mixtral": MIXTRAL,
-    "latent": replace(DEEPSEEK, moe_latent_size=12),
-    "latent, biases": replace(DEEPSEEK, moe_latent_size=12, add_bias_linear=True),
-    "deepseek": DEEPSEEK,
-    "sqrtsoftplus": replace(DEEPSEEK, moe_router_score_function="sqrtsoftplus"),
-    "two losses": replace(
-        DEEPSEEK, moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"), moe_aux_loss_coeff=(0.1, 0.3)
-    ),
-    "switch": SWITCH,
-    "drop": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=(0.1,)),
-    "sinkhorn": replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",)),
-    "sinkhorn-one": replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",), moe_router_topk=1),
-    "forced": replace(MIXTRAL, moe_router_force_load_balancing=True, moe_aux_loss_coeff=(0.1,)),
-    "drop-least": replace(MIXTRAL, moe_expert_capacity_factor=0.1, moe_min_capacity=3),
-    "groups": replace(DEEPSEEK, moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=2),
-    "groups, softmax": replace(MIXTRAL, moe_router_num_groups=4, moe_router_group_topk=1),
-    "groups, softmax first": replace(
-        MIXTRAL,
-        moe_router_pre_softmax=True,
-        moe_router_num_groups=2,
-        moe_router_group_topk=1,
-        moe_shared_expert_intermediate_size=16,
-        moe_shared_expert_gate=True,
-    ),
-    "drop-last": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_token_drop_policy="position"),
-}
+MIXTRAL, DEEPSEEK = map(model_of, ("mixtral", "deepseek"))
+CASES: dict[str, TransformerConfig] = {name: model_of(name) for name in TABLE["experts"]}
 
 
 def build_layer(
@@ -223,7 +157,7 @@ def mlp(config: TransformerConfig, part: nn.Module, x: Tensor, expert: int | Non
 
 
 def gated_by_quick_gelu(x: Tensor) -> Tensor:
-    """Of gpt-oss, with the bounds and the offset of `GPT_OSS`."""
+    """Of gpt-oss, with its bounds and its offset."""
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
     return (up + 1) * gate * (gate * 1.702).sigmoid()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.limits import HANG
-
-ROOT = Path(__file__).parents[1]
+from tests.apart import python_apart
 
 
 def run_apart(function: Callable[[], None], interpret: bool) -> None:
@@ -27,11 +22,7 @@ def run_apart(function: Callable[[], None], interpret: bool) -> None:
     call = f"from {function.__module__} import {function.__name__}; {function.__name__}()"
     if interpret:
         call = f"from tests import triton_cases; triton_cases.end_loops_at_loaded_numbers(); {call}"
-    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run(
-        [sys.executable, "-c", call], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
-    )
+    done = python_apart("-c", call, TRITON_INTERPRET=str(int(interpret)))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 

@@ -51,7 +51,7 @@ class Fault:
     strike: Callable[[Box, int], None]
     host: int = 1
     hold: str = ""
-    """Where the run is held for the fault to come: see `paced_pretrain`."""
+    """Where the run is held for the fault to come: see `broken_pretrain`."""
 
     harmless: bool = False
     """Whether the run has to go on without a restart."""
@@ -108,7 +108,7 @@ class Run:
 
     def start(self, host: int) -> None:
         environ = {"HOSTS": " ".join(self.box.names), "GPUS_PER_NODE": str(self.ranks), "PYTHON": sys.executable}
-        command = ["bash", "scripts/train_gpt_elastic.sh", "tests/cluster/paced_pretrain.py", *MODEL, *self.flags]
+        command = ["bash", "scripts/train_gpt_elastic.sh", "tests/faults/broken_pretrain.py", *MODEL, *self.flags]
         command += ["--save", self.save, "--load", self.save]
         log = self.folder / f"{self.box.names[host]}.log"
         self.scripts[host] = self.box.start(host, command, log, **environ, **self.environ)

@@ -8,13 +8,10 @@
 Each host has network, host name, processes, mounts, /dev/shm and, if asked for, a disk and processors of its own; the
 other files are this machine's. Nothing gets a name outside the namespaces, so that several boxes run at once, and all
 is gone with the process that made it, however that process ends. `tc ... tbf` limits the rate of a cable, both ways.
-
-python -m tests.cluster.hosts 2 --rate 1gbit -- COMMAND...      # runs a command on each host, from a shell
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import re
@@ -71,7 +68,7 @@ def missing() -> str:
 
 
 class Process:
-    """A process on a host, with `wait` and `signal`; its output is in the file `log`."""
+    """A process on a host; its output is in the file `log`."""
 
     def __init__(self, words: Sequence[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
         self.log = log
@@ -94,11 +91,6 @@ class Process:
             raise TimeoutError(
                 f"{self._entered.args} still runs; its output ends with\n{self.screen[-3000:]}"
             ) from None
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process itself, not to those that it has started."""
-        for child in _children(self._entered.pid):
-            os.kill(child, number)
 
 
 @dataclass
@@ -191,9 +183,6 @@ class Box:
         self._switch_command(f"ip link delete {here.port}")
         os.kill(here.init, signal.SIGKILL)
         here.keeper.wait()
-
-    def running_hosts(self) -> list[int]:
-        return sorted(self._hosts)
 
     # Cables
 
@@ -373,25 +362,3 @@ def _run(words: Sequence[str]) -> None:
     done = subprocess.run(words, env=os.environ | {"PATH": SEARCHED}, capture_output=True, text=True, timeout=HANG)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Run a command on each of several hosts, and print what it prints.")
-    parser.add_argument("count", type=int, help="number of hosts")
-    parser.add_argument("--rate", help="rate of each cable, such as 100mbit; default: unlimited")
-    parser.add_argument("--pin", action="store_true", help="give each host one processor of its own")
-    parser.add_argument("command", nargs="+", help="after --")
-    args = parser.parse_args()
-    if reason := missing():
-        sys.exit(reason)
-    pinned = [{host % (os.cpu_count() or 1)} for host in range(args.count)] if args.pin else None
-    with hosts(args.count, args.rate, pinned) as box:
-        started = [box.start(host, args.command, cwd=Path.cwd()) for host in range(args.count)]
-        codes = [process.wait(float("inf")) for process in started]
-        for name, process in zip(box.names, started, strict=True):
-            print("".join(f"{name}: {line}\n" for line in process.screen.splitlines()), end="")
-    sys.exit(max(codes))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import io
 import json
-import multiprocessing as mp
 import os
 import sys
 import tempfile
@@ -24,9 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import torch
 
 import pretrain_gpt
 import tools.calibrate
@@ -37,9 +32,7 @@ from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch
 from tests.cluster.cpu_shares import cpu_shares, join
 from tests.cluster.hosts import Box, hosts, missing
-from tests.forked import _print_to
-from tests.forked import join as wait_for
-from tests.limits import HANG
+from tests.forked import run_forked
 
 RATES = {"100mbit": "100mbit", "1gbit": "1gbit", "unlimited": None}
 HOSTS, RANKS = 2, 2
@@ -98,46 +91,16 @@ class Row:
 def run_ranks(
     box: Box, shares: Sequence[Path], screen: Path, main: Callable[[list[str]], int], argv: Sequence[str]
 ) -> None:
-    """Runs `main(argv)` on two ranks of each host to its end. Raises RuntimeError with what they printed."""
-    screen.write_text("")
-    context = mp.get_context("fork")
-    ranks: list[Any] = [
-        context.Process(target=_rank, args=(box, shares, rank, screen, main, list(argv)))
-        for rank in range(HOSTS * RANKS)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        codes = wait_for(ranks, HANG)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    if any(codes):
-        raise RuntimeError(f"exit codes {codes}\n{screen.read_text()[-4000:]}")
+    """Runs `main(argv)` on two ranks of each host to its end."""
 
+    def prepare(rank: int) -> None:
+        host, local = divmod(rank, RANKS)
+        box.enter(host)
+        if shares:
+            join(shares[rank])
+        os.environ |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": box.names[0]}
 
-def _rank(
-    box: Box, shares: Sequence[Path], rank: int, screen: Path, main: Callable[[list[str]], int], argv: list[str]
-) -> None:
-    gc.freeze()
-    _print_to(screen, screen)
-    host, local = divmod(rank, RANKS)
-    box.enter(host)
-    if shares:
-        join(shares[rank])
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(HOSTS * RANKS), "LOCAL_RANK": str(local)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": box.names[0], "MASTER_PORT": "29600"}
-    torch.set_num_threads(1)
-    code = 1
-    try:
-        code = main(argv)
-    except SystemExit as error:
-        code = int(error.code or 0)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    run_forked(HOSTS * RANKS, argv, screen, main=main, prepare=prepare)
 
 
 def flags_of(layout: str, iterations: int) -> list[str]:

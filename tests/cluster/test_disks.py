@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.extensions.resilience import shared_folder
 from tests.cluster.forked import run_on_hosts
 from tests.cluster.hosts import hosts, missing
 from tests.cluster.test_hosts import MODEL, trained
-from tests.faults.index_races import write_data
+from tests.corpus import write_documents
+from tests.faults.test_index_races import write_data
 from tests.forked import run_forked
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -23,9 +23,7 @@ FLAGS = [flag for flag in MODEL if flag != "--mock-data"] + ["--split", "90,5,5"
 
 
 def write_other_data(prefix: Path) -> None:
-    with IndexedDatasetBuilder(str(prefix), np.dtype("<u2")) as builder:
-        for length in range(20, 40):
-            builder.add_document(np.arange(length))
+    write_documents(prefix, map(np.arange, range(20, 40)))
 
 
 def test_hosts_with_a_disk_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:

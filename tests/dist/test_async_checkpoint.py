@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,9 @@ from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis, initialize_model_parallel
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
-from megatron.training.tasks import start_run
-from megatron.training.training import train
-from tests.harness import local_run, run_world
+from megatron.training.run import TrainingRun
+from tests.harness import run_world, train_to_the_end
+from tests.tiny import TINY
 
 ROWS = 40
 
@@ -129,24 +126,18 @@ def test_failures_are_tried_again_and_known_on_every_rank(tmp_path: Path, failur
     assert read_latest(tmp_path) == 3 and not list(tmp_path.glob("*.tmp"))
 
 
-MODEL = (
-    "--cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --lr 1e-2 "
-    "--mock-data --make-vocab-size-divisible-by 8 --global-batch-size 4 --train-iters 8 --eval-iters 0 --num-workers 0 "
-    "--log-interval 1 --save-interval 2 --tp 2"
-).split()
+MODEL = f"{TINY} --train-iters 8 --log-interval 1 --save-interval 2 --tp 2".split()
 
 
 def train_on_a_bad_disk(rank: int, world_size: int, broken: str, *argv: str) -> None:
-    config = resolve(parse_args([*MODEL, *argv]), world_size)
-    assert not validate(config, world_size)
     if rank == 1 and broken:
         break_disk(3, broken)
-    with ExitStack() as resources:
-        run = resources.enter_context(local_run(config, rank, world_size))
+
+    def prepare(run: TrainingRun) -> None:
         assert run.saver.writer is not None
         run.saver.writer.pause = 0.0
-        start_run(run, resources)
-        train(run)
+
+    train_to_the_end(rank, world_size, [*MODEL, *argv], prepare)
 
 
 def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,19 +12,14 @@ import pytest
 import torch
 
 from megatron.core.moe import dispatcher
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 from tests.extensions import needs
-from tests.harness import local_run, run_world
+from tests.harness import run_world, running
 from tests.host_waits import HostWaits
+from tests.tiny import TINY
 
-COMMON = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data "
-    "--make-vocab-size-divisible-by 8 --lr 1e-2 --global-batch-size 4 --train-iters 3 --eval-iters 0 --num-workers 0 "
-    "--cpu"
-)
+COMMON = f"{TINY} --hidden-size 32 --seq-length 16 --vocab-size 100"
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
     "--attention-dropout 0 --group-query-attention --num-query-groups 2"
@@ -50,9 +45,7 @@ def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
 
 def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Counter[str]]:
     """What the third step waits for, and how often it calls each operation of torch."""
-    config = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
-    assert not validate(config, world_size)
-    with local_run(config, rank, world_size) as run:
+    with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         run.interval = Interval()
         for _ in range(2):
             train_step(run)

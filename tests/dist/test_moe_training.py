@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,14 @@ import pytest
 
 from megatron.core.dist_checkpointing.latest_checkpoint import candidates
 from megatron.core.dist_checkpointing.storage import Checkpoint
-from megatron.testing.snapshot import relative_difference, train_in_world
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
-from megatron.training.tasks import start_run
-from megatron.training.training import train
-from tests.harness import local_run, run_world
+from megatron.testing.snapshot import first_difference, relative_difference, train_in_world
+from tests.harness import run_world, train_to_the_end
+from tests.tiny import TINY
 from tools.inspect_checkpoint import differences
 
 BASE = (
-    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
-    "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 8 --train-iters 4 --eval-iters 1 "
-    "--eval-interval 3 --num-workers 0 --cpu --disable-bias-linear --swiglu --num-experts 8 --moe-ffn-hidden-size 24 "
+    f"{TINY} --num-layers 3 --hidden-size 32 --seq-length 16 --vocab-size 100 --global-batch-size 8 --eval-iters 1 "
+    "--eval-interval 3 --disable-bias-linear --swiglu --num-experts 8 --moe-ffn-hidden-size 24 "
     "--moe-layer-freq [0,1,1] --moe-aux-loss-coeff 0.1 "
 )
 SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-z-loss-coeff 0.01 "
@@ -33,18 +28,9 @@ LAYOUTS = {
 }
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
-    config = resolve(parse_args(argv), world_size)
-    assert not validate(config, world_size)
-    with ExitStack() as resources:
-        run = resources.enter_context(local_run(config, rank, world_size))
-        start_run(run, resources)
-        train(run)
-
-
 def records(layout: str, folder: Path, flags: str) -> list[dict[str, Any]]:
     world_size, of_layout = LAYOUTS[layout]
-    run_world(world_size, train_on_rank, f"{BASE} {of_layout} {flags} --save {folder}".split())
+    run_world(world_size, train_to_the_end, f"{BASE} {of_layout} {flags} --save {folder}".split())
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "lm_loss" in record]
 
@@ -108,3 +94,12 @@ def test_auxiliary_gradients_have_the_scale_of_the_rest(precision: str) -> None:
     for layer in (1, 2):
         key = f"step 1 gradient decoder.layers.{layer}.mlp.router.weight"
         assert relative_difference(found[key].double(), expected[key]) < (1e-4 if precision == "--fp32" else 0.1)
+
+
+def test_tokens_that_see_the_same_are_dropped_by_place() -> None:
+    """Ten words, of which each token sees two: many weights are equal but for rounding."""
+    model = f"{BASE} --fp64 --vocab-size 10 --num-experts 4 --moe-expert-capacity-factor 0.8 --window-size 2 "
+    model += "--position-embedding-type none --attention-dropout 0 --hidden-dropout 0 --global-batch-size 4 --seed 2 "
+    model += "--seq-length 32 "
+    expected = train_in_world(1, model.split())
+    assert first_difference(expected, train_in_world(2, (model + "--cp 2").split()), 1e-9) is None

@@ -29,31 +29,34 @@ def example(dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor, Tensor
     return logits.to(dtype), labels, weights
 
 
-def oracle(dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor]:
+def oracle(dtype: torch.dtype, vocab_size: int, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     """Losses and gradient in fp64, padding columns left out."""
     logits, labels, weights = example(dtype, vocab_size)
     logits = logits.double().requires_grad_()
-    loss = F.cross_entropy(logits[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    real = logits[..., :vocab_size]
+    loss = F.cross_entropy(real.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    loss = loss + z_loss * real.logsumexp(-1).square()
     (loss * weights).sum().backward()
     assert logits.grad is not None
     return loss.detach(), logits.grad
 
 
-def parallel(rank: int, size: int, dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor]:
+def parallel(rank: int, size: int, dtype: torch.dtype, vocab_size: int, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     tp = initialize_model_parallel(size).tp
     logits, labels, weights = example(dtype, vocab_size)
     local = mappings.local_slice(logits, tp, -1).clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(local * 1, labels, tp, vocab_size)
+    loss = vocab_parallel_cross_entropy(local * 1, labels, tp, vocab_size, z_loss_coeff=z_loss)
     (loss * weights).sum().backward()
     assert local.grad is not None and local.grad.dtype == dtype
     return loss.detach(), mappings.all_gather(local.grad, tp, -1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("vocab_size", [V, 27, 14])  # 14: ranks of 4 with no column, and with some
-def test_against_torch(size: int, vocab_size: int) -> None:
-    loss, grad = oracle(torch.float64, vocab_size)
-    for rank_loss, rank_grad in run_world(size, parallel, torch.float64, vocab_size):
+# 14: ranks of 4 with no column, and with some
+@pytest.mark.parametrize(("vocab_size", "z_loss"), [(V, 0.0), (27, 0.1), (14, 0.0)])
+def test_against_torch(size: int, vocab_size: int, z_loss: float) -> None:
+    loss, grad = oracle(torch.float64, vocab_size, z_loss)
+    for rank_loss, rank_grad in run_world(size, parallel, torch.float64, vocab_size, z_loss):
         torch.testing.assert_close(rank_loss, loss, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(rank_grad, grad, rtol=1e-12, atol=1e-14)
         assert not rank_grad[..., vocab_size:].any()
@@ -118,25 +121,3 @@ def test_label_outside_the_vocabulary(bad: int) -> None:
     labels[1, 1] = bad
     with pytest.raises(ValueError, match=r"labels must lie in \[0, 27\).*found ids from"):
         vocab_parallel_cross_entropy(logits, labels, Axis(), 27)
-
-
-def with_z_loss(rank: int, size: int) -> tuple[Tensor, Tensor]:
-    tp = initialize_model_parallel(size).tp
-    logits, labels, weights = example(torch.float64, 27)
-    local = mappings.local_slice(logits, tp, -1).clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(local * 1, labels, tp, 27, z_loss_coeff=0.1)
-    (loss * weights).sum().backward()
-    assert local.grad is not None
-    return loss.detach(), mappings.all_gather(local.grad, tp, -1)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_z_loss_against_torch(size: int) -> None:
-    logits, labels, weights = example(torch.float64, 27)
-    real = logits.requires_grad_()[..., :27]
-    loss = F.cross_entropy(real.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
-    loss = loss + 0.1 * real.logsumexp(-1).square()
-    (loss * weights).sum().backward()
-    for rank_loss, rank_grad in run_world(size, with_z_loss):
-        torch.testing.assert_close(rank_loss, loss.detach(), rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(rank_grad, logits.grad, rtol=1e-12, atol=1e-14)

@@ -285,18 +285,3 @@ def test_frozen_weights_are_not_queued_and_others_go_to_autograd() -> None:
     queue.end()
     queue.run(0)
     assert not frozen.main_grad.any() and plain.grad is None
-
-
-def weights(rank: int, size: int) -> dict[str, Tensor]:
-    net = build(initialize_model_parallel(size), False)
-    initialize_parameters_(net.parameters(), 5, {"tp": (rank, size)})
-    for param in net.parameters():
-        param.grad = param.detach().clone()
-    return whole_gradients(net)
-
-
-def test_initial_weights_are_bit_identical() -> None:
-    (one,) = run_world(1, weights)
-    for size in (2, 4):
-        for result in run_world(size, weights):
-            assert all(torch.equal(result[name], tensor) for name, tensor in one.items())

@@ -1,6 +1,8 @@
 """`pretrain_gpt.py` with a fault: FAULT=kind:rank:step breaks that rank at the start of that step, and FAULT_FILE
 gets the time at which it did. With FAULT_ONCE, only if there is no such file. SLOW=what slows a part of all ranks.
-Started by `tests.faults.runs` and `tests.faults.signals`, under a launcher."""
+
+PACE are seconds for each step. HOLD=data or HOLD=publish holds rank 0 of the first start for some seconds in building
+data or before it publishes a checkpoint, and creates the file HELD then. Started under a launcher."""
 
 from __future__ import annotations
 
@@ -23,6 +25,8 @@ from torch.utils.data import Subset
 import pretrain_gpt
 from megatron.core.dist_checkpointing import storage
 from megatron.training import setup, training
+
+HELD_SECONDS = 12
 
 
 def exception(run: training.TrainingRun) -> None:
@@ -124,9 +128,25 @@ def slow_down(what: str) -> None:
             slowly(storage, "_publish", "publishing", 3)
 
 
+def hold(what: str) -> None:
+    module, name = {"data": (setup, "build_data"), "publish": (storage, "_publish")}[what]
+    function, file = getattr(module, name), Path(os.environ["HELD"])
+
+    def held(*args: Any, **values: Any) -> Any:
+        if os.environ["RANK"] == "0" and not file.exists():
+            file.touch()
+            time.sleep(HELD_SECONDS)
+        return function(*args, **values)
+
+    setattr(module, name, held)
+
+
 def main() -> int:
-    kind, rank, step = os.environ["FAULT"].split(":")
+    kind, rank, step = os.environ.get("FAULT", "none:0:0").split(":")
     slow_down(os.environ.get("SLOW", ""))
+    if what := os.environ.get("HOLD"):
+        hold(what)
+    pace = float(os.environ.get("PACE", "0"))
     fault, healthy, file = globals().get(kind), training.train_step, Path(os.environ.get("FAULT_FILE", ""))
     once = "FAULT_ONCE" in os.environ and file.exists()
 
@@ -135,6 +155,7 @@ def main() -> int:
         if fault and here and not once:
             file.write_text(str(time.time()))
             fault(run)
+        time.sleep(pace)
         healthy(run, *args)
 
     training.train_step = train_step

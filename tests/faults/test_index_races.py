@@ -1,16 +1,223 @@
-"""The short form of `python -m tests.faults.index_races`."""
+"""Processes that build index files at the same time, are killed while they do, or may not write."""
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import os
+import signal
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.faults.index_races import PARTS
+from megatron.core.config.data import DatasetConfig
+from megatron.core.datasets import index_cache
+from megatron.core.datasets.build import build_datasets
+from tests.corpus import write_documents
+from tests.faults.runs import MODEL
+from tests.forked import forked_ranks, join
+from tests.limits import HANG
+
+NOBODY = 65534
+FORK = mp.get_context("fork")
+PROCESSES = 8
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_processes_race_for_index_files(part: str) -> None:
+def write_data(prefix: Path) -> Path:
+    """A data set of 300 documents."""
+    random = np.random.RandomState(7)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    write_documents(prefix, (random.randint(0, 64, length) for length in random.randint(5, 60, 300)))
+    return prefix
+
+
+def digest_of(prefix: Path, cache: Path | None, seed: int) -> str:
+    """Builds or reads the data sets of a run, and hashes every sample of its training data."""
+    config = DatasetConfig(
+        data_path=("0.3", str(prefix), "0.7", str(prefix)),
+        split="90,5,5",
+        data_cache_path=str(cache) if cache else None,
+    )
+    train = build_datasets(config, seq_length=16, seed=seed, sizes=(500, 20, 20)).train
+    assert train is not None
+    digest = blake2b(digest_size=8)
+    for index in range(len(train)):
+        digest.update(train[index]["tokens"].tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Race:
+    """What came of processes that built at the same time."""
+
+    digests: dict[int, set[str]]
+    """Seed -> the different data that processes of this seed saw."""
+
+    stores: list[str]
+    """Names of the index files that were written, one entry each time."""
+
+    codes: list[int]
+
+
+def race(prefix: Path, cache: Path | None, seeds: list[int], user: int | None = None) -> Race:
+    """One process for each seed, all released at the same moment; `user`: under which to run."""
+    barrier, results, stored = FORK.Barrier(len(seeds)), FORK.Queue(), FORK.SimpleQueue()
+
+    def run(seed: int) -> None:
+        if user is not None:
+            os.setgid(user)
+            os.setuid(user)
+        _count_stores(stored)
+        barrier.wait(HANG)
+        results.put((seed, digest_of(prefix, cache, seed)))
+
+    processes: list[Any] = [FORK.Process(target=run, args=(seed,)) for seed in seeds]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=HANG) for _ in processes]
+    for process in processes:
+        process.join(HANG)
+    digests = {seed: {digest for other, digest in found if other == seed} for seed in set(seeds)}
+    return Race(digests, _names(stored), [process.exitcode for process in processes])
+
+
+def _names(stored: Any) -> list[str]:
+    names = []
+    while not stored.empty():
+        names.append(stored.get())
+    return names
+
+
+def _count_stores(stored: Any) -> None:
+    store = index_cache.IndexCache._store
+
+    def counted(self: index_cache.IndexCache, stem: str, *rest: Any) -> None:
+        store(self, stem, *rest)
+        stored.put(stem)
+
+    index_cache.IndexCache._store = counted  # type: ignore[method-assign]
+
+
+def whole(cache: Path) -> bool:
+    """Whether a folder holds whole index files and nothing else."""
+    kinds = {path.suffix for path in cache.iterdir()}
+    for path in cache.glob("*.npy"):
+        np.load(path)
+    return kinds == {".npy", ".txt"}
+
+
+def assert_each_builds_once(folder: Path, rounds: int, seeds: list[int]) -> None:
+    prefix = write_data(folder / "data" / "x")
+    expected = {seed: {digest_of(prefix, folder / "alone", seed)} for seed in set(seeds)}
+    for number in range(rounds):
+        cache = folder / f"cache{number}"
+        result = race(prefix, cache, seeds)
+        assert result.digests == expected and set(result.codes) == {0}, result
+        assert len(result.stores) == len(set(result.stores)), "an index was built twice"
+        assert whole(cache)
+
+
+def one_cache(folder: Path, rounds: int) -> None:
+    """All processes of a job build one cache."""
+    assert_each_builds_once(folder, rounds, [1] * PROCESSES)
+
+
+def two_jobs(folder: Path, rounds: int) -> None:
+    """Two jobs of different seeds build in one folder."""
+    assert_each_builds_once(folder, rounds, [1, 2] * (PROCESSES // 2))
+
+
+def read_only(folder: Path, rounds: int) -> None:
+    """The data folder cannot be written: indices stay in memory, or lie where --data-cache-path says."""
+    prefix = write_data(folder / "data" / "x")
+    expected = digest_of(prefix, folder / "alone", 1)
+    writable = folder / "elsewhere"
+    writable.mkdir()
+    writable.chmod(0o777)
+    folder.chmod(0o755)
+    (folder / "data").chmod(0o555)
+    user = NOBODY if os.getuid() == 0 else None  # to the superuser no folder is read-only
+    in_memory = race(prefix, None, [1] * PROCESSES, user)
+    assert in_memory.digests == {1: {expected}} and not in_memory.stores and set(in_memory.codes) == {0}, in_memory
+    cached = race(prefix, writable / "cache", [1] * PROCESSES, user)
+    assert cached.digests == {1: {expected}} and len(cached.stores) == len(set(cached.stores)), cached
+    (folder / "data").chmod(0o755)
+    digest_of(prefix, None, 1)  # written beside the data by somebody who may
+    (folder / "data").chmod(0o555)
+    found = race(prefix, None, [1] * PROCESSES, user)
+    assert found.digests == {1: {expected}} and not found.stores, found
+    (folder / "data").chmod(0o755)
+
+
+def killed_builder(folder: Path, rounds: int) -> None:
+    """The builder is killed in the middle of a file, while others wait for it."""
+    prefix = write_data(folder / "data" / "x")
+    expected = digest_of(prefix, folder / "alone", 1)
+    for number in range(rounds):
+        cache = folder / f"cache{number}"
+        victim: Any = FORK.Process(target=_build_slowly, args=(prefix, cache))
+        victim.start()
+        _until(lambda cache=cache: any(cache.glob(".*.tmp")))
+        waiting: Any = FORK.Process(target=digest_of, args=(prefix, cache, 1))
+        waiting.start()
+        time.sleep(0.3)
+        assert waiting.is_alive(), "the others wait for the builder"
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join(HANG)
+        waiting.join(HANG)
+        assert waiting.exitcode == 0 and digest_of(prefix, cache, 1) == expected
+        half = list(cache.glob(".*.tmp"))
+        assert len(half) == 1
+        os.utime(half[0], (0, 0))  # when it is old, the next builder sweeps it away
+        assert race(prefix, cache, [3]).codes == [0] and whole(cache)
+
+
+def _build_slowly(prefix: Path, cache: Path) -> None:
+    def half(array: Any, path: Path) -> None:
+        path.write_bytes(array.tobytes()[: array.nbytes // 2])
+        time.sleep(HANG)
+
+    index_cache._save = half
+    digest_of(prefix, cache, 1)
+
+
+def _until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + HANG
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def two_nodes(folder: Path, rounds: int) -> None:
+    """A run of four ranks on two nodes with a disk each: two working folders, and a cache in each."""
+    prefix = write_data(folder / "data" / "x")
+    nodes = [folder / name for name in ("node0", "node1")]
+    stored = FORK.SimpleQueue()  # without a thread, which the end of a rank would not wait for
+    for node in nodes:
+        node.mkdir()
+
+    def place(rank: int) -> None:
+        os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+        os.chdir(nodes[rank // 2])
+        _count_stores(stored)
+
+    flags = [flag for flag in MODEL if flag != "--mock-data"] + ["--train-iters", "2", "--data-path", str(prefix)]
+    with forked_ranks(4, [*flags, "--data-cache-path", "cache"], folder / "screen", place) as ranks:
+        assert join(ranks) == [0] * 4, (folder / "screen").read_text()
+    names = _names(stored)
+    caches = [sorted(path.name for path in (node / "cache").iterdir()) for node in nodes]
+    assert caches[0] == caches[1] and all(whole(node / "cache") for node in nodes)
+    assert all(names.count(name) == 2 for name in names), names
+
+
+@pytest.mark.grid("rounds", [2], [20])
+@pytest.mark.parametrize("part", [one_cache, two_jobs, read_only, killed_builder, two_nodes])
+def test_processes_race_for_index_files(part: Callable[[Path, int], None], rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:  # not below pytest's, which other users may not enter
-        assert PARTS[part](Path(folder), 2, 8)
+        part(Path(folder), rounds)

@@ -1,10 +1,12 @@
-"""The short form of `python -m tests.faults.signals`: two forked ranks, told to stop at awkward moments."""
+"""Two forked ranks that are told to stop at awkward moments, and Ctrl-C to a launcher."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from megatron.training.reliability.run_status import ExitCode
 from tests.extensions import installed
 from tests.faults.broken_pretrain import slow_down
-from tests.faults.runs import MODEL
+from tests.faults.runs import MODEL, ROOT
 from tests.forked import forked_ranks, join
 from tests.limits import HANG
 
@@ -114,3 +116,32 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, rank: int) -> None:
         assert run.codes() == [ExitCode.KILLED + signal.SIGTERM] * 2
     assert run.saved is None and run.text.count(f"rank {rank} of 2") == run.text.count("a second signal") == 1
     assert "RUN FAILED" not in run.text
+
+
+@pytest.mark.grid("flag", [], ["--exit-margin-in-mins 1", "--exit-duration-in-mins 0.5"])
+def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a minute from here: that of the job, and that which the run was given."""
+    if "margin" in flag:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 90))
+    with world(tmp_path, *flag.split()) as ranks:
+        run = World(tmp_path, ranks)
+        run.codes()
+    assert run.saved == run.stopped_at
+    assert ("the SLURM job ends in 1.0 minutes" if "margin" in flag else flag) in run.text
+
+
+@pytest.mark.grid("launcher", [], ["torch.distributed.run"])
+def test_ctrl_c_reaches_a_launcher_and_all_its_ranks_at_once(tmp_path: Path, launcher: str) -> None:
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=2", "tests/faults/broken_pretrain.py"]
+    command += [*MODEL, "--pp", "1", "--save", str(tmp_path / "save")]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": "none:0:0"}
+    screen = (tmp_path / "screen").open("w")
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=screen, stderr=screen, start_new_session=True
+    ) as process:
+        run = World(tmp_path, [])
+        run.wait_for("start-up (s)")
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=HANG)
+    assert f"exiting at iteration {run.saved}: SIGINT on rank" in run.text

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training import initialize
 from megatron.training.config.output_files import unwritable, why_unwritable
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
+from tests.corpus import write_documents
 from tests.faults.runs import MODEL
-from tests.forked import forked_ranks, join
+from tests.forked import run_forked
 
 FLAGS = [flag for flag in MODEL if flag != "--mock-data"] + ["--pp", "1", "--train-iters", "2"]
 DATA = ("ok", "big", "short_bin", "short_idx")
@@ -29,9 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whose text file is damaged."""
     folder = tmp_path_factory.mktemp("data")
     for name in DATA:
-        with IndexedDatasetBuilder(str(folder / name), np.dtype("<u2")) as builder:
-            for _ in range(20):
-                builder.add_document(np.full(40, 60000 if name == "big" else 7, "<u2"))
+        write_documents(folder / name, [np.full(40, 60000 if name == "big" else 7)] * 20)
     for path, size in ((folder / "short_bin.bin", 1000), (folder / "short_idx.idx", 100)):
         os.truncate(path, size)
     (folder / "garbage").mkdir()
@@ -67,11 +65,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_users_error_is_told_once(case: str, folder: Path, tmp_path: Path) -> None:
     flags, message = (text.format(folder) for text in CASES[case])
-    screen = tmp_path / "screen"
-    with forked_ranks(2, [*FLAGS, *flags.split()], screen) as ranks:
-        codes = join(ranks)
-    text = screen.read_text()
-    assert codes == [2, 2], text
+    text = run_forked(2, [*FLAGS, *flags.split()], tmp_path / "screen", code=2)
     assert text.count("This configuration cannot run") == text.count(message) == 1, text
     assert all(word not in text for word in ("Traceback", "RUN FAILED", "TCPStore")), text
 
@@ -87,18 +81,13 @@ def test_problems_of_paths_are_those_that_rank_0_finds_last(folder: Path, tmp_pa
     def prepare(rank: int) -> None:
         initialize.unwritable = late  # in the rank's own process
 
-    with forked_ranks(2, [*FLAGS, *flags.split()], tmp_path / "screen", prepare) as ranks:
-        assert join(ranks) == [2, 2]
-    assert message in (tmp_path / "screen").read_text()
+    assert message in run_forked(2, [*FLAGS, *flags.split()], tmp_path / "screen", code=2, prepare=prepare)
 
 
 def test_another_model_than_the_checkpoints(folder: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--mock-data", "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
-    with forked_ranks(2, flags, tmp_path / "screen") as ranks:
-        assert join(ranks) == [0, 0]
-    with forked_ranks(2, [*flags, "--num-layers", "6"], tmp_path / "screen") as ranks:
-        assert join(ranks) == [2, 2]
-    text = (tmp_path / "screen").read_text()
+    run_forked(2, flags, tmp_path / "screen")
+    text = run_forked(2, [*flags, "--num-layers", "6"], tmp_path / "screen", code=2)
     assert text.count("--num-layers 4 in the checkpoint, 6 in the run") == 1 and "Traceback" not in text
 
 
@@ -121,19 +110,17 @@ def test_a_launcher_that_makes_no_sense(environ: dict[str, str], message: str) -
 
 
 def test_ranks_without_an_address(tmp_path: Path) -> None:
-    with forked_ranks(
-        2, [*FLAGS, "--mock-data"], tmp_path / "screen", lambda rank: os.environ.pop("MASTER_ADDR")
-    ) as ranks:
-        assert join(ranks) == [2, 2]
-    text = (tmp_path / "screen").read_text()
+    def prepare(rank: int) -> None:
+        del os.environ["MASTER_ADDR"]
+
+    text = run_forked(2, [*FLAGS, "--mock-data"], tmp_path / "screen", code=2, prepare=prepare)
     assert "RANK=0 WORLD_SIZE=2 without MASTER_ADDR, at which all ranks meet" in text and "Traceback" not in text
 
 
 def test_an_end_of_the_job_that_is_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
-    with forked_ranks(1, [*FLAGS, "--tp", "1", "--mock-data"], tmp_path / "screen") as ranks:
-        assert join(ranks) == [2]
-    assert "SLURM_JOB_END_TIME=soon: must be in seconds since 1970" in (tmp_path / "screen").read_text()
+    text = run_forked(1, [*FLAGS, "--tp", "1", "--mock-data"], tmp_path / "screen", code=2)
+    assert "SLURM_JOB_END_TIME=soon: must be in seconds since 1970" in text
 
 
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
@@ -151,6 +138,4 @@ def test_indices_in_memory_are_told_once_a_node(folder: Path, tmp_path: Path) ->
         (tmp_path / f"x.{kind}").write_bytes((folder / f"ok.{kind}").read_bytes())
     (tmp_path / "cache").write_text("")
     flags = [*FLAGS, "--data-path", str(tmp_path / "x"), "--metrics-file", str(tmp_path / "metrics.jsonl")]
-    with forked_ranks(2, flags, tmp_path / "screen") as ranks:
-        assert join(ranks) == [0, 0]
-    assert (tmp_path / "screen").read_text().count("keeps the indices in memory") == 1
+    assert run_forked(2, flags, tmp_path / "screen").count("keeps the indices in memory") == 1

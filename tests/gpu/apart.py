@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 
-from tests.limits import HANG
-
-ROOT = Path(__file__).parents[2]
+from tests.apart import python_apart
 
 
 def multiplies_in_fp8() -> bool:
@@ -19,18 +12,11 @@ def multiplies_in_fp8() -> bool:
     if torch.cuda.device_count() == 0:
         return False
     ask = "import torch; print(torch.cuda.get_device_capability() >= (8, 9))"
-    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "True\n"
+    return python_apart("-c", ask).stdout == "True\n"
 
 
 def assert_agrees(program: str) -> None:
     """Runs a program, which prints "agree" at its end."""
-    folders = [
-        str(ROOT),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
-    )
+    done = python_apart("-c", program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("agree\n")

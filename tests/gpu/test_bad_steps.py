@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.test_training import FLAGS, ROOT
-from tests.limits import HANG
+from tests.apart import python_apart
+from tests.gpu.test_training import FLAGS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
-
-
-def start(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.mark.parametrize("precision", ["--fp32", "--bf16"])
 def test_a_diverging_run_is_looked_into_and_replayed(precision: str, tmp_path: Path) -> None:
     huge = [*FLAGS, precision, "--lr", "1e30", "--clip-grad", "0", "--save", str(tmp_path)]
-    ended = start("pretrain_gpt.py", *huge)
+    ended = python_apart("pretrain_gpt.py", *huge)
     assert ended.returncode == 1 and "is not finite (loss" in ended.stderr, ended.stderr
     (folder,) = (tmp_path / "nan").iterdir()
     assert json.loads((folder / "finding.json").read_text())["finding"] is not None, ended.stderr
-    again = start("tools/replay_step.py", str(folder))
+    again = python_apart("tools/replay_step.py", str(folder))
     assert again.returncode == 0, again.stdout + again.stderr
 
 
 def test_phases_are_timed_on_the_device(tmp_path: Path) -> None:
-    ended = start("pretrain_gpt.py", *FLAGS, "--bf16", "--log-straggler", "--metrics-file", str(tmp_path / "metrics"))
+    ended = python_apart(
+        "pretrain_gpt.py", *FLAGS, "--bf16", "--log-straggler", "--metrics-file", str(tmp_path / "metrics")
+    )
     assert ended.returncode == 0, ended.stderr
     for line in (tmp_path / "metrics").read_text().splitlines():
         record = json.loads(line)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.test_bad_steps import start
+from tests.apart import python_apart
 from tests.gpu.test_training import FLAGS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
@@ -28,5 +28,5 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a 
     ],
 )
 def test_a_step_waits_for_nothing(flags: str) -> None:
-    ended = start("-m", "tests.gpu.watched_step", *FLAGS, *flags.split())
+    ended = python_apart("-m", "tests.gpu.watched_step", *FLAGS, *flags.split())
     assert ended.returncode == 0 and "losses" in ended.stdout, ended.stdout + ended.stderr

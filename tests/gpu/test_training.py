@@ -4,21 +4,17 @@ and the other tests can fork."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.apart import python_apart
 from tests.extensions import needs
-from tests.limits import HANG
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 
-ROOT = Path(__file__).parents[2]
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --mock-data "
     "--global-batch-size 8 --train-iters 5 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0 "
@@ -40,9 +36,7 @@ def gradient_norms(metrics: Path, *flags: str) -> dict[str, float]:
 def records(metrics: Path, processes: int, *flags: str) -> list[dict[str, Any]]:
     """The lines that a run writes to `metrics`."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *launcher, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics)]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
+    done = python_apart(*launcher, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics))
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
@@ -130,9 +124,7 @@ def test_graphs_over_data_parallelism(on_cpu: list[float], tmp_path: Path) -> No
 
 
 def test_attention_kernels_are_compared() -> None:
-    done = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *FLAGS, "--bf16"], cwd=ROOT, capture_output=True, text=True, timeout=HANG
-    )
+    done = python_apart("pretrain_gpt.py", *FLAGS, "--bf16")
     assert done.returncode == 0, done.stderr
     assert any(f" attention kernel: {name} (" in done.stdout for name in ("flash", "flash3", "cudnn")), done.stdout
 

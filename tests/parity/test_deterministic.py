@@ -1,4 +1,4 @@
-"""--deterministic: kernels that give other bits each time are refused, and what is left gives the same ones."""
+"""Two runs of a command have the same bits; --deterministic refuses kernels that give other ones each time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from megatron.core.transformer.layer import TransformerLayer
 from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.reliability.failure_report import ADVICE, Failure
+from tests.tiny import TINY
 
-FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40 --lr 1e-2 --mock-data "
-    "--global-batch-size 4 --train-iters 2 --eval-iters 0 --num-workers 0 --cpu"
-).split()
+FLAGS = TINY.split()
 
 
-def test_two_runs_are_equal_bit_for_bit() -> None:
-    runs = [train_in_world(2, [*FLAGS, "--deterministic", "--tp", "2", "--bf16"]) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("world_size", "flags"), [(2, "--deterministic --tp 2 --bf16"), (4, "--tp 2 --pp 2 --sequence-parallel --fp64")]
+)
+def test_two_runs_are_equal_bit_for_bit(world_size: int, flags: str) -> None:
+    runs = [train_in_world(world_size, [*FLAGS, *flags.split()]) for _ in range(2)]
     assert first_difference(*runs, tolerance=0.0) is None
     assert not runs[0].replica_errors
 

@@ -8,26 +8,22 @@ import pytest
 
 from megatron.testing.snapshot import first_difference
 from tests.harness import Snapshot, train_in_world
+from tests.tiny import TINY
 
 EXTENSION = Path(__file__).parents[1] / "fixtures" / "own_parts.py"
-MODEL = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --fp64 --cpu "
-    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 "
-    f"--eval-iters 0 --num-workers 0 --extension {EXTENSION} "
-)
+MODEL = f"{TINY} --num-layers 4 --fp64 --attention-dropout 0 --hidden-dropout 0 --extension {EXTENSION} "
 OWN = (
-    MODEL + "--dataset-type own_data --normalization own_norm --activation-func own_activation --loss-func own_loss "
-    "--optimizer own_optimizer --lr-decay-style own_schedule --pipeline-schedule own_pipeline "
+    MODEL + "--no-mock-data --dataset-type own_data --normalization own_norm --activation-func own_activation "
+    "--loss-func own_loss --optimizer own_optimizer --lr-decay-style own_schedule --pipeline-schedule own_pipeline "
 )
 MODULES = (
-    MODEL + "--mock-data --attention-module own_attention --mlp-module own_mlp --layer-module own_layer "
-    "--normalization RMSNorm "
+    MODEL + "--attention-module own_attention --mlp-module own_mlp --layer-module own_layer --normalization RMSNorm "
 )
 EXPERTS = (
-    MODEL + "--mock-data --activation-func own_gated --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear "
+    MODEL + "--activation-func own_gated --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear "
     "--moe-shared-expert-intermediate-size 16 --recompute-granularity selective --recompute-modules moe_act "
 )
-FROZEN = MODEL + r"--mock-data --freeze embedding --freeze layers\.[01]\. --freeze layers.2.*fc1 "
+FROZEN = MODEL + r"--freeze embedding --freeze layers\.[01]\. --freeze layers.2.*fc1 "
 LAYOUTS = {
     "own": (OWN, ["", "--tp 2 --sequence-parallel", "--pp 2", "--cp 2", "--tp 2 --pp 2"]),
     "modules": (MODULES, ["--tp 2 --sequence-parallel", "--pp 2", "--cp 2"]),
@@ -87,5 +83,5 @@ def test_frozen_parameters_keep_their_values_and_have_no_state(alone: dict[str, 
 )
 def test_an_expression_that_freezes_nothing_or_all_is_refused(flags: str, message: str) -> None:
     with pytest.raises(RuntimeError, match="freeze") as error:
-        train_in_world(2, (MODEL + "--mock-data " + flags).split())
+        train_in_world(2, (MODEL + flags).split())
     assert message in str(error.value)

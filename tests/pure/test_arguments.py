@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from megatron.training.config.help import FIRST_RUN, field_docs
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
+from tests.apart import python_apart
 
 GOLDEN = Path(__file__).with_name("golden_flags.txt")
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3 --mock-data --train-iters 10"
@@ -372,7 +371,7 @@ def test_help_is_fast_and_complete() -> None:
         "try: command_line(['--help', 'all'])\n"
         "except SystemExit as exit: sys.exit(exit.code or bool({'torch', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python_apart("-c", code)
     assert done.returncode == 0, done.stderr
     for flag in all_flags():
         for spelling in flag.shown:

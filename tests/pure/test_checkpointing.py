@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -260,21 +260,19 @@ def test_a_checkpoint_without_the_position_of_the_schedule_has_it_at_its_consume
     run = Run(config(tmp_path))
     folder = run.save(Progress(3, 24, scheduled_samples=16))
     assert run.load().scheduled_samples == 16
-    payload = json.loads((folder / "metadata.json").read_text())
-    del payload["scheduled_samples"]
-    (folder / "metadata.json").write_text(json.dumps(payload))
-    list_anew(folder)
+    change_metadata(folder, lambda payload: payload.pop("scheduled_samples"))
     assert run.load().scheduled_samples == 24
 
 
 def test_gelu_of_checkpoints_from_before_its_exact_form_is_the_tanh_one(tmp_path: Path) -> None:
     model = replace(GPT, add_bias_linear=False)
     folder = Run(config(tmp_path, model=replace(model, activation_func="gelu_tanh"))).save(Progress(1, 8))
-    payload = json.loads((folder / "metadata.json").read_text())
-    payload["config"]["model"]["activation_func"] = None
-    del payload["config"]["model"]["bias_gelu_fusion"]
-    (folder / "metadata.json").write_text(json.dumps(payload))
-    list_anew(folder)
+
+    def age(payload: dict[str, Any]) -> None:
+        payload["config"]["model"]["activation_func"] = None
+        del payload["config"]["model"]["bias_gelu_fusion"]
+
+    change_metadata(folder, age)
     assert load_whole_model(folder)[1].model.activation == "gelu_tanh"
     with pytest.raises(ValueError, match="--activation-func gelu_tanh in the checkpoint, gelu in the run"):
         Run(config(tmp_path, model=model)).load()
@@ -349,9 +347,7 @@ def test_inference_needs_the_folder_alone(tmp_path: Path, parallel: ModelParalle
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
-    payload = json.loads((folder / "metadata.json").read_text())
-    (folder / "metadata.json").write_text(json.dumps(payload | {"format_version": 99}))
-    list_anew(folder)
+    change_metadata(folder, lambda payload: payload.update(format_version=99))
     with pytest.raises(ValueError, match="format version 99"):
         Run(config(tmp_path)).load()
 
@@ -361,6 +357,15 @@ def list_anew(folder: Path) -> None:
     files = [path for path in folder.iterdir() if path.name != MANIFEST]
     sums = {path.name: {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())} for path in files}
     write_manifest(folder, sums)
+
+
+def change_metadata(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edits the metadata of a checkpoint, and lists them anew."""
+    path = folder / "metadata.json"
+    payload = json.loads(path.read_text())
+    change(payload)
+    path.write_text(json.dumps(payload))
+    list_anew(folder)
 
 
 class Malicious:
@@ -376,9 +381,7 @@ class Malicious:
 )
 def test_a_strangers_metadata_are_an_error_that_names_the_field(tmp_path: Path, name: str, value: object) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
-    payload = json.loads((folder / "metadata.json").read_text())
-    (folder / "metadata.json").write_text(json.dumps(payload | {name: value}))
-    list_anew(folder)
+    change_metadata(folder, lambda payload: payload.update({name: value}))
     with pytest.raises(ValueError, match=f"iter_0000001 cannot be read: its {name} is "):
         Run(config(tmp_path)).load()
 
@@ -467,10 +470,7 @@ def test_callbacks_find_their_state_again(tmp_path: Path) -> None:
     anew.load()
     assert anew.callbacks[0].kept == 3
 
-    payload = json.loads((folder / "metadata.json").read_text())
-    del payload["callbacks"]
-    (folder / "metadata.json").write_text(json.dumps(payload))
-    list_anew(folder)
+    change_metadata(folder, lambda payload: payload.pop("callbacks"))
     earlier = Run(config(tmp_path), [Keeps(4, "one")])
     assert earlier.load().iteration == 1 and earlier.callbacks[0].kept == 4
 

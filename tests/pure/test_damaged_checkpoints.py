@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError, save
 from megatron.core.parallel_state import Axis
 from megatron.training.metrics.sinks import JsonLinesSink
+from tests.corpus import largest_file
 from tools import inspect_checkpoint
 
 
@@ -177,29 +177,21 @@ def test_everything_in_the_folder_is_listed(root: Path) -> None:
 
 def test_a_disk_that_is_full_is_named_as_the_reason(root: Path) -> None:
     """The limit on the size of a file stands for it: a write that fails in the midst of torch's."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
-    try:
-        with pytest.raises(CheckpointError, match="File too large"):
-            save_at(root, 40, elements=1_000_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    with largest_file(100_000), pytest.raises(CheckpointError, match="File too large"):
+        save_at(root, 40, elements=1_000_000)
     assert read_latest(root) == 30 and load(root) == (30, [])
     save_at(root, 40)
     assert load(root) == (40, []) and not list(root.glob("*.tmp"))
 
 
 def test_metrics_wait_for_a_disk_with_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, old = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "metrics.jsonl"
     sink = JsonLinesSink(path, 0)
     sink.write({"iteration": 1})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, old[1]))
-    try:
+    with largest_file(path.stat().st_size + 5):
         for iteration in (2, 3):
             sink.write({"iteration": iteration})
         assert path.read_text() == '{"iteration": 1}\n'
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert capsys.readouterr().err.count("cannot write metrics to") == 1
     sink.write({"iteration": 4})
     sink.close()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import indices
 from megatron.core.datasets.build import build_datasets
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tests.corpus import write_documents
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"
 CASES = json.loads((FOLDER / "manifest.json").read_text())
@@ -237,9 +238,8 @@ def test_resuming_a_longer_run_keeps_the_fingerprint_while_the_order_stays(tmp_p
 
 def test_other_tokens_of_the_same_lengths_have_another_fingerprint(tmp_path):
     def fingerprint(name, token):
-        with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
-            builder.add_document([token] * 50)
-        config = DatasetConfig(data_path=(str(tmp_path / name),), split="1,0,0")
+        prefix = write_documents(tmp_path / name, [[token] * 50])
+        config = DatasetConfig(data_path=(prefix,), split="1,0,0")
         return build_datasets(config, seq_length=8, seed=1, sizes=(2, 0, 0)).train.fingerprint
 
     assert fingerprint("a", 1) == fingerprint("b", 1) != fingerprint("c", 2)

@@ -1,9 +1,7 @@
 """Datasets of a run: what a sample holds, which mistakes are named, and the index files that processes share."""
 
-import multiprocessing as mp
 import os
 import re
-import resource
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.source_order import split_tokens
-from tests.limits import HANG
+from tests.corpus import largest_file, write_documents
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"
 ALPHA = str(FOLDER / "alpha")
@@ -27,13 +25,6 @@ ALPHA = str(FOLDER / "alpha")
 def build(sizes=(4, 0, 0), seq_length=16, eod=None, vocab_size=None, **kwargs):
     config = DatasetConfig(**({"data_path": (ALPHA,), "split": "1,0,0"} | kwargs))
     return build_datasets(config, seq_length=seq_length, seed=5, sizes=sizes, eod=eod, vocab_size=vocab_size)
-
-
-def write(prefix, documents, dtype="<u2"):
-    with IndexedDatasetBuilder(str(prefix), np.dtype(dtype)) as builder:
-        for document in documents:
-            builder.add_document(document)
-    return str(prefix)
 
 
 # What a sample holds
@@ -123,7 +114,7 @@ def test_no_split_is_built_of_which_no_sample_is_wanted(tmp_path):
 
 
 def test_one_book_gets_a_part_for_each_split_that_is_needed(tmp_path):
-    book, said = write(tmp_path / "book", [np.arange(5000)]), []
+    book, said = write_documents(tmp_path / "book", [np.arange(5000)]), []
     demands = Demands(say=said.append)
     build = partial(build_datasets, DatasetConfig(data_path=(book,)), seq_length=64, seed=5, demands=demands)
     splits = build(sizes=(100, 4, 4))
@@ -151,14 +142,14 @@ def test_tokens_are_divided_once_each(lengths, block, wanted):
 
 
 def test_a_set_smaller_than_a_sample_is_repeated(tmp_path):
-    train = build(data_path=(write(tmp_path / "x", [[1, 2, 3], [4]]),), sizes=(5, 0, 0), seq_length=6).train
+    train = build(data_path=(write_documents(tmp_path / "x", [[1, 2, 3], [4]]),), sizes=(5, 0, 0), seq_length=6).train
     assert len(train) >= 5 and sorted(train.text(0).tolist() + train.text(1).tolist())[0] == 1
 
 
 def test_an_id_outside_the_vocabulary_is_found_when_drawn(tmp_path):
     """Too rare for the look taken at the start."""
     documents = [[1] * 400_000, [2] * 3, [-5], [1] * 400_000]
-    prefix = write(tmp_path / "x", documents, "<i4")
+    prefix = write_documents(tmp_path / "x", documents, "<i4")
     train = build(data_path=(prefix,), seq_length=1000, sizes=(None, 0, 0), vocab_size=100).train
     with pytest.raises(ValueError, match="has token id -5, outside the vocabulary of 100"):
         _ = [train[i] for i in range(len(train))]
@@ -174,7 +165,7 @@ def test_a_dataset_of_floats_is_refused(tmp_path):
 
 def test_an_empty_dataset_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no documents"):
-        build(data_path=(write(tmp_path / "x", []),))
+        build(data_path=(write_documents(tmp_path / "x", []),))
 
 
 def test_prefixes_may_carry_a_suffix_and_need_no_weights():
@@ -197,41 +188,31 @@ def test_index_files_are_reused_and_named_by_content(tmp_path):
     assert len(first) == 4 and all("GPTDataset-train" in name for name in first)
     build(data_cache_path=cache)
     assert files(cache) == first
-    copy = write(tmp_path / "copy", [[1] * 30])
+    copy = write_documents(tmp_path / "copy", [[1] * 30])
     build(data_path=(copy,), data_cache_path=cache)
     assert len(files(cache)) == 8
-    write(tmp_path / "copy", [[1] * 90])  # other data under the same name: the old index is not read
+    write_documents(tmp_path / "copy", [[1] * 90])  # other data under the same name: the old index is not read
     assert build(data_path=(copy,), data_cache_path=cache).train.text(3).tolist() == [1] * 17
 
 
-def test_a_damaged_index_file_is_built_again(tmp_path):
+@pytest.mark.parametrize("left", [100, 0])
+def test_a_damaged_index_file_is_built_again(tmp_path, left):
     expected = build(data_cache_path=str(tmp_path)).train.text(0).tolist()
     for path in tmp_path.glob("*.npy"):
-        path.write_bytes(path.read_bytes()[:100])
-    assert build(data_cache_path=str(tmp_path)).train.text(0).tolist() == expected
-
-
-def test_an_empty_index_file_is_built_again(tmp_path):
-    expected = build(data_cache_path=str(tmp_path)).train.text(0).tolist()
-    for path in tmp_path.glob("*.npy"):
-        path.write_bytes(b"")
+        path.write_bytes(path.read_bytes()[:left])
     assert build(data_cache_path=str(tmp_path)).train.text(0).tolist() == expected
 
 
 def test_a_disk_that_is_full_at_the_last_bytes_of_a_file_leaves_none(tmp_path):
-    limit, soft_and_hard = 1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)
-    array = np.zeros((limit + 100) // 4, np.int32)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, soft_and_hard[1]))
-    try:
-        with pytest.raises(ValueError, match=r"index files cannot be written .*use a folder that .* has free space"):
-            IndexCache(str(tmp_path), "").arrays(["zeros"], "full", {"what": "full"}, lambda: [array])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)
+    array = np.zeros(((1 << 20) + 100) // 4, np.int32)
+    message = r"index files cannot be written .*use a folder that .* has free space"
+    with largest_file(1 << 20), pytest.raises(ValueError, match=message):
+        IndexCache(str(tmp_path), "").arrays(["zeros"], "full", {"what": "full"}, lambda: [array])
     assert not list(tmp_path.glob("*.npy")) and not list(tmp_path.glob(".*.tmp"))
 
 
 def test_indices_lie_beside_the_data_by_default(tmp_path):
-    prefix = write(tmp_path / "x", [[1] * 90])
+    prefix = write_documents(tmp_path / "x", [[1] * 90])
     build(data_path=(prefix,))
     assert len(list((tmp_path / "cache" / "GPTDataset_indices").glob("*.npy"))) == 3
 
@@ -239,7 +220,7 @@ def test_indices_lie_beside_the_data_by_default(tmp_path):
 @pytest.fixture
 def unwritable(tmp_path):
     """A folder in which no folder can be made, even by root: its place is taken by a file."""
-    prefix = write(tmp_path / "x", [[1] * 90])
+    prefix = write_documents(tmp_path / "x", [[1] * 90])
     (tmp_path / "cache").write_text("")
     return prefix
 
@@ -256,42 +237,13 @@ def test_a_cache_asked_for_must_be_writable(unwritable):
 
 
 def test_a_read_only_folder_serves_its_index_files(tmp_path, caplog, monkeypatch):
-    prefix = write(tmp_path / "x", [[1] * 90])
+    prefix = write_documents(tmp_path / "x", [[1] * 90])
     build(data_path=(prefix,))
     monkeypatch.setattr(os, "access", lambda *_: False)
     build(data_path=(prefix,))
     assert "memory" not in caplog.text
     build(data_path=(prefix,), seq_length=8)
     assert "in memory" in caplog.text
-
-
-def _race(barrier, folder, built, results, rank):
-    def slow_build():
-        built.put(rank)
-        return [np.arange(1_000_000)]
-
-    barrier.wait()
-    array = IndexCache(folder, "").arrays(["numbers"], "race", {"what": "race"}, slow_build)[0]
-    results.put(int(array.sum()))
-
-
-def test_eight_processes_race_for_one_cache(tmp_path):
-    context = mp.get_context("fork")
-    barrier, built, results = context.Barrier(8), context.Queue(), context.Queue()
-    processes = [
-        context.Process(target=_race, args=(barrier, str(tmp_path / "cache"), built, results, rank))
-        for rank in range(8)
-    ]
-    for process in processes:
-        process.start()
-    sums = [results.get(timeout=HANG) for _ in processes]
-    for process in processes:
-        process.join(HANG)
-        assert process.exitcode == 0
-    assert set(sums) == {499_999_500_000}
-    built.get(timeout=HANG)
-    assert built.empty(), "one process builds, the others read"
-    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".npy", ".txt"]
 
 
 def test_processes_without_locks_end_with_whole_files(tmp_path, monkeypatch):

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.build import build_datasets, split_share
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tests.corpus import write_documents
 
 
 def test_a_share_of_the_documents(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "d")
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        for number in range(10):
-            builder.add_document([number] * 8)
+    prefix = write_documents(tmp_path / "d", [[number] * 8 for number in range(10)])
     sizes = (None, None, None)
     data = DatasetConfig(train_data_path=(f"{prefix}@0:0.6",), valid_data_path=(f"{prefix}@0.6:1",))
     found = build_datasets(data, seq_length=4, seed=1, sizes=sizes)

@@ -1,16 +1,18 @@
-"""What fields state of other flags (`no_effect_without`, `off_without`, `needs`, `excludes`): each is broken and
-mended."""
+"""What fields state of other flags (`no_effect_without`, `off_without`, `needs`, `excludes`) and bounds of
+numbers: each is broken and mended."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from megatron.core.config.flag_spec import Condition
+from megatron.core.config.flag_spec import Condition, FlagSpec
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import Flag, all_flags, spelling_table, value_of
-from megatron.training.config.rules.fields import needs_and_exclusions
+from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, spelling_table, value_of
+from megatron.training.config.rules.fields import REQUIRED, needs_and_exclusions, single_values
 from megatron.training.config.run_config import CHECKS, RunConfig
 from megatron.training.config.validation import notices, resolve
 
@@ -115,3 +117,31 @@ def test_excludes(flag: Flag, condition: Condition) -> None:
     assert line.startswith(f"{given(flag)}: cannot be combined with {asked(condition)}"), line
     assert line.endswith(f"{condition.parts[1]}; keep one of them")
     assert not any("cannot be combined" in each for each in lines(flag))
+
+
+def edges(flag: Flag) -> Iterator[tuple[float, bool]]:
+    """Numbers on both sides of the bounds of a flag, and whether they are legal."""
+    spec, step = flag.spec, 1 if flag.kind is int else 1e-6
+    if not spec.bounded and flag.section not in EXTENSION_SECTIONS:
+        spec = FlagSpec(at_least=0) if flag.default == 0 else FlagSpec(above=0)
+    if spec.at_least is not None:
+        yield from ((spec.at_least, True), (spec.at_least - step, False))
+    if spec.above is not None:
+        yield from ((spec.above + step, True), (spec.above, False))
+    if spec.at_most is not None:
+        yield from ((spec.at_most, True), (spec.at_most + step, False))
+    if spec.below is not None:
+        yield from ((spec.below - step, True), (spec.below, False))
+    if flag.kind is float:
+        yield math.inf, False
+
+
+EDGES = [(f, *edge) for f in all_flags() if f.kind in (int, float) and f.field not in REQUIRED for edge in edges(f)]
+
+
+@pytest.mark.parametrize(("flag", "value", "is_legal"), EDGES, ids=[f"{f.name} {value}" for f, value, _ in EDGES])
+def test_bounds(flag: Flag, value: float, is_legal: bool) -> None:
+    text = f"{value:.10g}" if flag.kind is float else str(int(value))
+    found = [str(p) for p in single_values(config_of(f"{flag.name} {text}")) if p.flag == flag.name]
+    assert bool(found) != is_legal, found
+    assert is_legal or (found[0].startswith(f"{flag.name} ") and ": must " in found[0] and "; " in found[0])

@@ -9,9 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import TrainingConfig
-from megatron.training.config.validation import notices, resolve
 from megatron.training.hooks import Task
 from megatron.training.tasks import GarbageCollection
 
@@ -63,12 +61,3 @@ def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
     assert gc.isenabled()
     (task,) = collection.tasks()
     assert not any(task.at(iteration, last=True) for iteration in range(1, 9))
-
-
-@pytest.mark.parametrize("flags", ["--manual-gc-interval 5", "--no-manual-gc-eval"])
-def test_settings_of_it_need_it(flags: str) -> None:
-    model = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 10 --lr 1 --mock-data"
-    base = [*model.split(), "--train-iters", "1", *flags.split()]
-    (problem,) = notices(resolve(parse_args(base), 1), 1)
-    assert str(problem).startswith(flags) and "add --manual-gc" in str(problem)
-    assert not notices(resolve(parse_args([*base, "--manual-gc"]), 1), 1)

@@ -12,11 +12,8 @@ from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.parameters import parameter_metas
-from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import recompute_segments
-from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch, token_losses, with_dropout
+from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, random_batch, token_losses, with_dropout
 
 
 def loss_and_gradients(model: GPTModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -24,27 +21,6 @@ def loss_and_gradients(model: GPTModel, batch: Batch) -> tuple[Tensor, dict[str,
     loss = model(None, batch)
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, (parameter, _) in model.named_metas().items()}
-
-
-def assert_bitwise_equal(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert torch.equal(one[0], two[0])
-    assert one[1].keys() == two[1].keys()
-    for name, grad in one[1].items():
-        assert torch.equal(grad, two[1][name]), name
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_parameters_are_those_that_plans_count(style: str) -> None:
-    widths = STYLES[style].ffn_hidden_size_pattern
-    config = replace(STYLES[style], num_layers=4, ffn_hidden_size_pattern=widths and f"{widths}*2")
-    model = GPTModel(config)
-    assert [meta for _, meta in model.named_metas().values()] == parameter_metas(config)
-    sequence_parallel = ModelParallelConfig(sequence_parallel=True)
-    for stage in (Stage((0,), True, False), Stage((1, 2, 3), False, True), Stage((), False, True)):
-        ends = {"first": stage.first, "last": stage.last, "tied_stages": (0, 1)}
-        part = GPTModel(config, sequence_parallel, layers=stage.layers, **ends, initialize=False)
-        planned = stage_metas(config, stage, sequence_parallel=True, tied_stages=(0, 1))
-        assert [meta for _, meta in part.named_metas().values()] == planned
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
@@ -66,40 +42,6 @@ def test_stages_in_a_row_are_the_whole_model(style: str) -> None:
     assert torch.equal(hidden, whole[0])
     for name, grad in whole[1].items():
         torch.testing.assert_close(gradients[name], grad, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "bloom", "alibi-gqa", "sinks", "capped"])
-def test_packed_documents_have_the_losses_they_have_alone(style: str) -> None:
-    config = STYLES[style]
-    model = GPTModel(config, FP64).eval()
-    packed = random_batch(config, **packed_documents(config))
-    losses = token_losses(model, packed)
-    assert packed.document_ids is not None
-    for sample in range(3):
-        for number in range(3):
-            (places,) = torch.where(packed.document_ids[sample] == number)
-            tokens, labels = packed.tokens[sample, places][None], packed.labels[sample, places][None]
-            alone = token_losses(model, Batch(tokens, labels, torch.ones(tokens.shape), torch.zeros(1).long()))
-            torch.testing.assert_close(losses[sample, places], alone[0], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("style", ["gpt", "llama", "sinks"])
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "selective"},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        {"recompute_granularity": "full"},
-    ],
-)
-@pytest.mark.parametrize("dropout", [False, True])
-def test_recomputation_is_bitwise_the_same(style: str, recompute: dict[str, object], dropout: bool) -> None:
-    config = replace(STYLES[style], num_layers=3)
-    config = with_dropout(config) if dropout else config
-    batch = random_batch(config)
-    expected = loss_and_gradients(GPTModel(config), batch)
-    assert_bitwise_equal(loss_and_gradients(GPTModel(replace(config, **recompute)), batch), expected)
 
 
 def test_recompute_segments_cover_every_layer_once() -> None:

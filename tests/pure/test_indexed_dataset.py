@@ -1,6 +1,5 @@
 """Indexed datasets: what is written is read back, and what is damaged is refused."""
 
-import resource
 import struct
 
 import numpy as np
@@ -17,15 +16,9 @@ from megatron.core.datasets.indexed_dataset import (
     IndexedDatasetBuilder,
     best_dtype,
 )
+from tests.corpus import largest_file, write_documents
 
 DOCUMENTS = [[1, 2, 3], [], [65499], list(range(200))]
-
-
-def write(prefix, documents, dtype="<u2"):
-    with IndexedDatasetBuilder(str(prefix), np.dtype(dtype)) as builder:
-        for document in documents:
-            builder.add_document(document)
-    return str(prefix)
 
 
 @given(
@@ -33,7 +26,7 @@ def write(prefix, documents, dtype="<u2"):
     code=st.sampled_from([code for code, dtype in DTYPES.items() if dtype.kind in "iu"]),
 )
 def test_documents_come_back(tmp_path_factory, documents, code):
-    prefix = write(tmp_path_factory.mktemp("data") / "x", documents, DTYPES[code])
+    prefix = write_documents(tmp_path_factory.mktemp("data") / "x", documents, DTYPES[code])
     dataset = IndexedDataset(prefix)
     assert dataset.dtype == DTYPES[code]
     assert [dataset[i].tolist() for i in range(len(dataset))] == [d for d in documents if d]
@@ -43,7 +36,7 @@ def test_documents_come_back(tmp_path_factory, documents, code):
 
 
 def test_bytes_on_disk(tmp_path):
-    prefix = write(tmp_path / "x", [[1, 2, 3], [], [7]])
+    prefix = write_documents(tmp_path / "x", [[1, 2, 3], [], [7]])
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 7)
     assert (tmp_path / "x.idx").read_bytes() == (
         b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 4) + struct.pack("<2i2q4q", 3, 1, 0, 6, 0, 1, 1, 2)
@@ -53,7 +46,7 @@ def test_bytes_on_disk(tmp_path):
 
 
 def test_a_batch_equals_its_documents(tmp_path):
-    one = write(tmp_path / "one", DOCUMENTS)
+    one = write_documents(tmp_path / "one", DOCUMENTS)
     with IndexedDatasetBuilder(str(tmp_path / "many"), np.dtype("<u2")) as builder:
         flat = np.array([token for document in DOCUMENTS for token in document])
         builder.add_documents(flat, np.array([len(document) for document in DOCUMENTS], np.int32))
@@ -71,7 +64,7 @@ def test_several_sequences_in_a_document(tmp_path):
 
 
 def test_part_of_a_sequence(tmp_path):
-    dataset = IndexedDataset(write(tmp_path / "x", DOCUMENTS))
+    dataset = IndexedDataset(write_documents(tmp_path / "x", DOCUMENTS))
     assert dataset.get(2, 5, 8).tolist() == [5, 6, 7]
     assert dataset.get(2, 198).tolist() == [198, 199]
 
@@ -83,12 +76,12 @@ def test_dtype_follows_the_vocabulary(vocab_size, dtype):
 
 def test_an_id_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="from 3 to 70000 do not fit uint16"):
-        write(tmp_path / "x", [[3, 70000]])
+        write_documents(tmp_path / "x", [[3, 70000]])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_of_a_failed_write(tmp_path):
-    write(tmp_path / "x", [[1]])
+    write_documents(tmp_path / "x", [[1]])
 
     def fail():
         with IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<u2")) as builder:
@@ -161,7 +154,7 @@ def test_the_writer_counts_past_2_31_bytes(tmp_path):
     ],
 )
 def test_damage_is_named(tmp_path, damage, message):
-    prefix = write(tmp_path / "x", DOCUMENTS)
+    prefix = write_documents(tmp_path / "x", DOCUMENTS)
     index, data = damage((tmp_path / "x.idx").read_bytes(), (tmp_path / "x.bin").read_bytes())
     (tmp_path / "x.idx").write_bytes(index)
     (tmp_path / "x.bin").write_bytes(data)
@@ -170,7 +163,7 @@ def test_damage_is_named(tmp_path, damage, message):
 
 
 def test_a_missing_file_is_named_with_what_is_there(tmp_path):
-    write(tmp_path / "other", DOCUMENTS)
+    write_documents(tmp_path / "other", DOCUMENTS)
     with pytest.raises(ValueError, match=r"there is no file .*x\.idx; .* has other"):
         IndexedDataset(str(tmp_path / "x"))
     (tmp_path / "notes.md").write_text("# Notes")
@@ -181,18 +174,13 @@ def test_a_missing_file_is_named_with_what_is_there(tmp_path):
 def test_a_dataset_without_room_is_named_and_leaves_nothing(tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<i4"))
     builder.add_document(np.arange(1 << 10))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as error, builder:
-            builder.add_document(np.arange(1 << 16))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(0), pytest.raises(OSError, match="File too large") as error, builder:
+        builder.add_document(np.arange(1 << 16))
     assert error.value.filename == str(tmp_path / "x") and list(tmp_path.iterdir()) == []
 
 
 def test_verify_finds_a_wrong_offset(tmp_path):
-    prefix = write(tmp_path / "x", DOCUMENTS)
+    prefix = write_documents(tmp_path / "x", DOCUMENTS)
     index = bytearray((tmp_path / "x.idx").read_bytes())
     struct.pack_into("<q", index, HEADER.size + 4 * 3 + 8, 4)
     (tmp_path / "x.idx").write_bytes(index)

@@ -9,7 +9,8 @@ from torch import Tensor
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.flash_kernels import EqualWidthsKernel, EqualWidthsPackedKernel, FlashCPUKernel
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
-from megatron.core.attention.varlen import Sequences, packed_attention
+from megatron.core.attention.varlen import packed_attention
+from tests.pure.test_packed_attention import Twin
 
 
 def operands(width: int, value_width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,30 +36,9 @@ def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> No
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv), rtol=1e-11, atol=1e-12)
 
 
-class OneSampleKernel:
-    """A packed kernel of equal widths, in plain torch: one sequence."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = local_attention(*(x[:, None] for x in leaves), Causal(TorchKernel(0.3)))[:, 0]
-        return out.detach(), q
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert grad.shape == kept[0].shape == q.shape
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = local_attention(*(x[:, None] for x in leaves), Causal(TorchKernel(0.3)))[:, 0]
-        torch.testing.assert_close(out, kept[0])
-        return torch.autograd.grad(out, leaves, grad)
-
-
 def test_packed_kernels_of_one_width() -> None:
     qkv = tuple(x[:, :1].detach().requires_grad_() for x in operands(10, 6))
     expected = local_attention(*qkv, Causal(TorchKernel(0.3)))
-    found = packed_attention(*qkv, None, None, EqualWidthsPackedKernel(OneSampleKernel()))
+    found = packed_attention(*qkv, None, None, EqualWidthsPackedKernel(Twin(0.3)))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv))

@@ -1,13 +1,11 @@
-"""Flags whose value is a pattern of layers: what each layer is, and what is said of patterns that cannot be meant."""
+"""Flags whose value is a pattern of layers: what each layer is."""
 
 from __future__ import annotations
-
-import pytest
 
 from megatron.core.config.layers import Span
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.config.validation import resolve
 
 BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 --mock-data --train-iters 1 "
 ROPE = "--position-embedding-type rope "
@@ -33,50 +31,3 @@ def test_layers_with_a_window_may_have_another_base_without_scaling() -> None:
         (500.0, False),
         (10000.0, True),
     ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (f"{ROPE} --no-rope-freq 1", "--no-rope-freq 1: leaves no layer with a rotary embedding; use another pattern"),
-        (
-            "--window-size 5 --window-attn-skip-freq 1",
-            "--window-attn-skip-freq 1: leaves no layer with a window or chunk",
-        ),
-        (
-            "--window-attn-skip-freq 2",
-            "--window-attn-skip-freq 2: has no effect without --window-size or --attention-ch",
-        ),
-        ("--no-rope-freq 2", "--no-rope-freq 2: has no effect without --position-embedding-type rope"),
-        (
-            "--window-rotary-base 9",
-            "--window-rotary-base 9.0: has no effect without --window-size or --attention-chunk",
-        ),
-    ],
-)
-def test_patterns_without_effect_are_said(flags: str, expected: str) -> None:
-    config = config_of(flags)
-    assert validate(config, 1) == []
-    assert any(str(notice).startswith(expected) for notice in notices(config, 1))
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (
-            "--window-size 5 --window-attn-skip-freq -1",
-            "--window-attn-skip-freq -1: -1 must be above 0; use for example",
-        ),
-        (
-            "--window-size 5 --window-attn-skip-freq [1,0]",
-            "the list must have a 0 or 1 for each of 4 layers, and has 2",
-        ),
-        (
-            f"{ROPE} --no-rope-freq [0,2,0,0]",
-            "the list must have a 0 or 1 for each layer, and has 2 for layer 1; use for",
-        ),
-        ("--window-size 5 --attention-chunk-size 8", "--attention-chunk-size 8: cannot be combined with --window-size"),
-    ],
-)
-def test_patterns_that_cannot_be_meant_are_refused(flags: str, expected: str) -> None:
-    assert [expected in str(problem) for problem in validate(config_of(flags), 1)] == [True]

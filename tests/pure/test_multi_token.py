@@ -16,11 +16,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
-from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import changed_fields
-from megatron.training.config.validation import resolve, validate
 from tests.gpt_cases import FP64, GPT, LLAMA, packed_documents, random_batch
+from tests.rules import problems
 
 CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
 
@@ -168,27 +167,6 @@ def test_context_ranks_hold_their_part_of_what_whole_samples_have(rank: int) -> 
     assert part.places is not None and part.places.tolist() != list(range(8))
     for name in FUTURE:
         assert torch.equal(getattr(part, name), getattr(whole, name)[:, part.places]), name
-
-
-FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --mock-data --lr 1e-3"
-
-
-def problems(flags: str) -> list[str]:
-    config = resolve(parse_args(f"{FLAGS} --train-iters 2 --cpu {flags}".split()), 1)
-    return [str(problem) for problem in validate(config, 1)]
-
-
-def test_rules() -> None:
-    assert problems("--mtp-num-layers 2") == problems("--mtp-num-layers 0") == []
-    assert problems("--mtp-num-layers 8") == [
-        "--mtp-num-layers 8: must be below --seq-length 8: beyond it no token of a sample has a label at the last "
-        "depth; nearest: 7"
-    ]
-    assert "--mtp-num-layers -1: must not be negative" in problems("--mtp-num-layers -1")[0]
-    assert (
-        "--mtp-loss-scaling-factor -0.1: must not be negative"
-        in problems("--mtp-num-layers 1 --mtp-loss-scaling-factor -0.1")[0]
-    )
 
 
 def test_a_resumed_run_may_change_the_factor_and_not_the_depths() -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_status import VARIABLE, ExitCode, Outcome, code_for_launcher, early_end_told
-from tests.limits import HANG
-
-ROOT = Path(__file__).parents[2]
+from tests.apart import python_apart
 
 
 def lines(file: Path) -> list[str]:
@@ -115,5 +111,5 @@ assert seen == [signal.SIGUSR1], seen
 
 
 def test_signals_that_come_before_the_watch_are_held_where_they_were_ignored() -> None:
-    done = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    done = python_apart("-c", HELD)
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ def test_a_pipe_is_written_and_stays_a_pipe(tmp_path: Path, name: str) -> None:
 def test_a_file_without_room_is_named_and_standard_output_is_not_blamed(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.py").write_text("# text\n" * 9999)
-    command = f"ulimit -f 16; {sys.executable} {build_corpus.__file__} --output x --source source"
+    command = f"ulimit -f 16; {sys.executable} -B {build_corpus.__file__} --output x --source source"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr == "error: x: File too large\n", done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -28,33 +28,34 @@ from tests.pure.test_tile_attention import (
 
 
 class Twin:
-    """Sequence by sequence, with the dense mask of each."""
+    """Each sequence as a tile, with log-sum-exps [heads, rows], by plain torch: keys and values have one width."""
 
-    def __init__(self) -> None:
-        self.seen: list[Sequences] = []
+    def __init__(self, scale: float = SCALE) -> None:
+        self.kernel, self.seen = TorchKernel(scale), list[Sequences]()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        assert sequences.starts.dtype == torch.int32
+        starts = sequences.starts.tolist()
+        assert sequences.starts.dtype == torch.int32 and starts[-1] == len(q) and q.shape[-1] == v.shape[-1]
+        assert sequences.longest == max(stop - start for start, stop in pairwise(starts))
         self.seen.append(sequences)
-        parts = []
-        bounds = sequences.starts.tolist()
-        for start, stop in pairwise(bounds):
-            seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-            if sequences.window is not None:
-                seen = seen.triu(1 - sequences.window)
-            parts.append(dense(*(x[start:stop, None] for x in (q, k, v)), seen)[:, 0])
-        assert sequences.longest == max(map(len, parts)) and bounds[-1] == len(q)
-        return (torch.cat(parts),)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        for tile, (part, part_lse) in self.kernel.forward(q[:, None], k[:, None], v[:, None], _tiles(sequences)):
+            query_rows(out[:, None], tile).copy_(part)
+            query_rows(lse[:, None], tile).copy_(part_lse)
+        return out, lse.t().contiguous()
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
     ) -> tuple[Tensor, ...]:
-        assert grad.is_contiguous()
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            (out,) = self.forward(*inputs, sequences)
-        assert torch.equal(out, kept[0])
-        return torch.autograd.grad(out, inputs, grad)
+        assert grad.is_contiguous() and grad.shape == kept[0].shape == q.shape
+        rows = Rows(grad[:, None], kept[0][:, None], kept[1].t()[:, None])
+        parts = self.kernel.backward(rows, q[:, None], k[:, None], v[:, None], _tiles(sequences))
+        return tuple(torch.cat(found)[:, 0] for found in zip(*(gradients for _, gradients in parts), strict=True))
+
+
+def _tiles(sequences: Sequences) -> list[Tile]:
+    places = [range(*bounds) for bounds in pairwise(sequences.starts.tolist())]
+    return [Tile(None, rows, rows, 0, 0, diagonal=True, window=sequences.window) for rows in places]
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
@@ -67,36 +68,13 @@ def test_it_is_attention_with_the_dense_mask(groups: int, window: int | None, do
     assert_equal_with_gradients(out, dense(*inputs, mask(window, documents)), inputs, inputs, 1e-13)
 
 
-class TilesTwin:
-    """Each sequence as a tile, with log-sum-exps [heads, rows]."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
-        for tile, (part, part_lse) in TorchKernel(SCALE).forward(q[:, None], k[:, None], v[:, None], _tiles(sequences)):
-            query_rows(out[:, None], tile).copy_(part)
-            query_rows(lse[:, None], tile).copy_(part_lse)
-        return out, lse.t().contiguous()
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
-    ) -> tuple[Tensor, ...]:
-        rows = Rows(grad[:, None], kept[0][:, None], kept[1].t()[:, None])
-        parts = TorchKernel(SCALE).backward(rows, q[:, None], k[:, None], v[:, None], _tiles(sequences))
-        return tuple(torch.cat(found)[:, 0] for found in zip(*(gradients for _, gradients in parts), strict=True))
-
-
-def _tiles(sequences: Sequences) -> list[Tile]:
-    places = [range(*bounds) for bounds in pairwise(sequences.starts.tolist())]
-    return [Tile(None, rows, rows, 0, 0, diagonal=True, window=sequences.window) for rows in places]
-
-
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_sinks(window: int | None, documents: Tensor | None) -> None:
     inputs = operands(2)
     leaves = (*inputs, SINKS)
     starts = None if documents is None else document_starts(documents.tolist())
-    out = packed_attention(*inputs, starts, window, TilesTwin(), SINKS)  # type: ignore[arg-type]
+    out = packed_attention(*inputs, starts, window, Twin(), SINKS)  # type: ignore[arg-type]
     expected = dense(*inputs, mask(window, documents), sinks=SINKS)
     assert_equal_with_gradients(out, expected, leaves, leaves, 1e-13)
 

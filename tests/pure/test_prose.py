@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG
+from tests.apart import ROOT, python_apart
 
-ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 CODE = [*ROOT.glob("megatron/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("scripts/**/*.sh")]
 AVOIDED = tomllib.loads(Path(__file__).with_name("plain_words.toml").read_text())
@@ -36,6 +33,5 @@ def test_the_words_are_found() -> None:
 def test_proselint() -> None:
     pytest.importorskip("proselint")
     config = Path(__file__).with_name("proselint.json")
-    command = [sys.executable, "-m", "proselint", "check", "--config", str(config), *map(str, PAGES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    done = python_apart("-m", "proselint", "check", "--config", str(config), *map(str, PAGES))
     assert done.returncode == 0, done.stdout + done.stderr

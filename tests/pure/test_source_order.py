@@ -9,18 +9,16 @@ import numpy as np
 
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, TextDataset
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.source_order import SourceOrder
+from tests.corpus import write_documents
 
 
 def source(folder: Path, lengths: list[int]) -> IndexedDataset:
     """Documents of so many tokens; every token has an id of its own."""
-    first = 0
-    with IndexedDatasetBuilder(str(folder / "x"), np.dtype("<i4")) as builder:
-        for length in lengths:
-            builder.add_document(np.arange(first, first + length))
-            first += length
-    return IndexedDataset(str(folder / "x"))
+    ends = np.cumsum(lengths)
+    documents = map(np.arange, ends - lengths, ends)
+    return IndexedDataset(write_documents(folder / "x", documents, "<i4"))
 
 
 def order_of(indexed: IndexedDataset, folder: Path) -> SourceOrder:

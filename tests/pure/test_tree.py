@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -12,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG
-
-ROOT = Path(__file__).parents[2]
+from tests.apart import ROOT, python_apart
 
 # What decides by integers and text runs on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = [
     "megatron.core.boxes",
     "megatron.core.config",
     "megatron.core.models.gpt.parameters",
+    "megatron.core.optimizer.param_scheduler",
     "megatron.core.param_meta",
     "megatron.core.parallel_dims",
     "megatron.core.pipeline_parallel.actions",
@@ -66,8 +63,7 @@ def test_what_plans_and_schedules_need_imports_without_torch() -> None:
     extensions = "megatron.extensions."
     installed = {f"{extensions}{folder.name}" for folder in (ROOT / "megatron/extensions").iterdir()}
     there = [m for m in WITHOUT_TORCH if not m.startswith(extensions) or ".".join(m.split(".")[:3]) in installed]
-    command = [sys.executable, "-c", BLOCK_TORCH, *there]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    done = python_apart("-c", BLOCK_TORCH, *there)
     assert done.returncode == 0, done.stderr
 
 
@@ -87,13 +83,8 @@ def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> Non
 
 def test_ruff_looks_at_every_folder() -> None:
     """Its own default, too, would leave out tests/dist."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--show-files", str(ROOT)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=HANG,
-    )
+    shown = python_apart("-m", "ruff", "check", "--show-files", str(ROOT))
+    assert shown.returncode == 0, shown.stderr
     looked_at = {Path(line) for line in shown.stdout.splitlines()}
     folders = ("megatron", "tools", "tests", "examples")
     assert [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path not in looked_at] == []

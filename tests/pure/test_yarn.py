@@ -1,4 +1,4 @@
-"""YaRN: its rules, and its frequencies against transformers."""
+"""YaRN: its frequencies against transformers."""
 
 from __future__ import annotations
 
@@ -9,41 +9,7 @@ import pytest
 import torch
 
 from megatron.core.transformer.rotary import RotaryEmbedding
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import notices, resolve, validate
 from tests.gpt_cases import STYLES
-
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 100 --mock-data "
-    "--global-batch-size 8 --train-iters 1 --lr 1e-3 --position-embedding-type rope "
-)
-
-
-def problems(flags: str, world_size: int = 1) -> list[str]:
-    config = resolve(parse_args((BASE + flags).split()), world_size)
-    return [str(problem) for problem in (*validate(config, world_size), *notices(config, world_size))]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--rotary-scaling-factor 4", "--rotary-scaling-factor 4.0: has no effect without --rope-type yarn"),
-        ("--rope-type yarn --rotary-scaling-factor 0.5", "--rotary-scaling-factor 0.5: must be at least 1"),
-        ("--rope-type yarn --beta-slow 32", "--beta-slow 32.0: must be below --beta-fast 32"),
-        ("--rope-type yarn --position-embedding-type none", "--rope-type yarn: has no effect without --position-emb"),
-        (
-            "--rope-type yarn --rotary-scaling-factor 4 --use-rope-scaling",
-            "--use-rope-scaling: cannot be combined with --rope-type yarn: both scale",
-        ),
-    ],
-)
-def test_rules(flags: str, expected: str) -> None:
-    found = problems(flags)
-    assert any(expected in problem for problem in found), found
-
-
-def test_legal() -> None:
-    assert problems("--rope-type yarn --rotary-scaling-factor 4 --beta-fast 16") == []
 
 
 @pytest.mark.parametrize(

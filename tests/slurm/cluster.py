@@ -1,7 +1,4 @@
-"""Jobs of a SLURM of one node that `start_slurm.sh` starts.
-
-python -m tests.slurm.cluster      # prints a table of the outcomes
-"""
+"""Jobs of a SLURM of one node that `start_slurm.sh` starts."""
 
 from __future__ import annotations
 
@@ -121,48 +118,3 @@ def running_cluster() -> Iterator[Cluster]:
         if before is not None:
             os.environ["SLURM_CONF"] = before
         shutil.rmtree(folder)
-
-
-MEASURED = {
-    "`scancel --signal=USR1`": (PAUSE, "0"),
-    "SIGKILL of a rank": ("kill:1:6", "0"),
-    "SIGKILL of a rank, `MAX_RESTARTS=1`": ("kill:1:6", "1"),
-}
-
-
-def measure(cluster: Cluster, what: str) -> str:
-    """A row: the seconds from an event until the job is in the queue, begins again, and trains again."""
-    fault, restarts = MEASURED[what]
-    job = cluster.submit(str(len(what)), "--save-interval=2", fault=fault, MAX_RESTARTS=restarts)
-    job.paused()
-    began = float((job.folder / "fault").read_text())
-    if fault == PAUSE:
-        began = time.time()
-        command("scancel", "--signal=USR1", job.id)
-    metrics, seconds = job.save / "metrics.jsonl", dict[str, float]()
-    lines = len(metrics.read_text().splitlines())
-    while "trains" not in seconds:
-        state = command("squeue", "--noheader", "--format=%T", "--jobs", job.id)
-        if state == "PENDING":
-            seconds.setdefault("queue", time.time() - began)
-        elif state == "RUNNING" and "queue" in seconds:
-            seconds.setdefault("begins", time.time() - began)
-        # The step in which it was told to end is the last before.
-        if len(metrics.read_text().splitlines()) > lines + (fault == PAUSE):
-            seconds["trains"] = time.time() - began
-        time.sleep(0.05)
-    job.ended()
-    return " | ".join(
-        [what, *(f"{seconds[name]:.1f}" if name in seconds else "" for name in ("queue", "begins", "trains"))]
-    )
-
-
-def main() -> None:
-    print("| | back in the queue | begins again | is further |\n|---|---|---|---|")
-    with running_cluster() as cluster:
-        for what in MEASURED:
-            print(f"| {measure(cluster, what)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import re
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from unittest import mock
 
 import pytest
@@ -14,11 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.extensions.cpu_half import products as cpu_half
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve
-from megatron.training.tasks import start_run
-from megatron.training.training import train
-from tests.harness import local_run, run_world
+from tests.harness import run_world, train_to_the_end
+from tests.tiny import TINY
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -83,26 +80,19 @@ def test_products_in_fp32_are_torchs_within_a_rounding() -> None:
     run_world(1, both_ways)
 
 
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --lr 1e-2 --cpu "
-    "--mock-data --train-iters 3 --eval-iters 0 --log-interval 1 --global-batch-size 4 --num-workers 0 --swiglu "
-    "--normalization RMSNorm --attention-dropout 0 --hidden-dropout 0 "
-)
+MODEL = f"{TINY} --hidden-size 32 --seq-length 16 --train-iters 3 --log-interval 1 --swiglu --normalization RMSNorm "
+MODEL += "--attention-dropout 0 --hidden-dropout 0 "
 
 
 def trained(rank: int, world_size: int, flags: str, without: int | None) -> tuple[str, set[torch.dtype]]:
     """(what is printed, the dtypes multiplied in fp32) where one rank's CPU has no instructions."""
-    config = resolve(parse_args((MODEL + flags).split()), world_size)
     printed = io.StringIO()
     with (
         mock.patch.object(cpu_half, "has_products_of", return_value=rank != without),
         mock.patch.object(cpu_half, "_replaced", set()),
         redirect_stdout(printed),
-        ExitStack() as resources,
     ):
-        run = resources.enter_context(local_run(config, rank, world_size))
-        start_run(run, resources)
-        train(run)
+        train_to_the_end(rank, world_size, (MODEL + flags).split())
         return printed.getvalue(), cpu_half._replaced
 
 

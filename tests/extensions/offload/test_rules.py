@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.config.arguments import parse_args, with_flags
 from megatron.training.config.validation import resolve, validate
-from tests.pure.test_pipeline_rules import BASE, problems
+from tests.rules import BASE, problems
 
 
 @pytest.mark.parametrize(

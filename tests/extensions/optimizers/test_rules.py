@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.extensions.planner.test_out_of_memory import report
-from tests.pure.test_pipeline_rules import problems
+from tests.rules import problems
 
 
 @pytest.mark.parametrize(

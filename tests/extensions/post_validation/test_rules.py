@@ -14,7 +14,7 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import findings, resolve
 from tests.extensions import installed
-from tests.pure.test_pipeline_rules import BASE, problems
+from tests.rules import BASE, problems
 
 AHEAD = "--optimizer-post-validation --pp 4 --log-interval 10"
 

@@ -1,7 +1,4 @@
-"""Kills a run of a reduced DeepSeek-V3 in the middle, resumes it at another layout, and compares it with one process.
-
-    python -m tests.faults.resume_elsewhere                       # 50 iterations, 8 processes
-    python -m tests.faults.resume_elsewhere --iterations 12 --ranks 4
+"""A reduced DeepSeek-V3 that is killed in the middle, resumed at another layout, and compared with one process.
 
 The model has what makes DeepSeek-V3 hard to lay out: multi-latent attention, a dense layer in front of layers with
 experts, sigmoid scores with a bias, groups of experts, a shared expert and multi-token prediction. At TP2 PP2 EP2 with
@@ -12,19 +9,15 @@ checkpoint, must be that of a run on one process to within 1e-9 of its largest v
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import signal
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import pytest
 
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
@@ -117,20 +110,8 @@ def _stored(save: Path, alone: Path) -> tuple[str, float]:
     return worst
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=50, help="length of the run")
-    parser.add_argument("--ranks", type=int, default=8, choices=(4, 8), help="processes")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(prefix="resume-") as name:
-        outcome = killed_and_resumed(args.iterations, args.ranks, Path(name))
-    print(f"killed at iteration {outcome.killed_at} of {args.iterations}, resumed from {outcome.resumed_from}")
-    print(f"logged numbers differ from those of one process by {outcome.logged:.1e}, relatively, at most")
-    print(f"of the final checkpoint {outcome.stored[0]} differs most, by {outcome.stored[1]:.1e} of its largest value")
-    return 0 if outcome.equal else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.grid("size", [(6, 4)], [(6, 4), (50, 8)])
+def test_killed_and_resumed_at_another_layout_as_one_process(tmp_path: Path, size: tuple[int, int]) -> None:
+    iterations, ranks = size
+    outcome = killed_and_resumed(iterations, ranks, tmp_path)
+    assert outcome.equal and 0 < outcome.resumed_from < iterations, outcome

@@ -1,0 +1,23 @@
+"""Python processes of their own, for what cannot run in a fork of this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.limits import HANG
+
+ROOT = Path(__file__).parents[1]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+"""Variables of a launcher around this process, which are not meant for what it starts."""
+
+
+def python_apart(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND...`, which finds the modules of the repository; `environ` are further variables."""
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    environment = own | {"PYTHONPATH": os.pathsep.join(folders)} | environ
+    words = [sys.executable, *command]
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
