@@ -60,14 +60,19 @@ LONGEST = (
 """Files that take longest. They run first, so that workers that run side by side end together."""
 
 
+CAMPAIGNS = (
+    "tests/cluster/",
+    "tests/slurm/",
+)
+"""Beginnings of the names of tests that are not of the core suite: they run with --all, or when a path names them."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the campaigns, unless --all or a path on the command line asks for them, and sorts the longest files
-    first."""
-    everything = {"tests", str(config.rootpath), str(config.rootpath / "tests")}
-    if not config.getoption("--all") and everything.issuperset(config.args):
-        campaigns = [item for item in items if item.get_closest_marker("campaign")]
+    whole_folder = {"tests", str(config.rootpath), str(config.rootpath / "tests")}
+    if not config.getoption("--all") and whole_folder.issuperset(config.args):
+        campaigns = [item for item in items if item.nodeid.startswith(CAMPAIGNS)]
         config.hook.pytest_deselected(items=campaigns)
-        items[:] = [item for item in items if item not in set(campaigns)]
+        items[:] = [item for item in items if not item.nodeid.startswith(CAMPAIGNS)]
     items.sort(key=lambda item: LONGEST.index(item.location[0]) if item.location[0] in LONGEST else len(LONGEST))
 
 
