@@ -61,19 +61,88 @@ LONGEST = (
 
 
 CAMPAIGNS = (
+    "tests/cli/test_bare_machine.py",
+    "tests/cli/test_bench_peers.py",
+    "tests/cli/test_compare_layouts.py",
+    "tests/cli/test_docs.py::test_commands_of_a_page_run",
+    "tests/cli/test_docs.py::test_first_run_of_the_readme",
+    "tests/cli/test_docs.py::test_getting_started",
+    "tests/cli/test_docs.py::test_two_commands_of_the_readme",
+    "tests/cli/test_extension.py",
+    "tests/cli/test_gpu_",
+    "tests/cli/test_launch.py",
+    "tests/cli/test_micro_bench.py",
+    "tests/cli/test_package.py",
     "tests/cluster/",
+    "tests/dist/test_moe_training.py",
+    "tests/extensions/cpu_half/test_products.py",
+    "tests/extensions/diagnosis/test_layer_statistics.py",
+    "tests/extensions/diagnosis/test_nonfinite_search.py",
+    "tests/extensions/diagnosis/test_planted_bugs.py",
+    "tests/extensions/diagnosis/test_report.py",
+    "tests/extensions/diagnosis/test_trace.py",
+    "tests/extensions/evaluation/test_eval_task_",
+    "tests/extensions/fp8/test_parity.py",
+    "tests/extensions/fusions/test_flash_dropout.py",
+    "tests/extensions/fusions/test_kernel",
+    "tests/extensions/fusions/test_layer.py",
+    "tests/extensions/hugging_face/test_convert_",
+    "tests/extensions/hugging_face/test_recipes.py",
+    "tests/extensions/hugging_face/test_start_from_hf.py",
+    "tests/extensions/logs/test_sample_log.py",
+    "tests/extensions/megatron_checkpoints/test_convert_",
+    "tests/extensions/megatron_flags/test_forks.py",
+    "tests/extensions/megatron_flags/test_launch_scripts.py",
+    "tests/extensions/offload/test_activation_offload.py",
+    "tests/extensions/offload/test_cpu_offload.py",
+    "tests/extensions/offload/test_out_of_memory.py",
+    "tests/extensions/optimizers/test_muon.py",
+    "tests/extensions/optimizers/test_precision_aware.py",
+    "tests/extensions/overlap/test_comm_overlap.py",
+    "tests/extensions/phases/test_phase_changes.py",
+    "tests/extensions/planner/test_dry_run.py",
+    "tests/extensions/planner/test_flops.py",
+    "tests/extensions/planner/test_layout_search.py",
+    "tests/extensions/planner/test_memory_bench.py",
+    "tests/extensions/planner/test_meta_plans.py",
+    "tests/extensions/planner/test_out_of_memory.py",
+    "tests/extensions/planner/test_planned_",
+    "tests/extensions/planner/test_rehears",
+    "tests/extensions/planner/test_step_time.py",
+    "tests/extensions/test_deletion.py",
+    "tests/faults/test_elastic.py",
+    "tests/parity/test_context_parallel.py",
+    "tests/parity/test_examples.py",
+    "tests/parity/test_layouts.py",
+    "tests/parity/test_matrix.py::test_matrix_notices",
+    "tests/parity/test_moe.py",
+    "tests/parity/test_overlap.py",
+    "tests/parity/test_pipeline_layouts.py",
+    "tests/parity/test_reshard.py",
     "tests/slurm/",
 )
-"""Beginnings of the names of tests that are not of the core suite: they run with --all, or when a path names them."""
+"""What is not of the core suite, by the beginnings of tests' names: long runs of what shorter tests reach too, whole
+programs, several hosts. They run with --all, or when a path names them."""
+
+
+def _left_out(config: pytest.Config, name: str) -> bool:
+    whole_folder = {"tests", str(config.rootpath), str(config.rootpath / "tests")}
+    core = not config.getoption("--all") and whole_folder.issuperset(config.args)
+    return core and name.startswith(CAMPAIGNS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    name = collection_path.relative_to(config.rootpath).as_posix()
+    return _left_out(config, f"{name}/" if collection_path.is_dir() else name) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    whole_folder = {"tests", str(config.rootpath), str(config.rootpath / "tests")}
-    if not config.getoption("--all") and whole_folder.issuperset(config.args):
-        campaigns = [item for item in items if item.nodeid.startswith(CAMPAIGNS)]
-        config.hook.pytest_deselected(items=campaigns)
-        items[:] = [item for item in items if not item.nodeid.startswith(CAMPAIGNS)]
+    items[:] = [item for item in items if not _left_out(config, item.nodeid)]
     items.sort(key=lambda item: LONGEST.index(item.location[0]) if item.location[0] in LONGEST else len(LONGEST))
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return "core suite: --all runs the campaigns too" if _left_out(config, CAMPAIGNS[0]) else None
 
 
 class _Module(pytest.Module):

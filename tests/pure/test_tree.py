@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.apart import ROOT, python_apart
+from tests.conftest import CAMPAIGNS
 
 # What decides by integers and text runs on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = [
@@ -150,3 +151,11 @@ def test_no_folder_of_the_library_is_a_drawer() -> None:
     folders = {path.parent for path in modules().values()}
     sizes = {str(folder.relative_to(ROOT)): sum(p.parent == folder for p in modules().values()) for folder in folders}
     assert {folder: size for folder, size in sizes.items() if size > most} == {}
+
+
+def test_campaigns_exist() -> None:
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")]
+    for name in CAMPAIGNS:
+        start, _, test = name.partition("::")
+        found = [file for file in files if file.startswith(start)]
+        assert found and all(f"def {test}" in (ROOT / file).read_text() for file in found if test), name
