@@ -62,7 +62,7 @@ class Pieces(Layout):
         sizes = self.sizes(config)
         sides = [self._sides(at) for at in range(len(pieces))]
         found = [rearranged(each, ours, theirs, sizes) for each, (theirs, ours) in zip(pieces, sides, strict=True)]
-        return tuple(found) if self.section is None else (cat(found, dim=self.section),)
+        return tuple(each.contiguous() for each in found) if self.section is None else (cat(found, dim=self.section),)
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
         if self.joined is None:

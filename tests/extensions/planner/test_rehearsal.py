@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -56,8 +57,10 @@ def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
     return [rehearse_rank(rehearsal, rank) for rank in range(4)]
 
 
-def bare(collective: Collective) -> Collective:
-    return collective._replace(phase="", microbatch=-1)
+def bare(collectives: Sequence[Collective]) -> list[Collective]:
+    """Without the questions whether all ranks have something, of which those on CPUs ask one more."""
+    asked = " in ranks_without"
+    return [each._replace(phase="", microbatch=-1) for each in collectives if not each.site.endswith(asked)]
 
 
 @pytest.mark.grid("flags", (LAYOUTS[0], LAYOUTS[4]), LAYOUTS)
@@ -70,8 +73,8 @@ def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
     assert not mismatches(records) and not coverage_problems(records, every_rank=True)
     assert all(record.boxes for record in records if record.rank == 0)
     for record, real in zip(records, run_world(4, recorded, config), strict=True):
-        step = [bare(each) for each in record.collectives]
-        assert step == [bare(each) for each in real]
+        step = bare(record.collectives)
+        assert step == bare(real)
         assert step
 
 
