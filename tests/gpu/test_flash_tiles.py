@@ -14,7 +14,7 @@ from megatron.core.attention.flash_kernels import FlashCUDAKernel
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.dropout import attention_dropout
-from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel
+from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3Attention
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -80,7 +80,7 @@ def test_gradients_of_the_kernel_with_dropout_have_the_same_bits_in_every_run() 
 @needs_flash3
 def test_whole_samples_by_flash3() -> None:
     q, k, v = (torch.randn(LENGTH, 2, n, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
-    one, other = (FusedAttention(0.125, flash3)(q, k, v) for flash3 in (True, False))
+    one, other = (attention(0.125)(q, k, v) for attention in (Flash3Attention, FusedAttention))
     grad = torch.randn_like(other)
     pairs = [(one, other), *zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (one, other)), strict=True)]
     for found, expected in pairs:

@@ -14,7 +14,7 @@ from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.flash_kernels import FlashCPUKernel
 from megatron.core.attention.tile_kernels import Causal, Rows, TorchKernel, query_rows
 from megatron.core.attention.tiles import Documents, Tile, document_starts
-from megatron.core.attention.varlen import Sequences, cumulative_lengths, packed_attention
+from megatron.core.attention.varlen import Lengths, Window, cumulative_lengths, packed_attention
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,
@@ -31,31 +31,32 @@ class Twin:
     """Each sequence as a tile, with log-sum-exps [heads, rows], by plain torch: keys and values have one width."""
 
     def __init__(self, scale: float = SCALE) -> None:
-        self.kernel, self.seen = TorchKernel(scale), list[Sequences]()
+        self.kernel, self.seen = TorchKernel(scale), list[Lengths]()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        starts = sequences.starts.tolist()
-        assert sequences.starts.dtype == torch.int32 and starts[-1] == len(q) and q.shape[-1] == v.shape[-1]
-        assert sequences.longest == max(stop - start for start, stop in pairwise(starts))
-        self.seen.append(sequences)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
+        starts = lengths[0].tolist()
+        assert lengths[0].dtype == torch.int32 and starts[-1] == len(q) and q.shape[-1] == v.shape[-1]
+        assert lengths[1] is lengths[0] and lengths[2:] == (max(b - a for a, b in pairwise(starts)),) * 2
+        self.seen.append(lengths)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
-        for tile, (part, part_lse) in self.kernel.forward(q[:, None], k[:, None], v[:, None], _tiles(sequences)):
+        for tile, (part, part_lse) in self.kernel.forward(q[:, None], k[:, None], v[:, None], _tiles(lengths, window)):
             query_rows(out[:, None], tile).copy_(part)
             query_rows(lse[:, None], tile).copy_(part_lse)
         return out, lse.t().contiguous()
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, ...]:
+        q, k, v = qkv
         assert grad.is_contiguous() and grad.shape == kept[0].shape == q.shape
         rows = Rows(grad[:, None], kept[0][:, None], kept[1].t()[:, None])
-        parts = self.kernel.backward(rows, q[:, None], k[:, None], v[:, None], _tiles(sequences))
+        parts = self.kernel.backward(rows, q[:, None], k[:, None], v[:, None], _tiles(lengths, window))
         return tuple(torch.cat(found)[:, 0] for found in zip(*(gradients for _, gradients in parts), strict=True))
 
 
-def _tiles(sequences: Sequences) -> list[Tile]:
-    places = [range(*bounds) for bounds in pairwise(sequences.starts.tolist())]
-    return [Tile(None, rows, rows, 0, 0, diagonal=True, window=sequences.window) for rows in places]
+def _tiles(lengths: Lengths, window: Window) -> list[Tile]:
+    places = [range(*bounds) for bounds in pairwise(lengths[0].tolist())]
+    return [Tile(None, rows, rows, 0, 0, diagonal=True, window=window[0] + 1 or None) for rows in places]
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
@@ -96,18 +97,18 @@ def test_starts_are_copied_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
     copies = []
     copy = packed.integers_on
     monkeypatch.setattr(packed, "integers_on", lambda *args: copies.append(args[1]) or copy(*args))
-    packed._sequences.cache_clear()
+    packed._lengths.cache_clear()
     cumulative_lengths.cache_clear()
     twin = Twin()
     for _ in range(3):
         packed_attention(*operands(1), ((0, 5), (0,), (0, 1, 23)), None, twin).sum().backward()  # type: ignore[arg-type]
     assert copies == [(0, 5, LENGTH, 2 * LENGTH, 2 * LENGTH + 1, 3 * LENGTH - 1, 3 * LENGTH)]
-    assert len({id(sequences.starts) for sequences in twin.seen}) == 1
+    assert len({id(lengths[0]) for lengths in twin.seen}) == 1
 
 
 def test_starts_of_one_sample() -> None:
     def starts(documents: Documents) -> list[int]:
-        return packed._sequences(documents, 7, None, torch.device("cpu")).starts.tolist()
+        return packed._lengths(documents, 7, torch.device("cpu"))[0].tolist()
 
     assert starts(((0,),)) == [0, 7]
     assert starts(((0, 2), (0,))) == [0, 2, 7, 14]

@@ -19,16 +19,7 @@ from megatron.core.attention.tile_kernels import (
     query_rows,
 )
 from megatron.core.attention.tiles import Tile, halved
-from megatron.core.attention.varlen import (
-    Flash2,
-    FlashCUDAPackedKernel,
-    Lengths,
-    PackedKernel,
-    Sequences,
-    VarlenFlash,
-    Window,
-    cumulative_lengths,
-)
+from megatron.core.attention.varlen import Flash2, Lengths, PackedKernel, Window, cumulative_lengths
 
 
 def flash_kernel(
@@ -37,7 +28,7 @@ def flash_kernel(
     device: torch.device,
     head_dim: int,
     value_head_dim: int | None = None,
-    on_gpus: Callable[[float], VarlenFlash] = Flash2,
+    on_gpus: Callable[[float], PackedKernel] = Flash2,
 ) -> Kernel:
     """The flash kernel that supports the device, dtype and head sizes, by the functions `on_gpus(scale)` on GPUs. All
     kernels agree to rounding."""
@@ -114,10 +105,9 @@ class FlashCUDAKernel:
 
     needs_places, most_queries = False, None
 
-    packed: PackedKernel | None
-
-    def __init__(self, flash: VarlenFlash) -> None:
-        self.flash, self.packed = flash, FlashCUDAPackedKernel(flash)
+    def __init__(self, flash: PackedKernel) -> None:
+        self.flash: PackedKernel = flash
+        self.packed: PackedKernel | None = flash
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for window, group in _by_window(tiles).items():
@@ -179,17 +169,18 @@ class EqualWidthsPackedKernel:
     def __init__(self, kernel: PackedKernel) -> None:
         self.kernel = kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
         wide_q, wide_k, wide_v = _of_one_width(q, k, v)
-        out, *rest = self.kernel.forward(wide_q, wide_k, wide_v, sequences)
+        out, *rest = self.kernel.forward(wide_q, wide_k, wide_v, lengths, window)
         return out[..., : v.shape[-1]].contiguous(), *rest
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide_grad, out, wide_q, wide_k, wide_v = _of_one_width(grad, kept[0], q, k, v)
-        dq, dk, dv = self.kernel.backward(wide_grad, wide_q, wide_k, wide_v, (out, *kept[1:]), sequences)
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        wide_grad, out, *wide = _of_one_width(grad, kept[0], *qkv)
+        grads = self.kernel.backward(wide_grad, tuple(wide), (out, *kept[1:]), lengths, window)
+        dq, dk, dv = (found[..., : x.shape[-1]] for found, x in zip(grads, qkv, strict=True))
+        return dq, dk, dv
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:

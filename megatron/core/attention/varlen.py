@@ -6,7 +6,6 @@ CPU, under context parallelism and with dropout, tiles compute the same (`local_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -18,34 +17,6 @@ from torch.autograd.function import once_differentiable
 from megatron.core.attention.tiles import Documents
 from megatron.core.host_to_device import integers_on
 
-
-@dataclass(frozen=True)
-class Sequences:
-    """Sequences packed one after another, and the window within each."""
-
-    starts: Tensor
-    """cu_seqlens, [n + 1] int32 on the device: the first row of each sequence, and the number of rows."""
-
-    longest: int
-    """Rows of the longest sequence."""
-
-    window: int | None
-    """Keys that a query sees, its own included; None for all up to its own."""
-
-
-class PackedKernel(Protocol):
-    """Causal attention within each sequence of q [rows, heads, d], k [rows, groups, d] and v [rows, groups, dv]."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        """The output [rows, heads, dv] first, log-sum-exp [heads, rows] second, then the other tensors that the
-        backward needs."""
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, from grad [rows, heads, dv] and `kept`, which the forward returned."""
-
-
 Lengths = tuple[Tensor, Tensor, int, int]
 """cu_seqlens of the queries and of the keys, [n + 1] int32, and the rows of the longest sequence of each."""
 
@@ -53,17 +24,17 @@ Window = tuple[int, int]
 """Keys to the left and right that a query sees, with queries and keys aligned at their ends; -1 for all."""
 
 
-class VarlenFlash(Protocol):
-    """FlashAttention for GPUs in 16 bits, of sequences packed one after another; lengths and windows differ."""
+class PackedKernel(Protocol):
+    """Attention of sequences packed one after another; lengths and windows differ."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
-        """q [rows, heads, d], k and v [rows of keys, groups, d] -> output [rows, heads, d], log-sum-exp [heads, rows]
-        in fp32, and what else the backward takes if it is there."""
+        """q [rows, heads, d], k [rows of keys, groups, d], v [..., dv] -> output [rows, heads, dv], log-sum-exp
+        [heads, rows] in fp32, and what else the backward takes if it is there."""
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, from grad [rows, heads, d] and at least output and log-sum-exp."""
+        """Gradients of q, k and v, from grad [rows, heads, dv] and at least output and log-sum-exp."""
 
 
 class Flash2:
@@ -91,25 +62,6 @@ class Flash2:
         )
 
 
-class FlashCUDAPackedKernel:
-    """Whole samples of documents by FlashAttention for GPUs."""
-
-    def __init__(self, flash: VarlenFlash) -> None:
-        self.flash = flash
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        return self.flash.forward(q, k, v, *self._shape(sequences))
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.flash.backward(grad, (q, k, v), kept, *self._shape(sequences))
-
-    def _shape(self, sequences: Sequences) -> tuple[Lengths, Window]:
-        starts, longest, window = sequences.starts, sequences.longest, sequences.window
-        return (starts, starts, longest, longest), (-1 if window is None else window - 1, 0)
-
-
 def packed_attention(
     q: Tensor,
     k: Tensor,
@@ -122,22 +74,23 @@ def packed_attention(
     """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] of whole samples, sinks [heads] ->
     [s, b, heads, dv]"""
     length, samples = q.shape[:2]
-    sequences = _sequences(documents or ((0,),) * samples, length, window, q.device)
+    settings = _lengths(documents or ((0,),) * samples, length, q.device), (-1 if window is None else window - 1, 0)
     # Pack sample by sample. A single sample is packed already.
-    rows = _PackedAttention.apply(*(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)), sinks, sequences, kernel)
+    packed = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    rows: Tensor = _PackedAttention.apply(*packed, sinks, kernel, *settings)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sequences: Sequences, kernel: PackedKernel
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: PackedKernel, *settings: Any
     ) -> Tensor:
-        kept = kernel.forward(q, k, v, sequences)
+        kept = kernel.forward(q, k, v, *settings)
         if sinks is not None:
             add_sinks_(kept[0], kept[1].t(), sinks)
         ctx.save_for_backward(q, k, v, sinks, *kept)
-        ctx.sequences, ctx.kernel = sequences, kernel
+        ctx.kernel, ctx.settings = kernel, settings
         return kept[0]
 
     @staticmethod
@@ -145,14 +98,15 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *kept = ctx.saved_tensors
         of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].t(), sinks)
-        gradients = ctx.kernel.backward(grad.contiguous(), q, k, v, tuple(kept), ctx.sequences)
-        return *gradients, of_sinks, None, None
+        gradients = ctx.kernel.backward(grad.contiguous(), (q, k, v), tuple(kept), *ctx.settings)
+        return *gradients, of_sinks, None, None, None
 
 
 @lru_cache(maxsize=64)
-def _sequences(documents: Documents, length: int, window: int | None, device: torch.device) -> Sequences:
+def _lengths(documents: Documents, length: int, device: torch.device) -> Lengths:
     lengths = tuple(stop - start for starts in documents for start, stop in pairwise((*starts, length)))
-    return Sequences(cumulative_lengths(lengths, device), max(lengths), window)
+    starts, longest = cumulative_lengths(lengths, device), max(lengths)
+    return starts, starts, longest, longest
 
 
 @lru_cache(maxsize=64)

@@ -24,7 +24,7 @@ from megatron.core.attention.core_attention import AttentionBackend, FusedAttent
 from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile
-from megatron.core.attention.varlen import Flash2, Lengths, Sequences, Window
+from megatron.core.attention.varlen import Flash2, Lengths, Window
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
 
 MODULE = "flash_attn_interface"
@@ -143,15 +143,15 @@ class CudnnPackedKernel:
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        out, lse = cudnn_forward(tuple(_of_samples(x, sequences) for x in (q, k, v)), True, self.scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
+        out, lse = cudnn_forward(tuple(_of_samples(x, lengths, window) for x in (q, k, v)), True, self.scale)
         return out.transpose(1, 2).flatten(0, 1), lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = [_of_samples(x, sequences) for x in (grad, q, k, v, kept[0])]
-        grads = cudnn_backward(rows[0], tuple(rows[1:4]), (rows[4], kept[1]), True, self.scale)
+        grad, out, *rows = (_of_samples(x, lengths, window) for x in (grad, kept[0], *qkv))
+        grads = cudnn_backward(grad, tuple(rows), (out, kept[1]), True, self.scale)
         dq, dk, dv = (x.transpose(1, 2).flatten(0, 1) for x in grads)
         return dq, dk, dv
 
@@ -161,10 +161,10 @@ def _by_head(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-def _of_samples(x: Tensor, sequences: Sequences) -> Tensor:
+def _of_samples(x: Tensor, lengths: Lengths, window: Window) -> Tensor:
     """[b * s, heads, d] -> [b, heads, s, d]"""
-    samples = len(sequences.starts) - 1
-    assert sequences.window is None and samples * sequences.longest == len(x), "documents are left to FlashAttention"
+    samples, longest = len(lengths[0]) - 1, lengths[2]
+    assert window == CAUSAL and samples * longest == len(x), "documents are left to FlashAttention"
     return x.unflatten(0, (samples, -1)).transpose(1, 2)
 
 

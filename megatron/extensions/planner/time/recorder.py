@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron.core.attention.tile_kernels import Dropout
 from megatron.core.attention.tiles import Tile
-from megatron.core.attention.varlen import Sequences
+from megatron.core.attention.varlen import Lengths, Window
 from megatron.core.config.layers import Span
 from megatron.core.moe.experts import Segments
 from megatron.extensions.fp8.casts import Scaled
@@ -327,17 +327,18 @@ class RecordedPackedKernel:
 
     recorder: Recorder
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        self._launch(q, v, sequences, False)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
+        self._launch(q, v, lengths, window, False)
         return q.new_empty(*q.shape[:-1], v.shape[-1]), statistics_of(q).t()
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._launch(q, v, sequences, True)
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        self._launch(qkv[0], qkv[2], lengths, window, True)
+        dq, dk, dv = (x.new_empty(x.shape) for x in qkv)
+        return dq, dk, dv
 
-    def _launch(self, q: Tensor, v: Tensor, sequences: Sequences, backward: bool) -> None:
-        rows, heads, width = q.shape
-        seen = Span(sequences.window).mean(sequences.longest)
-        self.recorder.attention(rows * heads * seen, width, v.shape[-1], sequences.longest, backward)
+    def _launch(self, q: Tensor, v: Tensor, lengths: Lengths, window: Window, backward: bool) -> None:
+        (rows, heads, width), longest = q.shape, lengths[2]
+        seen = Span(window[0] + 1 or None).mean(longest)
+        self.recorder.attention(rows * heads * seen, width, v.shape[-1], longest, backward)
