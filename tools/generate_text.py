@@ -29,7 +29,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.extensions.inference.chat_template import chat, find_chat_template, pieces
-from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling
+from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, eos_ids
 from megatron.extensions.inference.generation.engine import prompt_seed
 from megatron.extensions.inference.jsonl import answers, read_lines, written
 from megatron.extensions.inference.model import LoadedModel
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             args.seed,
             tuple(args.stop),
             frozenset(args.stop_token_ids),
-            model.eos_ids,
+            eos_ids(model.tokenizer),
             args.logprobs,
         )
         if args.chat:

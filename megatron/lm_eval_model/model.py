@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -12,12 +12,16 @@ from lm_eval.api.registry import register_model
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
-from megatron.extensions.evaluation.generation import Limits, prompt_tokens
+from megatron.extensions.evaluation.generation import greedy_request
 from megatron.extensions.evaluation.in_loop import CachedGeneration
 from megatron.extensions.evaluation.rows import Row, continuation_row, rolling_rows
 from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, stage_scores
+from megatron.extensions.evaluation.suite import scores_by_row, together
+from megatron.extensions.evaluation.task_file import asks_for_sampling
 from megatron.extensions.inference.model import LoadedModel, loaded_model
 from megatron.training.reliability.launch import Launch
+
+T = TypeVar("T")
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
@@ -91,39 +95,30 @@ class CheckpointLM(LM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is greedy) of each continuation."""
         tokenizer, longest = self.loaded.tokenizer, self.scorer.longest
-        rows = [continuation_row(tokenizer, each.args[0], each.args[1], longest)[0] for each in requests]
-        found = self._scores(rows)
-        results = [(found[row].log_likelihood, found[row].is_greedy) for row in rows]
-        for each, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial("loglikelihood", each.args, result)
-        return results
+        rows = [[continuation_row(tokenizer, each.args[0], each.args[1], longest)[0]] for each in requests]
+        return self._cached("loglikelihood", requests, self._scores(rows))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each text."""
         texts = [list(rolling_rows(self.loaded.tokenizer, each.args[0], self.scorer.longest)) for each in requests]
-        found = self._scores([row for rows in texts for row in rows])
-        results = [sum(found[row].log_likelihood for row in rows) for rows in texts]
-        for each, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", each.args, result)
-        return results
+        return self._cached("loglikelihood_rolling", requests, [log for log, _ in self._scores(texts)])
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The most likely continuation of each context. Raises ValueError if generation_kwargs ask for sampling."""
-        prompts, limits = list[list[int]](), list[Limits]()
+        tokenizer, longest, asked = self.loaded.tokenizer, self.scorer.longest, []
         for each in requests:
             context, options = each.args[0], dict(each.args[1])
-            if options.get("do_sample") or float(options.get("temperature") or 0) > 0:
+            if asks_for_sampling(options):
                 raise ValueError("generation_kwargs ask for sampling, and decoding is greedy: remove do_sample")
-            options.setdefault("until", [])
-            limit = Limits.of(options, "", self.max_gen_toks)
-            prompts.append(prompt_tokens(self.loaded.tokenizer, context, limit, self.scorer.longest)[0])
-            limits.append(limit)
-        results = self.generation(prompts, limits)
-        for each, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial("generate_until", each.args, result)
-        return results
+            asked.append(greedy_request(tokenizer, context, options, "", longest, self.max_gen_toks)[0])
+        return self._cached("generate_until", requests, self.generation(asked))
 
-    def _scores(self, rows: Sequence[Row]) -> dict[Row, Any]:
-        """The score of each row, computed once for equal ones."""
-        different = list(dict.fromkeys(rows))
-        return dict(zip(different, self.scorer(different), strict=True))
+    def _scores(self, texts: Sequence[Sequence[Row]]) -> list[tuple[float, bool]]:
+        found = scores_by_row(self.scorer, (row for rows in texts for row in rows))
+        return [together(found, rows) for rows in texts]
+
+    def _cached(self, kind: str, requests: Sequence[Any], results: list[T]) -> list[T]:
+        """The results, which the harness may keep."""
+        for each, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial(kind, each.args, result)
+        return results

@@ -35,7 +35,7 @@ WITHOUT_TORCH = [
     "megatron.training.config",
     "megatron.training.config.arguments",
     "megatron.training.config.validation",
-    "megatron.extensions.evaluation.suite",
+    "megatron.extensions.evaluation.prompts",
     "megatron.training.reliability.launch",
     "megatron.extensions.planner.dry_run",
     "pretrain_gpt",

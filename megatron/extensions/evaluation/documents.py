@@ -34,7 +34,8 @@ class Documents(list[dict[str, Any]]):
 
 def read_splits(task: Task) -> dict[str, Documents]:
     """The splits that a task names, after its process_docs. Raises ValueError with every problem, a line each."""
-    wanted = dict.fromkeys([*task.splits.values(), *filter(None, [task.fewshot.split])])
+    named = (task.training_split, task.validation_split, task.test_split, task.fewshot_split, task.fewshot.split)
+    wanted = dict.fromkeys(filter(None, named))
     problems: list[str] = []
     found: dict[str, Documents] = {}
     for split in wanted:
@@ -61,9 +62,9 @@ def split_files(task: Task, split: str) -> Iterator[TextFile]:
     """Files of a split: those that data_files names, or those of a folder whose names begin with the split's.
 
     Relative paths are looked for in the present folder, then beside the task file. Raises ValueError."""
-    folder = _present(task, task.dataset_path)
-    if task.dataset_path in BUILDERS and task.data_files is not None:
-        names = task.data_files
+    folder, kwargs = _present(task, task.dataset_path), task.dataset_kwargs
+    names = kwargs.get("data_files", kwargs.get("data_dir"))
+    if task.dataset_path in BUILDERS and names is not None:
         if isinstance(names, dict):
             if split not in names:
                 listed = ", ".join(map(repr, names))
@@ -82,14 +83,14 @@ def split_files(task: Task, split: str) -> Iterator[TextFile]:
             "(csv, parquet, text) with dataset_kwargs: data_files, or the folder of a downloaded data set"
         )
     inside = folder / task.dataset_name if task.dataset_name and (folder / task.dataset_name).is_dir() else folder
-    names = sorted(
+    paths = sorted(
         path
         for path in (*inside.glob(f"{split}*"), *inside.glob(f"data/{split}*"))
         if any(suffix in FORMATS for suffix in path.suffixes)
     )
-    if not names:
+    if not paths:
         raise ValueError(f"folder {inside} has no file of split {split!r}; name one {split}.jsonl, or use data_files")
-    yield from find_inputs([str(path) for path in names], where(task))
+    yield from find_inputs([str(path) for path in paths], where(task))
 
 
 def _present(task: Task, name: str) -> Path | None:

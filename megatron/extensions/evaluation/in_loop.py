@@ -14,9 +14,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.evaluation.flags import EvalTasksConfig
-from megatron.extensions.evaluation.generation import Limits, continue_prompts, eos_ids
+from megatron.extensions.evaluation.generation import continue_requests, until_stop
 from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, next_tokens, scores_by
-from megatron.extensions.evaluation.suite import ContinuePrompts, Results, Suite, record_of, table
+from megatron.extensions.evaluation.suite import ContinueRequests, Results, Suite, record_of, table
 from megatron.extensions.inference.generation import Engine, Request, StageRunner
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.initialize import Runtime
@@ -87,13 +87,13 @@ def scorer_of(run: TrainingRun) -> Scorer:
     )
 
 
-def generation_of(run: TrainingRun, tokenizer: Tokenizer) -> ContinuePrompts:
+def generation_of(run: TrainingRun, tokenizer: Tokenizer) -> ContinueRequests:
     """Continues prompts on a run's model, at its layout: with cached keys and values, or under context parallelism,
     which has no such cache, by passes over whole texts."""
     config, state, pipeline = run.config, run.runtime.state, run.pipeline
     scorer = scorer_of(run)
     if state.cp.size > 1:
-        return partial(continue_prompts, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
+        return partial(continue_requests, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
     ranks = [pipeline.layout.rank_of(stage) for stage in range(pipeline.layout.num_stages)]
     together = state.axis("ep").size > 1 or config.ddp.shards_parameters
     return CachedGeneration(run.stages, state, ranks, tokenizer, scorer.budget, together)
@@ -127,27 +127,18 @@ class CachedGeneration:
     """Whether replicas of the model must run the same passes, because experts or parameters are spread over them. Else
     they share the prompts."""
 
-    def __call__(self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits]) -> list[str]:
+    def __call__(self, requests: Sequence[Request]) -> list[str]:
         """The most likely continuation of each prompt, on every rank. Collective."""
         control = self.state.world if self.together else self.state.axis("mp")
         first, step = (0, 1) if self.together else (self.state.dp.rank, self.state.dp.size)
         runner = StageRunner(self.stages, self.state, self.stage_ranks, control)
         found: dict[int, str] = {}
         if runner.leads:
-            numbers = range(first, len(prompts), step)
-            found = dict(zip(numbers, self._run(runner, prompts[first::step], limits[first::step]), strict=True))
+            engine, numbers = Engine(runner, self.tokenizer.detokenize, ROWS, self.prefill_tokens), range(len(requests))
+            for number, each in zip(numbers[first::step], engine.run(requests[first::step]), strict=True):
+                found[number] = until_stop(self.tokenizer.detokenize(each.tokens), each.request)
+            engine.stop()
         else:
             runner.follow()
         texts = {number: text for part in gather_objects(found, self.state.world) for number, text in part.items()}
-        return [texts[number] for number in range(len(prompts))]
-
-    def _run(self, runner: StageRunner, prompts: Sequence[Sequence[int]], limits: Sequence[Limits]) -> list[str]:
-        engine = Engine(runner, self.tokenizer.detokenize, ROWS, self.prefill_tokens)
-        ends = eos_ids(self.tokenizer)
-        requests = (
-            Request(prompt, limit.max_tokens, stop=limit.until, eos_ids=ends)
-            for prompt, limit in zip(prompts, limits, strict=True)
-        )
-        texts = [self.tokenizer.detokenize(found.tokens) for found in engine.run(requests)]
-        engine.stop()
-        return [limit.cut(text) for limit, text in zip(limits, texts, strict=True)]
+        return [texts[number] for number in range(len(requests))]

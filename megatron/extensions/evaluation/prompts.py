@@ -172,20 +172,19 @@ class _Examples:
     def __init__(self, task: Task, splits: dict[str, Documents]) -> None:
         self.task, self.fewshot = task, task.fewshot
         self.random = random.Random(FEWSHOT_SEED)
-        names = task.splits
-        own = self.fewshot.split
+        self.count, own = task.num_fewshot or 0, self.fewshot.split
         # One's own document is left out where it could be drawn.
-        self.avoids = own == names.get("test_split")
-        known = names.get("training_split") or names.get("validation_split") or names.get("test_split")
+        self.avoids = own == task.test_split
+        known = task.training_split or task.validation_split or task.test_split
         self.pool: Sequence[Document] = splits[own or str(known)]
         if own is None and self.fewshot.samples is not None:
             self.pool = self.fewshot.samples
-        if self.fewshot.indices is not None:
-            self.pool = [self.pool[index] for index in self.fewshot.indices]
-        needed = self.fewshot.count + (self.avoids and bool(self.fewshot.count))
+        if self.fewshot.fewshot_indices:
+            self.pool = [self.pool[index] for index in self.fewshot.fewshot_indices]
+        needed = self.count + (self.avoids and bool(self.count))
         if needed > len(self.pool):
             raise ValueError(
-                f"{where(task)}: num_fewshot {self.fewshot.count}: there are {len(self.pool)} documents to draw "
+                f"{where(task)}: num_fewshot {self.count}: there are {len(self.pool)} documents to draw "
                 f"{needed} from; lower it, or name a larger fewshot_split"
             )
 
@@ -193,7 +192,7 @@ class _Examples:
         return "".join(map(self._written, self._drawn(document)))
 
     def _drawn(self, document: Document) -> Sequence[Document]:
-        count = self.fewshot.count
+        count = self.count
         if not count:
             return ()
         others = [each for each in self.pool if each != document] if self.avoids else self.pool
@@ -218,13 +217,10 @@ class _Examples:
             answer = answer[0]
         if answer is None or answer == "":
             return _text(text, "doc_to_text")
-        return _text(text, "doc_to_text") + fewshot.target_delimiter + str(answer) + fewshot.delimiter
+        return _text(text, "doc_to_text") + fewshot.target_delimiter + str(answer) + fewshot.fewshot_delimiter
 
 
 def generated_scores(task: Task, sample: Sample, text: str) -> dict[str, float]:
     """Scores of a generated text that is filtered."""
-    targets = sample.target if isinstance(sample.target, list) else [sample.target]
-    found = {}
-    for metric in task.metrics:
-        found[metric.name] = exact_match(str(text), [str(each) for each in targets], metric.options)
-    return found
+    targets = [str(each) for each in (sample.target if isinstance(sample.target, list) else [sample.target])]
+    return {metric.name: exact_match(str(text), targets, metric.options) for metric in task.metrics}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.evaluation.documents import where
-from megatron.extensions.evaluation.generation import Limits, prompt_tokens
+from megatron.extensions.evaluation.generation import greedy_request
 from megatron.extensions.evaluation.metrics import (
     AGGREGATIONS,
     choice_scores,
@@ -20,9 +21,10 @@ from megatron.extensions.evaluation.metrics import (
 from megatron.extensions.evaluation.prompts import Sample, build_samples, generated_scores
 from megatron.extensions.evaluation.rows import Row, Score, continuation_row, rolling_rows
 from megatron.extensions.evaluation.task_file import Group, Task, read_tasks
+from megatron.extensions.inference.generation import Request
 
 ScoreRows = Callable[[Sequence[Row]], Sequence[Score]]
-ContinuePrompts = Callable[[Sequence[Sequence[int]], Sequence[Limits]], Sequence[str]]
+ContinueRequests = Callable[[Sequence[Request]], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,11 @@ class PreparedTask:
     rows: list[list[list[Row]]] = field(default_factory=list)
     """[sample][request]: its rows; one, or several of a rolling log-likelihood."""
 
-    prompts: list[list[int]] = field(default_factory=list)
+    generations: list[Request] = field(default_factory=list)
     """Of generation: [sample]."""
 
     cut: int = 0
     """Requests of which tokens were cut on the left."""
-
-    @property
-    def limits(self) -> Limits:
-        return Limits.of(self.task.generation, self.task.fewshot.delimiter)
 
 
 @dataclass(frozen=True)
@@ -115,28 +113,31 @@ class Suite:
                 requests = sum(len(sample.requests) for sample in each.samples)
                 yield f"task {each.task.name}: {each.cut} of {requests} requests are too long and are cut on the left"
 
-    def evaluate(self, score_rows: ScoreRows, continue_prompts: ContinuePrompts) -> Results:
+    def evaluate(self, score_rows: ScoreRows, continue_requests: ContinueRequests) -> Results:
         """Scores all tasks. Rows of all tasks are passed at once, none twice, and so are the prompts of all."""
-        numbers: dict[Row, int] = {}
-        for each in self.tasks:
-            for request in (request for sample in each.rows for request in sample):
-                for row in request:
-                    numbers.setdefault(row, len(numbers))
-        found = score_rows(list(numbers)) if numbers else []
-        generating = [each for each in self.tasks if each.prompts]
-        prompts = [prompt for each in generating for prompt in each.prompts]
-        limits = [each.limits for each in generating for _ in each.prompts]
-        texts = iter(continue_prompts(prompts, limits) if prompts else ())
+        found = scores_by_row(
+            score_rows, (row for each in self.tasks for sample in each.rows for request in sample for row in request)
+        )
+        generations = [request for each in self.tasks for request in each.generations]
+        texts = iter(continue_requests(generations) if generations else ())
         scores, samples = list[TaskScore](), list[dict[str, Any]]()
         for each in self.tasks:
-            answers = [
-                [_together([found[numbers[row]] for row in request]) for request in sample] for sample in each.rows
-            ]
-            generated = [next(texts) for _ in each.prompts]
-            new_scores, new_samples = _task_results(each, answers, generated)
+            answers: list[Any] = [[together(found, request) for request in sample] for sample in each.rows]
+            new_scores, new_samples = _task_results(each, answers or [next(texts) for _ in each.generations])
             scores += new_scores
             samples += new_samples
         return Results([*scores, *_group_scores(self.groups, scores)], samples)
+
+
+def scores_by_row(score_rows: ScoreRows, rows: Iterable[Row]) -> dict[Row, Score]:
+    """The score of each row, computed once for equal ones."""
+    different = list(dict.fromkeys(rows))
+    return dict(zip(different, score_rows(different) if different else (), strict=True))
+
+
+def together(found: Mapping[Row, Score], rows: Sequence[Row]) -> tuple[float, bool]:
+    """(log-likelihood, whether it is greedy) of a text in several rows."""
+    return sum(found[row].log_likelihood for row in rows), all(found[row].is_greedy for row in rows)
 
 
 def _prepared(task: Task, samples: list[Sample], tokenizer: Tokenizer, longest: int) -> PreparedTask:
@@ -144,8 +145,11 @@ def _prepared(task: Task, samples: list[Sample], tokenizer: Tokenizer, longest: 
     for sample in samples:
         try:
             if task.output_type == "generate_until":
-                prompt, cut = prompt_tokens(tokenizer, sample.requests[0][0], found.limits, longest)
-                found.prompts.append(prompt)
+                until = task.fewshot.fewshot_delimiter
+                generation, cut = greedy_request(
+                    tokenizer, sample.requests[0][0], task.generation_kwargs, until, longest
+                )
+                found.generations.append(generation)
                 found.cut += cut > 0
                 continue
             rows = []
@@ -164,35 +168,28 @@ def _prepared(task: Task, samples: list[Sample], tokenizer: Tokenizer, longest: 
     return found
 
 
-def _together(parts: Sequence[Score]) -> tuple[float, bool]:
-    return sum(part.log_likelihood for part in parts), all(part.is_greedy for part in parts)
-
-
-def _task_results(
-    each: PreparedTask, answers: Sequence[Sequence[tuple[float, bool]]], generated: Sequence[str]
-) -> tuple[list[TaskScore], list[dict[str, Any]]]:
+def _task_results(each: PreparedTask, answers: Sequence[Any]) -> tuple[list[TaskScore], list[dict[str, Any]]]:
+    """`answers`: of each document the generated text, or (log-likelihood, whether it is greedy) of each request."""
     task, scores, samples = each.task, list[TaskScore](), list[dict[str, Any]]()
     for name, steps in task.filters:
-        if task.output_type == "generate_until":
-            by_document = []
-            for sample, text in zip(each.samples, generated, strict=True):
-                filtered = text
-                for step in steps:
-                    filtered = step(filtered)
-                by_document.append(generated_scores(task, sample, filtered))
-                samples.append(_about(task, name, sample, {"generated": text, "filtered": filtered, **by_document[-1]}))
-        else:
-            by_document = [_scores_of(task, *pair) for pair in zip(each.samples, answers, strict=True)]
-            for sample, answer, own in zip(each.samples, answers, by_document, strict=True):
+        by_document = []
+        for sample, answer in zip(each.samples, answers, strict=True):
+            if task.output_type == "generate_until":
+                filtered = reduce(lambda text, step: step(text), steps, answer)
+                own = generated_scores(task, sample, filtered)
+                about = {"generated": answer, "filtered": filtered, **own}
+            else:
+                own = _scores_of(task, sample, answer)
                 about = {"log_likelihoods": [log for log, _ in answer], "is_greedy": [greedy for _, greedy in answer]}
-                plain = {key: value for key, value in own.items() if isinstance(value, float)}
-                samples.append(_about(task, name, sample, about | plain))
+                about |= {key: value for key, value in own.items() if isinstance(value, float)}
+            by_document.append(own)
+            target = sample.target if isinstance(sample.target, str | int | list) else str(sample.target)
+            samples.append({"task": task.name, "filter": name, "document": sample.index, "target": target, **about})
         for metric in task.metrics:
             values = [document[metric.name] for document in by_document]
             value, error = AGGREGATIONS[metric.aggregation](values), standard_error(metric.aggregation, values)
-            shots = task.fewshot.count
-            facts = (metric.higher_is_better, len(values), task.version)
-            scores.append(TaskScore(task.name, name, shots, metric.name, value, error, *facts))
+            facts = (metric.higher_is_better, len(values), str(task.metadata.get("version", "")))
+            scores.append(TaskScore(task.name, name, task.num_fewshot, metric.name, value, error, *facts))
     return scores, samples
 
 
@@ -205,11 +202,6 @@ def _scores_of(task: Task, sample: Sample, answer: Sequence[tuple[float, bool]])
     else:
         scores = rolling_scores(logs[0], sample.target)
     return {metric.name: scores[metric.name] for metric in task.metrics}
-
-
-def _about(task: Task, name: str, sample: Sample, values: dict[str, Any]) -> dict[str, Any]:
-    target = sample.target if isinstance(sample.target, str | int | list) else str(sample.target)
-    return {"task": task.name, "filter": name, "document": sample.index, "target": target, **values}
 
 
 def _group_scores(groups: Sequence[Group], scores: Sequence[TaskScore]) -> Iterator[TaskScore]:

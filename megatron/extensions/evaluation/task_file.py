@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,8 @@ OUTPUT_TYPES = ("multiple_choice", "loglikelihood", "loglikelihood_rolling", "ge
 
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
-KEYS = {
-    *SPLITS,
-    *("task", "task_alias", "tag", "group", "include", "dataset_path", "dataset_name", "dataset_kwargs"),
-    *("process_docs", "doc_to_text", "doc_to_target", "doc_to_choice", "description", "target_delimiter"),
-    *("fewshot_delimiter", "fewshot_config", "num_fewshot", "output_type", "metric_list", "generation_kwargs"),
-    *("filter_list", "repeats", "metadata", "should_decontaminate", "doc_to_decontamination_query", "unsafe_code"),
-}
-"""Keys of a task. The last four change no score and are ignored."""
-
-FEWSHOT_KEYS = {
-    *("sampler", "split", "samples", "fewshot_indices", "doc_to_text", "doc_to_target", "doc_to_choice"),
-    *("fewshot_delimiter", "target_delimiter"),
-}
+IGNORED = {"task_alias", "should_decontaminate", "doc_to_decontamination_query", "unsafe_code"}
+"""Keys of a task that change no score."""
 
 GROUP_KEYS = {"group", "group_alias", "task", "aggregate_metric_list", "metadata", "include"}
 
@@ -56,52 +45,74 @@ NOT_BUILT = {
 
 @dataclass(frozen=True)
 class Fewshot:
-    """Which examples stand before a document, and how they are written."""
+    """Which examples stand before a document, and how they are written: the keys of fewshot_config."""
 
-    count: int
-    sampler: str
-    split: str | None
-    samples: tuple[dict[str, Any], ...] | None
-    indices: tuple[int, ...] | None
-    doc_to_text: Any
-    doc_to_target: Any
-    doc_to_choice: Any
-    delimiter: str
-    target_delimiter: str
+    split: str | None = None
+    sampler: str = "default"
+    samples: list[dict[str, Any]] | None = None
+    fewshot_indices: list[int] | None = None
+    doc_to_text: Any = None
+    doc_to_target: Any = None
+    doc_to_choice: Any = None
+    fewshot_delimiter: str = "\n\n"
+    target_delimiter: str = " "
 
 
 @dataclass(frozen=True)
-class Task:
-    """One task, as its file says, with the defaults of lm-evaluation-harness."""
+class TaskKeys:
+    """The keys of a task's file that change scores, with the defaults of lm-evaluation-harness."""
 
-    name: str
-    path: Path
-    output_type: str
-    splits: Mapping[str, str]
-    """Of `SPLITS`, those that are given."""
+    output_type: str = "generate_until"
+    dataset_path: str = ""
+    dataset_name: str | None = None
+    dataset_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    training_split: str | None = None
+    validation_split: str | None = None
+    test_split: str | None = None
+    fewshot_split: str | None = None
+    process_docs: Callable[[Any], Any] | None = None
+    doc_to_text: Any = None
+    doc_to_target: Any = None
+    doc_to_choice: Any = None
+    description: Any = ""
+    target_delimiter: str = " "
+    fewshot_delimiter: str = "\n\n"
+    fewshot_config: Mapping[str, Any] = field(default_factory=dict)
+    num_fewshot: int | None = None
+    metric_list: Any = None
+    filter_list: Sequence[Mapping[str, Any]] = ()
+    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    repeats: int = 1
+    tag: Any = None
+    group: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    dataset_path: str
-    dataset_name: str | None
-    data_files: Any
-    doc_to_text: Any
-    doc_to_target: Any
-    doc_to_choice: Any
-    process_docs: Callable[[Any], Any] | None
-    description: Any
-    target_delimiter: str
-    fewshot: Fewshot
-    metrics: tuple[Metric, ...]
-    filters: tuple[tuple[str, tuple[Callable[[str], str], ...]], ...]
+
+@dataclass(frozen=True)
+class Task(TaskKeys):
+    """One task, as its file says."""
+
+    name: str = ""
+    path: Path = Path()
+    fewshot: Fewshot = Fewshot()
+    metrics: tuple[Metric, ...] = ()
+    filters: tuple[tuple[str, tuple[Callable[[str], str], ...]], ...] = ()
     """(name, steps) of each of `filter_list`: one score each."""
-
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    tags: tuple[str, ...] = ()
-    version: str = ""
 
     @property
     def split(self) -> str | None:
         """The split that is scored."""
-        return self.splits.get("test_split") or self.splits.get("validation_split")
+        return self.test_split or self.validation_split
+
+    @property
+    def tags(self) -> list[str]:
+        """The groups that the task says it belongs to."""
+        listed = (each if isinstance(each, list) else [each] if each else [] for each in (self.tag, self.group))
+        return [str(tag) for tags in listed for tag in tags]
+
+
+TASK_KEYS = {each.name for each in fields(TaskKeys)}
+FEWSHOT_KEYS = {each.name for each in fields(Fewshot)}
 
 
 @dataclass(frozen=True)
@@ -265,6 +276,18 @@ def _unknown(path: Path, values: Mapping[str, Any], known: set[str], what: str) 
             yield f"{FLAG} {path}: {key!r} {rule}; {remedy}"
 
 
+def _misshapen(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, what its value must be and is not)"""
+    for key, value in sorted(values.items()):
+        if key in ("dataset_path", "output_type", *SPLITS) and not isinstance(value, str):
+            yield key, "text"
+        elif key in ("dataset_kwargs", "generation_kwargs", "fewshot_config", "metadata"):
+            if not isinstance(value, dict):
+                yield key, "a mapping"
+        elif key == "filter_list" and not _is_list_of_filters(value):
+            yield key, "a list of mappings, each with a list of functions under filter"
+
+
 def _is_list_of_filters(value: Any) -> bool:
     """Mappings, each with a list of mappings under filter."""
     return isinstance(value, list) and all(
@@ -275,124 +298,72 @@ def _is_list_of_filters(value: Any) -> bool:
     )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("dataset_path", "output_type", *SPLITS), (_is_text, "text")),
-    **dict.fromkeys(("dataset_kwargs", "generation_kwargs", "fewshot_config", "metadata"), (_is_mapping, "a mapping")),
-    "filter_list": (_is_list_of_filters, "a list of mappings, each with a list of functions under filter"),
-}
-"""Key -> (whether a value has the kind that it needs, that kind)."""
-
-
 def _task(path: Path, values: dict[str, Any], num_fewshot: int | None, problems: list[str]) -> Task | None:
     before = len(problems)
-    problems += _unknown(path, values, KEYS, "a task")
+    problems += _unknown(path, values, {"task", *TASK_KEYS, *IGNORED}, "a task")
 
     def wrong(rule: str, remedy: str) -> None:
         problems.append(f"{FLAG} {path}: {rule}; {remedy}")
 
-    misshapen = {key for key, (fits, _) in SHAPES.items() if values.get(key) is not None and not fits(values[key])}
-    for key in sorted(misshapen):
-        wrong(f"{key} {values[key]!r} must be {SHAPES[key][1]}", "correct it, or remove it")
+    given = {key: value for key, value in values.items() if key in TASK_KEYS and value is not None}
+    misshapen = list(_misshapen(given))
+    for key, kind in misshapen:
+        wrong(f"{key} {values[key]!r} must be {kind}", "correct it, or remove it")
     if misshapen:
         return None  # what else is wrong cannot be judged
-    name, kind = values.get("task"), values.get("output_type", "generate_until")
+    task, name = Task(**given, path=path), values.get("task")
     if not isinstance(name, str) or not name:
         wrong("has no task", "give it a name: task: NAME")
-    if kind not in OUTPUT_TYPES:
-        wrong(f"output_type {kind!r} is unknown", f"use one of {', '.join(OUTPUT_TYPES)}")
-    kwargs = values.get("dataset_kwargs") or {}
-    if not values.get("dataset_path"):
+    if task.output_type not in OUTPUT_TYPES:
+        wrong(f"output_type {task.output_type!r} is unknown", f"use one of {', '.join(OUTPUT_TYPES)}")
+    if not task.dataset_path:
         wrong("has no dataset_path", "write dataset_path: json, and the files in dataset_kwargs: data_files")
-    if not (values.get("test_split") or values.get("validation_split")):
+    if not task.split:
         wrong("names no split to score", "add test_split or validation_split")
-    for key in ("doc_to_text", "doc_to_target") if kind != "loglikelihood_rolling" else ("doc_to_target",):
-        if values.get(key) is None:
+    for key in ("doc_to_text", "doc_to_target") if task.output_type != "loglikelihood_rolling" else ("doc_to_target",):
+        if getattr(task, key) is None:
             wrong(f"has no {key}", "write it as a jinja template, or name a column")
-    if kind == "multiple_choice" and values.get("doc_to_choice") is None:
+    if task.output_type == "multiple_choice" and task.doc_to_choice is None:
         wrong("output_type multiple_choice needs doc_to_choice", "list the choices, or name a column")
-    if isinstance(values.get("doc_to_choice"), list) and len(values["doc_to_choice"]) < 2:
-        wrong(f"doc_to_choice has {len(values['doc_to_choice'])} choice", "give at least two")
-    if values.get("repeats", 1) != 1:
-        wrong(f"repeats {values['repeats']}: decoding is greedy and would repeat itself", "remove repeats")
-    generation = values.get("generation_kwargs") or {}
-    problems += _unknown(path, generation, GENERATION_KEYS, "generation_kwargs")
-    if generation.get("do_sample") or float(generation.get("temperature") or 0) > 0:
+    if isinstance(task.doc_to_choice, list) and len(task.doc_to_choice) < 2:
+        wrong(f"doc_to_choice has {len(task.doc_to_choice)} choice", "give at least two")
+    if task.repeats != 1:
+        wrong(f"repeats {task.repeats}: decoding is greedy and would repeat itself", "remove repeats")
+    problems += _unknown(path, task.generation_kwargs, GENERATION_KEYS, "generation_kwargs")
+    if asks_for_sampling(task.generation_kwargs):
         wrong("generation_kwargs ask for sampling", "decoding is greedy: remove do_sample and temperature")
-    given = _number(values.get("num_fewshot"), wrong)
-    if num_fewshot is not None and given != 0:
-        given = num_fewshot
-    fewshot = _fewshot(path, values, given or 0, problems)
-    metrics = _metrics(values, kind, wrong) if kind in OUTPUT_TYPES else ()
-    filters = _filters(values, wrong)
+    count = task.num_fewshot
+    if count is not None and (type(count) is not int or count < 0):
+        wrong(f"num_fewshot {count!r} must be a whole number", "0 for no examples")
+    problems += _unknown(path, task.fewshot_config, FEWSHOT_KEYS, "fewshot_config")
+    fewshot = _fewshot(task)
+    if fewshot.sampler not in ("default", "first_n"):
+        wrong(f"fewshot_config: sampler {fewshot.sampler!r} is unknown", "use default or first_n")
+    metrics = _metrics(task, wrong) if task.output_type in OUTPUT_TYPES else ()
+    filters = _filters(task, wrong)
     if len(problems) > before:
         return None
-    return Task(
-        name=str(name),
-        path=path,
-        output_type=kind,
-        splits={key: str(values[key]) for key in SPLITS if values.get(key)},
-        dataset_path=str(values["dataset_path"]),
-        dataset_name=values.get("dataset_name"),
-        data_files=kwargs.get("data_files", kwargs.get("data_dir")),
-        doc_to_text=values.get("doc_to_text", ""),
-        doc_to_target=values.get("doc_to_target"),
-        doc_to_choice=values.get("doc_to_choice"),
-        process_docs=values.get("process_docs"),
-        description=values.get("description") or "",
-        target_delimiter=values.get("target_delimiter", " "),
-        fewshot=fewshot,
-        metrics=metrics,
-        filters=filters,
-        generation=generation,
-        tags=tuple(_strings(values.get("tag")) + _strings(values.get("group"))),
-        version=str((values.get("metadata") or {}).get("version", "")),
-    )
+    count = num_fewshot if num_fewshot is not None and count != 0 else count or 0
+    return replace(task, name=str(name), num_fewshot=count, fewshot=fewshot, metrics=metrics, filters=filters)
 
 
-def _number(value: Any, wrong: Callable[[str, str], None]) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        wrong(f"num_fewshot {value!r} must be a whole number", "0 for no examples")
-        return None
-    return value
+def asks_for_sampling(generation_kwargs: Mapping[str, Any]) -> bool:
+    return bool(generation_kwargs.get("do_sample")) or float(generation_kwargs.get("temperature") or 0) > 0
 
 
-def _strings(value: Any) -> list[str]:
-    return [str(each) for each in value] if isinstance(value, list) else [str(value)] if value else []
-
-
-def _fewshot(path: Path, values: dict[str, Any], count: int, problems: list[str]) -> Fewshot:
-    own = values.get("fewshot_config") or {}
-    problems += _unknown(path, own, FEWSHOT_KEYS, "fewshot_config")
-    sampler, samples = own.get("sampler", "default"), own.get("samples")
-    if sampler not in ("default", "first_n"):
-        problems.append(f"{FLAG} {path}: fewshot_config: sampler {sampler!r} is unknown; use default or first_n")
+def _fewshot(task: Task) -> Fewshot:
+    """fewshot_config, and for what it leaves out the task's own keys."""
+    own = {key: value for key, value in task.fewshot_config.items() if key in FEWSHOT_KEYS}
+    shared = {key: getattr(task, key) for key in FEWSHOT_KEYS & TASK_KEYS}
+    samples = own.get("samples")
     if samples is not None and not isinstance(samples, list):
-        samples = samples() if callable(samples) else []
-    return Fewshot(
-        count=count,
-        sampler=sampler,
-        split=own.get("split", values.get("fewshot_split")),
-        samples=tuple(samples) if samples is not None else None,
-        indices=tuple(own["fewshot_indices"]) if own.get("fewshot_indices") else None,
-        doc_to_text=own.get("doc_to_text", values.get("doc_to_text")),
-        doc_to_target=own.get("doc_to_target", values.get("doc_to_target")),
-        doc_to_choice=own.get("doc_to_choice", values.get("doc_to_choice")),
-        delimiter=own.get("fewshot_delimiter", values.get("fewshot_delimiter", "\n\n")),
-        target_delimiter=own.get("target_delimiter", values.get("target_delimiter", " ")),
-    )
+        own["samples"] = list(samples()) if callable(samples) else []
+    return Fewshot(**{"split": task.fewshot_split, **shared, **own})
 
 
-def _metrics(values: dict[str, Any], kind: str, wrong: Callable[[str, str], None]) -> tuple[Metric, ...]:
+def _metrics(task: Task, wrong: Callable[[str, str], None]) -> tuple[Metric, ...]:
+    kind, listed = task.output_type, task.metric_list
     known = {name: facts for name, facts in METRICS.items() if kind in facts.output_types}
-    listed = values.get("metric_list")
     if listed is None:
         return tuple(Metric(name, facts.aggregation) for name, facts in known.items() if kind in facts.default_of)
     found = []
@@ -413,9 +384,9 @@ def _metrics(values: dict[str, Any], kind: str, wrong: Callable[[str, str], None
     return tuple(found)
 
 
-def _filters(values: dict[str, Any], wrong: Callable[[str, str], None]) -> tuple[Any, ...]:
+def _filters(task: Task, wrong: Callable[[str, str], None]) -> tuple[Any, ...]:
     found = []
-    for each in values.get("filter_list") or [{"name": "none", "filter": [{"function": "take_first"}]}]:
+    for each in task.filter_list or [{"name": "none", "filter": [{"function": "take_first"}]}]:
         steps = []
         for step in each.get("filter") or []:
             options = {key: value for key, value in step.items() if key != "function"}

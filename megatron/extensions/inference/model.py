@@ -56,11 +56,6 @@ class LoadedModel:
         """Whether this rank takes requests; the others call `runner.follow()`."""
         return self.runner.leads
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens by which the model ends a text."""
-        return frozenset(token for token in (self.tokenizer.eod, self.tokenizer.eos) if token is not None)
-
     def engine(self, rows: int) -> Engine:
         return Engine(self.runner, self.tokenizer.detokenize, rows)
 

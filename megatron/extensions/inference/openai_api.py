@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.init import site_key
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, plain_messages
 from megatron.extensions.inference.fields import SAMPLING_FIELDS, Fields, shown
-from megatron.extensions.inference.generation import Generation, Request, Sampling
+from megatron.extensions.inference.generation import Generation, Request, Sampling, eos_ids
 from megatron.extensions.inference.generation.engine import Logprob
 from megatron.extensions.inference.jsonl import is_prompt, json_logprob
 from megatron.extensions.inference.model import LoadedModel
@@ -181,7 +181,7 @@ class OpenAIApi:
             "sampling": fields.sampling(Sampling(1.0)),
             "stop": fields.texts("stop", limits.stops),
             "stop_ids": fields.tokens("stop_token_ids"),
-            "eos_ids": self.model.eos_ids,
+            "eos_ids": eos_ids(self.model.tokenizer),
             "logprobs": logprobs,
             "prompt_logprobs": echo and logprobs is not None,
         }

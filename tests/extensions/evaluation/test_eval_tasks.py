@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.extensions.evaluation.generation import Limits, continue_prompts
+from megatron.extensions.evaluation.generation import continue_requests, greedy_request
 from megatron.extensions.evaluation.metrics import FILTERS, choice_scores, exact_match, mean_of_tasks, standard_error
 from megatron.extensions.evaluation.prompts import build_samples
 from megatron.extensions.evaluation.rows import Row, batch_lengths, continuation_row, plan_rounds, rolling_rows
@@ -193,13 +193,13 @@ def test_standard_errors_and_means_of_groups() -> None:
 
 def test_generated_texts_end_and_are_filtered() -> None:
     say = iter(b"answer 42.\nmore")
-    limits = [Limits.of({"until": "\n", "max_gen_toks": 30}, "")]
-    (text,) = continue_prompts([[1]], limits, TOKENIZER, lambda texts: [next(say)])
+    request, _ = greedy_request(TOKENIZER, "q", {"until": "\n", "max_gen_toks": 30}, "", 64)
+    (text,) = continue_requests([request], TOKENIZER, lambda texts: [next(say)])
     assert text == "answer 42." and next(say) == ord("m"), "not a token more"
     assert FILTERS["regex"](regex_pattern=r"(\d+)|(\w+)", group_select=-1)(text) == "42"
     assert FILTERS["regex"](regex_pattern=r"\d")("none") == "[invalid]"
     assert exact_match("Yes!", ["yes"], {"ignore_case": True, "ignore_punctuation": True}) == 1.0
-    (ended,) = continue_prompts([[1]], [Limits.of({}, "\n")], TOKENIZER, lambda texts: [TOKENIZER.eod])
+    (ended,) = continue_requests([request], TOKENIZER, lambda texts: [TOKENIZER.eod])
     assert ended == ""
 
 
@@ -211,7 +211,7 @@ def test_a_suite_scores_what_a_model_says() -> None:
         assert len(set(rows)) == len(rows), "no row twice"
         return [Score(float(row.tokens[-row.scored :].count(ord("e"))), True, 0) for row in rows]
 
-    results = loaded.evaluate(score, lambda prompts, limits: [" 3\n"] * len(prompts))
+    results = loaded.evaluate(score, lambda requests: [" 3\n"] * len(requests))
     found = {each.key: each for each in results.scores}
     assert found["eval/colours/acc"].value == pytest.approx(1 / 9), (
         "of all colours, green has most, and a leaf alone is"

@@ -4,8 +4,8 @@
 its own sampling, seed, stop strings and log-probabilities, at any layout (`StageRunner`).
 """
 
-from megatron.extensions.inference.generation.engine import Engine, Generation, Request, generate
+from megatron.extensions.inference.generation.engine import Engine, Generation, Request, eos_ids, generate
 from megatron.extensions.inference.generation.runner import StageRunner
 from megatron.extensions.inference.generation.sampling import Sampling
 
-__all__ = ["Engine", "Generation", "Request", "Sampling", "StageRunner", "generate"]
+__all__ = ["Engine", "Generation", "Request", "Sampling", "StageRunner", "eos_ids", "generate"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.core.init import site_key
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.inference.generation.runner import Outputs, Pass, StageRunner, token_logprobs
 from megatron.extensions.inference.generation.sampling import Sampling
 from megatron.extensions.inference.generation.text import TextStream
@@ -351,6 +352,11 @@ def generate(
     if problems := [f"prompt {number}: {each.error}" for number, each in enumerate(found, 1) if each.error]:
         raise ValueError("\n".join(problems))
     return [each.tokens for each in found]
+
+
+def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens by which the model ends a text."""
+    return frozenset(token for token in (tokenizer.eod, tokenizer.eos) if token is not None)
 
 
 def prompt_seed(seed: int, number: int) -> int:
