@@ -103,7 +103,7 @@ CAMPAIGNS = (
     "tests/extensions/planner/test_dry_run.py",
     "tests/extensions/planner/test_flops.py",
     "tests/extensions/planner/test_layout_search.py",
-    "tests/extensions/planner/test_memory_bench.py",
+    "tests/extensions/planner/test_measured_memory.py",
     "tests/extensions/planner/test_meta_plans.py",
     "tests/extensions/planner/test_out_of_memory.py",
     "tests/extensions/planner/test_planned_",

@@ -207,7 +207,7 @@ def _compared(row: Figures) -> list[Any]:
     if row.get("failed"):
         return [row["contestant"], f"failed: {row['failed']}", ""]
     ratio = next(iter(row["times"].values()), 1.0)
-    return [row["contestant"], _spread(row["tokens_per_second"], ",.0f"), f"{ratio:.3f}"]
+    return [row["contestant"], _spread(row["result"], ",.0f"), f"{ratio:.3f}"]
 
 
 def _part(row: Figures) -> list[Any]:

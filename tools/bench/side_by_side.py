@@ -223,7 +223,7 @@ class Row:
     """A contestant beside others: how many times as fast it is as each of them."""
 
     contestant: str
-    tokens_per_second: Spread | None
+    result: Spread | None
     failed: str | None
     times: dict[str, float]
 
@@ -241,11 +241,14 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
     return rows
 
 
+DIGITS = {"tokens/s": "9,.0f", "s": "9.3f"}
+
+
 def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> None:
     """The lines of a table."""
     for row in rows:
         times = "".join(f"  {ratio:.3f} x {other}" for other, ratio in row.times.items())
-        result = f"failed: {row.failed}" if row.failed else f"{row.tokens_per_second:9,.0f} {unit} {times}"
+        result = f"failed: {row.failed}" if row.failed else f"{row.result:{DIGITS[unit]}} {unit} {times}"
         print(f"{head}{row.contestant:<26} {result}", flush=True)
 
 

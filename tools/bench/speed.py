@@ -1,9 +1,10 @@
-"""Tokens per second of this program beside others, in turns: training in one process, kinds of parallelism, generation.
+"""Speed of this program beside others or an older revision, in turns: training, parallelism, generation, start-up.
 
     python tools/bench/speed.py --list                                                  # the cells
     python tools/bench/speed.py --only "llama float32 eager" --rounds 7
     python tools/bench/speed.py --only TP "ours ZeRO-3" "torch FSDP2 ZeRO-3" --ranks 4  # a cell, and two of another
     python tools/bench/speed.py                                                         # all
+    python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older           # a `git worktree add` of it
 
 Contestants are processes of their own. In one process, optimizer step included: the models of transformers, litgpt,
 torchtitan and megatron-core (tools/bench/peers.py), with torch's fused AdamW and gradient clipping; `pip install -r
@@ -18,13 +19,21 @@ collectives out (its results are nonsense, its work is all there).
 
 Generation: new tokens per second of processor time, of prompts of several lengths, batched in one cache, one by one,
 and batched by transformers' `generate`. Decoding is greedy, and every text has all its tokens.
+
+Start-up: seconds of commands, each in a fresh interpreter, beside an interpreter that imports torch alone.
+
+--before compares this program's side alone with that of another checkout, round by round, and prints the median of the
+ratios after / before. Of tokens per second more is better, of seconds less.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, product
@@ -36,8 +45,10 @@ if __package__ in (None, ""):
 
 from tools.bench.peers import ONLY_LLAMA, PEERS, STYLES, Style, build_peer
 from tools.bench.side_by_side import (
+    DIGITS,
     Contestant,
     Round,
+    Spread,
     bench_parser,
     compared,
     interleaved,
@@ -52,6 +63,7 @@ from tools.bench.side_by_side import (
 FORMATS = {"float32": [], "bfloat16": ["--bf16"]}
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
 OURS, CEILING, ALONE, ONE_BY_ONE, BATCHED = "ours", "ceiling", "one process", "one by one", "batched"
+ROOT = Path(__file__).resolve().parents[2]
 LAYOUT_STYLE, MICRO_BATCHES = Style(8, 384, 4, 4, 1024, 256, 8192, 1, llama=True), 8
 LAYOUTS: dict[str, tuple[str, str | None]] = {
     "ours TP": ("--tp {n}", "torch DTensor TP"),
@@ -201,6 +213,46 @@ def their_texts(dtype: str) -> Round:
     return timed(lambda: model.generate(ids, attention_mask=mask, **how), 1, PROMPTS * NEW, time.process_time)
 
 
+# Start-up
+
+
+def starts(command: Sequence[str], until: str, folder: Path = ROOT) -> Round:
+    """Wall seconds of a command, or until it prints a line with `until`."""
+
+    def one_round() -> float:
+        environ = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
+        start, taken, last = time.perf_counter(), 0.0, deque[str](maxlen=20)
+        merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}, **merged) as process:
+            for line in process.stdout:
+                last.append(line)
+                if until and not taken and re.search(until, line):
+                    taken = time.perf_counter() - start
+        if process.returncode or (until and not taken):
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {''.join(last)}")
+        return taken or time.perf_counter() - start
+
+    return one_round
+
+
+TINY = (
+    "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --eval-iters 0 --lr 1e-3 --mock-data --cpu "
+    "--log-interval 1"
+).split()
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "import torch": (["-c", "import torch"], ""),
+    "import megatron": (["-c", "import megatron"], ""),
+    "pretrain_gpt.py --help": (["pretrain_gpt.py", "--help"], ""),
+    "pretrain_gpt.py --dry-run": ([*TINY, "--dry-run", "--world-size", "2"], ""),
+    "first step, 2 processes": ([*TORCHRUN, *TINY], "iteration +1/"),
+}
+"""Name -> arguments of Python, and what its last line has if the end of the process does not count."""
+
+
 # The table
 
 
@@ -211,6 +263,13 @@ class Cell:
     contestants: list[Contestant]
     baseline: str
     """Whom all others are compared with."""
+
+    unit: str = "tokens/s"
+
+    @property
+    def ours(self) -> list[Contestant]:
+        """This program's side, but for what it is compared with."""
+        return [c for c in self.contestants if c.build in (ours, starts) and c.name != self.baseline]
 
     def rivals(self, name: str) -> Iterator[str]:
         """Those whom a contestant is compared with."""
@@ -238,7 +297,8 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
         ways = {ONE_BY_ONE: (our_texts, (dtype, 1)), BATCHED: (our_texts, (dtype, PROMPTS))}
         ways["transformers"] = (their_texts, (dtype,))
         found[f"generation {dtype}"] = Cell([Contestant(way, *build) for way, build in ways.items()], ONE_BY_ONE)
-    return found
+    commands = [Contestant(name, starts, ([sys.executable, *words], to)) for name, (words, to) in COMMANDS.items()]
+    return found | {"start-up": Cell(commands, commands[0].name, "s")}
 
 
 def layouts(n: int, steps: int) -> dict[str, Cell]:
@@ -260,11 +320,51 @@ def layouts(n: int, steps: int) -> dict[str, Cell]:
     return kinds
 
 
+def before_and_after(contestant: Contestant, before: Path, rounds: int) -> Comparison | str:
+    """A contestant of this program in another checkout and in this one, or what went wrong."""
+    build = starts if contestant.build is starts else step_of
+    sides = {"before": before.resolve(), "after": ROOT}
+    found = interleaved(
+        [replace(contestant, name=n, build=build, args=(*contestant.args, root)) for n, root in sides.items()], rounds
+    )
+    for values in found.values():
+        if isinstance(values, str):
+            return values
+    first, second = found.values()
+    return Comparison(*map(Spread.of, (first, second, [b / a for a, b in zip(first, second, strict=True)])))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    before: Spread
+    after: Spread
+    ratio: Spread
+    """after / before, round by round."""
+
+
+def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Round:
+    """`ours` of the program in `checkout`, which replaces whatever this process has imported of another."""
+    own = sys.modules[timed.__module__]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "tools")]:
+        del sys.modules[name]
+    # A folder without __init__.py, as tools/ of an older revision, would yield to a package later in the path.
+    sys.path[:] = [str(checkout), *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
+    import megatron
+    import tools.bench.side_by_side as theirs
+
+    for module in (megatron, theirs):
+        assert module.__file__ is not None and module.__file__.startswith(str(checkout)), module.__file__
+    step = theirs.own_step(list(argv))
+    sys.modules[timed.__module__] = own  # by which this process is asked for rounds
+    return timed(step, steps, tokens)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__, 5, ranks=(2, "processes of TP, PP and DP"), steps=(1, "of a round of training"))
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of one process (default: all cores)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these cells, or contestants of them")
     parser.add_argument("--list", action="store_true", help="print the names of cells and contestants, and exit")
+    parser.add_argument("--before", type=Path, help="a checkout of another revision to compare with")
     args = parser.parse_args(argv)
     every = cells(args.threads, args.ranks, args.steps)
     if args.list:
@@ -274,15 +374,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = {*every, *(contestant.name for cell in every.values() for contestant in cell.contestants)}
     if unknown := set(args.only) - known:
         parser.error(f"--only {' '.join(sorted(unknown))}: not one of {', '.join(sorted(known))}")
+    if args.before is not None and not (args.before / "pretrain_gpt.py").exists():
+        parser.error(f"--before {args.before}: holds no pretrain_gpt.py; give a checkout of this program")
     facts = machine(*PEERS) | {"threads": args.threads, "ranks": args.ranks}
     rows: list[Any] = []
     for name, cell in every.items():
         whole = not args.only or name in args.only
         chosen = cell if whole else cell.chosen(args.only)
-        if whole or len(chosen.contestants) > 1:
+        if not whole and len(chosen.contestants) == 1:
+            continue
+        if args.before is None:
             found = compared(interleaved(chosen.contestants, args.rounds), chosen.rivals)
-            say_rows(found, f"{name:<24}")
-            rows += [{"cell": name, **asdict(row)} for row in found]
+            say_rows(found, f"{name:<24}", cell.unit)
+            rows += [{"cell": name, "unit": cell.unit, **asdict(row)} for row in found]
+            continue
+        for contestant in chosen.ours:
+            result = before_and_after(contestant, args.before, args.rounds)
+            shown = f"failed: {result}"
+            if isinstance(result, Comparison):
+                values = (f"{each.median:{DIGITS[cell.unit]}}" for each in (result.before, result.after))
+                shown = f"{' '.join(values)} {cell.unit}  after / before {result.ratio:.3f}"
+                rows.append({"cell": name, "contestant": contestant.name, "unit": cell.unit, **asdict(result)})
+            print(f"{name:<24}{contestant.name:<26} {shown}", flush=True)
     write_json(args.json, facts, rows)
     return 0
 
