@@ -153,11 +153,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return torch.cat(gathered.chunk(axis.size), dim)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """x [..., t * n, ...] -> [..., n, ...]: sums over the axis and keeps this rank's part of `dim`."""
-    if axis.size > 1 and dim % x.ndim:
-        part_length(x, axis, dim)
-        x = torch.cat(x.chunk(axis.size, dim))
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """x [t * n, ...] -> [n, ...]: sums over the axis and keeps this rank's part of dim 0."""
     return start_reduce_scatter(x, axis).wait()
 
 
@@ -250,9 +247,9 @@ def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     return _pair(x, axis, all_gather, _slice, dim)
 
 
-def all_gather_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+def all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Sequence-parallel activation enters sharded computation: forward all-gather, backward reduce-scatter."""
-    return _pair(x, axis, all_gather, reduce_scatter, dim)
+    return _pair(x, axis, all_gather, reduce_scatter)
 
 
 def swap_blocks(x: Tensor, axis: Axis) -> Tensor:

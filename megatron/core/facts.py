@@ -227,10 +227,7 @@ class ScheduleFacts:
 
 
 @dataclass(frozen=True)
-class RunnerFacts:
-    when: Callable[[Any], bool]
-    """ModelParallelConfig -> whether it asks for the runner."""
-
+class RunnerFacts(WhenFacts):
     launches_once: bool = False
     """Whether the host launches all kernels of a micro-batch at once, for plans."""
 

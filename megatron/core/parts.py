@@ -140,11 +140,8 @@ LINEAR_FORMATS: Registry[Any, facts.LinearFormatFacts] = Registry(
 layers, casts)` makes a `megatron.core.tensor_parallel.linear_gemms.LinearFormat`; `check(config, device)` raises
 ValueError if the device cannot compute it."""
 
-
-def linear_format(config: Any) -> str | None:
-    """The format of products that a ModelParallelConfig asks for; None for that of the parameters."""
-    return next(iter(LINEAR_FORMATS.wanted(config)), None)
-
+linear_format = LINEAR_FORMATS.chosen
+"""The format of products that a ModelParallelConfig asks for; None for that of the parameters."""
 
 SHARDING_STRATEGIES: Registry[Any, facts.ShardingFacts] = Registry(
     "--data-parallel-sharding-strategy", facts.ShardingFacts, "modules, params, buckets, shards_params, queue, casts"
@@ -160,11 +157,8 @@ PARAM_GATHERS: Registry[Any, facts.WhenFacts] = Registry("gather of parameters",
 to cast. Its `cast_()` is called before the gathers. `when` is of the ModelParallelConfig; linear layers then have
 buckets of their own, of which it takes those that it wants (`Bucket.gather_bytes`)."""
 
-
-def param_gather(config: Any) -> str | None:
-    """The gather of parameters that a ModelParallelConfig asks for; None for one in their own format."""
-    return next(iter(PARAM_GATHERS.wanted(config)), None)
-
+param_gather = PARAM_GATHERS.chosen
+"""The gather of parameters that a ModelParallelConfig asks for; None for one in their own format."""
 
 UPDATE_HOOKS: Registry[Any, facts.WhenFacts] = Registry(
     "hook of updates", facts.WhenFacts, "config, modules, shards, state"
@@ -179,11 +173,8 @@ UPDATES_AHEAD: Registry[Any, facts.WhenFacts] = Registry(
 See `megatron.core.optimizer.distrib_optimizer.UpdateAhead`. `when` is of the OptimizerConfig. Lists of the pipeline
 then have VALIDATE, where ranks learn whether the update stands."""
 
-
-def update_ahead(config: Any) -> str | None:
-    """The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""
-    return next(iter(UPDATES_AHEAD.wanted(config)), None)
-
+update_ahead = UPDATES_AHEAD.chosen
+"""The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""
 
 ACTIVATION_STORES: Registry[Any, facts.StoreFacts] = Registry(
     "store of activations", facts.StoreFacts, "config, device"

@@ -156,6 +156,10 @@ class Registry(Collection[str], Generic[P, F]):
         """The parts that a run wants, for kinds whose facts have a `when`: those of which `when(*args)` is true."""
         return [name for name, entry in self._known.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
+    def chosen(self, *args: Any) -> str | None:
+        """The first of `wanted`, for kinds of which a run has one part at most; None for none."""
+        return next(iter(self.wanted(*args)), None)
+
     def where(self, name: str) -> str:
         """File and line of its registration."""
         return self._entry(name).where

@@ -254,13 +254,17 @@ def test_token_outside_the_vocabulary(size: int) -> None:
         assert message.endswith("found ids from 0 to 40")
 
 
+def add_four_(out: Tensor, overwrite: bool) -> None:
+    (out.zero_() if overwrite else out).add_(4)
+
+
 def test_deferred_work_runs_per_key_and_is_not_forgotten() -> None:
     queue = WeightGradQueue()
     weight = nn.Parameter(torch.zeros(2, 3))
     weight.main_grad = torch.zeros(2, 3)
     for key in ((0, 0), (0, 1)):
         queue.begin(key)
-        assert accumulate_weight_grad(weight, lambda out: out.add_(4), queue) is None
+        assert accumulate_weight_grad(weight, add_four_, queue) is None
         queue.end()
     assert not queue.defers(weight) and not weight.main_grad.any()
     queue.run((0, 1))
@@ -279,8 +283,8 @@ def test_frozen_weights_are_not_queued_and_others_go_to_autograd() -> None:
     frozen, plain = (nn.Parameter(torch.zeros(2, 3), requires_grad=trained) for trained in (False, True))
     frozen.main_grad = torch.zeros(2, 3)
     queue.begin(0)
-    assert accumulate_weight_grad(frozen, lambda out: out.add_(4), queue) is None
-    assert torch.equal(accumulate_weight_grad(plain, lambda out: out.add_(4), queue), torch.full((2, 3), 4.0))
+    assert accumulate_weight_grad(frozen, add_four_, queue) is None
+    assert torch.equal(accumulate_weight_grad(plain, add_four_, queue), torch.full((2, 3), 4.0))
     assert not queue.defers(plain)
     queue.end()
     queue.run(0)

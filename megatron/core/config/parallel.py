@@ -168,12 +168,12 @@ class ModelParallelConfig(PrecisionConfig, Section):
     @property
     def microbatch_runner(self) -> str | None:
         """Entry of MICROBATCH_RUNNERS that runs micro-batches in place of the executor; None for none."""
-        return next(iter(MICROBATCH_RUNNERS.wanted(self)), None)
+        return MICROBATCH_RUNNERS.chosen(self)
 
     @property
     def pass_pair(self) -> str | None:
         """Entry of PASS_PAIRS by which forward and backward passes run in turns; None where one follows another."""
-        return next(iter(PASS_PAIRS.wanted(self)), None)
+        return PASS_PAIRS.chosen(self)
 
     def compiles(self, device_type: str) -> bool:
         """Whether regions are compiled for devices of this type ("cuda", "cpu")."""

@@ -271,6 +271,4 @@ def _move_grad(small_grads: SmallGrads, param: Tensor) -> None:
     if small_grads.takes(param, grad):
         small_grads.hold(param, grad)
     else:
-        accumulate_weight_grad(
-            param, lambda main_grad: main_grad.add_(grad), write_=lambda main_grad: main_grad.copy_(grad)
-        )
+        accumulate_weight_grad(param, lambda out, overwrite: out.copy_(grad) if overwrite else out.add_(grad))

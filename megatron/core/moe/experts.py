@@ -191,8 +191,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         dy = dy.contiguous()
         dx = gemms.input_grad(dy, weight, segments) if ctx.needs_input_grad[0] else None
 
-        def add_dw_(out: Tensor) -> None:
-            gemms.add_weight_grad_(_matrices(out), dy, x, segments)
+        def add_dw_(out: Tensor, overwrite: bool) -> None:
+            gemms.add_weight_grad_(_matrices(out.zero_() if overwrite else out), dy, x, segments)
 
         return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None, None
 
@@ -242,9 +242,10 @@ class GroupedBiasFunction(torch.autograd.Function):
             of_factors = segments.clear_spare_(of_factors)[:, 0]
         weights = columns.new_ones(dy.shape[0]) if factors is None else factors.detach().to(dy.dtype)
 
-        def add_db_(out: Tensor) -> None:
+        def add_db_(out: Tensor, overwrite: bool) -> None:
             """The bias is the weight of one more input, the factor."""
-            ctx.layer.gemms.add_weight_grad_(out.view(*bias.shape, 1), columns, weights[:, None], segments)
+            out = (out.zero_() if overwrite else out).view(*bias.shape, 1)
+            ctx.layer.gemms.add_weight_grad_(out, columns, weights[:, None], segments)
 
         db = accumulate_weight_grad(ctx.bias, add_db_, ctx.layer.queue)
         return dy, db, of_factors, None, None, None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -52,11 +51,10 @@ class RouterFunction(torch.autograd.Function):
         weight, dtype = ctx.weight, ctx.dtype
         dx = grad.matmul(weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
 
-        def add_dw_(out: Tensor, overwrite: bool = False) -> None:
+        def add_dw_(out: Tensor, overwrite: bool) -> None:
             add_product_(out, rows_of(grad), rows_of(x).to(dtype), overwrite)
 
-        dw = accumulate_weight_grad(weight, add_dw_, ctx.queue, partial(add_dw_, overwrite=True))
-        return dx, dw, None, None
+        return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,11 @@ class EmbeddingFunction(torch.autograd.Function):
         dy = ctx.boundary.leave_adjoint(grad_output, ctx.axis).wait()
         if ctx.elsewhere is not None:
             dy = dy.masked_fill(ctx.elsewhere, 0.0)
-        dw = accumulate_weight_grad(ctx.weight, lambda out: add_rows_(out, ids.flatten(), dy.flatten(0, -2)))
-        return None, dw, None, None
+
+        def add_dw_(out: Tensor, overwrite: bool) -> None:
+            add_rows_(out.zero_() if overwrite else out, ids.flatten(), dy.flatten(0, -2))
+
+        return None, accumulate_weight_grad(ctx.weight, add_dw_), None, None
 
 
 class VocabParallelEmbedding(nn.Module):

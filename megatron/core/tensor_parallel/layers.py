@@ -12,7 +12,6 @@ sequence parallelism [s/t, b, h].
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -226,12 +225,12 @@ class LinearFunction(torch.autograd.Function):
             dx = boundary.enter_adjoint(gemms.input_grad(dy_for_dx, weight), axis)
             del dy_for_dx
 
-        def add_dw_(out: Tensor, overwrite: bool = False) -> None:
+        def add_dw_(out: Tensor, overwrite: bool) -> None:
             full_x = entered(enter(x, boundary, axis) if gathering is None else gathering)
             gemms.add_weight_grad_(matrix_of(out), dy, full_x, overwrite)
 
         if needs_dw:
-            dw = accumulate_weight_grad(weight, add_dw_, ctx.queue, partial(add_dw_, overwrite=True))
+            dw = accumulate_weight_grad(weight, add_dw_, ctx.queue)
         if needs_db and of_bias is None:
             of_bias = grad_output.flatten(0, -2).sum(0)
         db = of_bias.view(ctx.bias_shape) if of_bias is not None and needs_db else None

@@ -74,16 +74,13 @@ class WeightGradQueue:
 
 
 def accumulate_weight_grad(
-    weight: Tensor,
-    add_: Callable[[Tensor], object],
-    queue: WeightGradQueue | None = None,
-    write_: Callable[[Tensor], object] | None = None,
+    weight: Tensor, add_: Callable[[Tensor, bool], object], queue: WeightGradQueue | None = None
 ) -> Tensor | None:
     """Adds a weight gradient to `weight.main_grad`, now or from the queue. Returns what a Function's backward returns.
 
-    `add_(out)` adds dW to `out`, a tensor of the weight's shape. It is called only when the gradient is computed, so
-    that a queued job may fetch its operands late, as a sequence-parallel input that has to be gathered first. `write_`
-    writes dW over what `out` holds: the first contribution of a step uses it where `main_grad` has not been zeroed.
+    `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape, or writes it over what `out` holds, as the
+    first contribution of a step where `main_grad` has not been zeroed. It is called only when the gradient is computed,
+    so that a queued job may fetch its operands late, as a sequence-parallel input that has to be gathered first.
 
     Before each contribution `weight.before_main_grad` is called where it is set: a `main_grad` may have no memory yet.
     A frozen weight needs nothing. A weight without `main_grad` gets its gradient from autograd: it is returned. After
@@ -94,7 +91,7 @@ def accumulate_weight_grad(
     main_grad = main_grad_of(weight)
     if main_grad is None:
         dw = torch.empty_like(weight)
-        _write(dw, add_, write_)
+        add_(dw, True)
         return dw
 
     round_into = getattr(weight, "main_grad_rounding", None)
@@ -107,12 +104,10 @@ def accumulate_weight_grad(
         mark_stale(weight, False)
         if round_into is not None:
             added = torch.empty(main_grad.shape, dtype=torch.float32, device=main_grad.device)
-            _write(added, add_, write_)
+            add_(added, True)
             round_into(main_grad.zero_() if stale else main_grad, added)
-        elif stale:
-            _write(main_grad, add_, write_)
         else:
-            add_(main_grad)
+            add_(main_grad, stale)
         report = getattr(weight, "on_main_grad", None)
         if report is not None:
             report()
@@ -122,13 +117,6 @@ def accumulate_weight_grad(
     else:
         queue.run_or_defer(accumulate)
     return None
-
-
-def _write(out: Tensor, add_: Callable[[Tensor], object], write_: Callable[[Tensor], object] | None) -> None:
-    if write_ is None:
-        add_(out.zero_())
-    else:
-        write_(out)
 
 
 def mark_stale(weight: Tensor, stale: bool) -> None:

@@ -15,7 +15,6 @@ Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -176,10 +175,10 @@ class _RowFunction(torch.autograd.Function):
 def _weight_grad(layer: Overlapped, weight: Tensor, dy: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
     """dW = dYᵀ X, now or from the queue, of the input that x() returns."""
 
-    def add_(out: Tensor, overwrite: bool = False) -> None:
+    def add_(out: Tensor, overwrite: bool) -> None:
         add_product_(matrix_of(out), rows_of(dy), rows_of(x()), overwrite)
 
-    return accumulate_weight_grad(weight, add_, layer.queue, partial(add_, overwrite=True))
+    return accumulate_weight_grad(weight, add_, layer.queue)
 
 
 class Overlapped(ParallelLinear):

@@ -22,7 +22,6 @@ from megatron.training.config.flags import (
     Flag,
     all_flags,
     config_of_sections,
-    field_table,
     flat_values,
     is_registered,
     value_of,
@@ -146,11 +145,8 @@ def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
 
 def config_of(values: dict[str, Any]) -> RunConfig:
     """The configuration of values of fields by their names, not resolved."""
-    found: dict[str, dict[str, Any]] = {}
-    for field_name, value in values.items():
-        found.setdefault(field_table()[field_name].section, {})[field_name] = value
     zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # which stand for what is missing
-    return replace(config_of_sections(found), given=zeros)
+    return replace(config_of_sections({"": values}), given=zeros)
 
 
 def read_flags(argv: Sequence[str]) -> FlagReader:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.core.dropout import uniform_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, rounding_sum
@@ -147,11 +148,15 @@ def test_a_sum_in_bf16_keeps_what_is_small_beside_it() -> None:
     weight.main_grad = torch.ones(100, 100, dtype=torch.bfloat16)
     small = 0.1 * 2**-7 * (1 + 0.1 * torch.rand(100, 100))
     deviation = (32 * 0.1 * 0.9) ** 0.5 * 2**-7 / 100  # of the mean of so many sums
+
+    def add_(out: Tensor, overwrite: bool) -> None:
+        (out.zero_() if overwrite else out).add_(small * (0.9 + 0.2 * torch.rand(100, 100)))
+
     for rounds, expected in ((False, 1.0), (True, 1 + 32 * small.mean().item())):
         weight.main_grad_rounding = rounding_sum(compiled=False) if rounds else None
         weight.main_grad.fill_(1)
         for _ in range(32):
-            accumulate_weight_grad(weight, lambda out: out.add_(small * (0.9 + 0.2 * torch.rand(100, 100))))
+            accumulate_weight_grad(weight, add_)
         assert weight.main_grad.float().mean().item() == pytest.approx(expected, abs=6 * deviation)
 
 

@@ -8,51 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.data import data, tokenizer, validation_sets
-from megatron.training.config.rules.model import (
-    attention,
-    attention_kernel,
-    layers,
-    linear_attention,
-    mixers,
-    multi_token,
-    positions,
-    tensor_parallel,
-    yarn,
-)
-from megatron.training.config.rules.moe import experts
-from megatron.training.config.rules.parallel import heads_over_context, precision, sequence, world
-from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
-from megatron.training.config.rules.training import batch, checkpoints, length, schedule
+from megatron.training.config.rules import data, model, moe, parallel, pipeline, training
 from megatron.training.config.run_config import RunConfig
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
-
 RULES: tuple[Rule, ...] = (
-    world,
-    attention,
-    attention_kernel,
-    tensor_parallel,
-    sequence,
-    heads_over_context,
-    positions,
-    layers,
-    yarn,
-    mixers,
-    linear_attention,
-    experts,
-    multi_token,
-    pipeline,
-    recomputation,
-    overlap,
-    sharding,
-    precision,
-    batch,
-    length,
-    schedule,
-    data,
-    validation_sets,
-    tokenizer,
-    checkpoints,
+    *(parallel.world, model.attention, model.attention_kernel, model.tensor_parallel),
+    *(parallel.sequence, parallel.heads_over_context),
+    *(model.positions, model.layers, model.yarn, model.mixers, model.linear_attention, moe.experts, model.multi_token),
+    *(pipeline.pipeline, pipeline.recomputation, pipeline.overlap, pipeline.sharding),
+    *(parallel.precision, training.batch, training.length, training.schedule),
+    *(data.data, data.validation_sets, data.tokenizer, training.checkpoints),
 )
