@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -228,13 +228,13 @@ class Row:
     times: dict[str, float]
 
 
-def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """A row for each contestant, compared by medians with those that `beside` names for it."""
+def compared(found: Found, beside: Sequence[str]) -> list[Row]:
+    """A row for each contestant, compared by medians with those that `beside` names."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():
         spread, failed = spreads.get(name), values if isinstance(values, str) else None
-        others = [other for other in beside(name) if other in spreads and other != name] if spread else []
+        others = [other for other in beside if other in spreads and other != name] if spread else []
         if spread or failed:
             times = {other: spreads[name].median / spreads[other].median for other in others}
             rows.append(Row(name, spread, failed, times))

@@ -2,9 +2,9 @@
 
     python tools/bench/speed.py --list                                                  # the cells
     python tools/bench/speed.py --only "llama float32 eager" --rounds 7
-    python tools/bench/speed.py --only TP "ours ZeRO-3" "torch FSDP2 ZeRO-3" --ranks 4  # a cell, and two of another
-    python tools/bench/speed.py                                                         # all
-    python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older           # a `git worktree add` of it
+    python tools/bench/speed.py --only TP "ours ZeRO-3" --ranks 4                # a cell, and a contestant of another
+    python tools/bench/speed.py                                                  # all
+    python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older    # a `git worktree add` of it
 
 Contestants are processes of their own. In one process, optimizer step included: the models of transformers, litgpt,
 torchtitan and megatron-core (tools/bench/peers.py), with torch's fused AdamW and gradient clipping; `pip install -r
@@ -13,9 +13,8 @@ fastest they can be trained; ours keeps fp32 main parameters and fp32 gradient s
 but the matrix products of the model's linear layers and head, forward and backward, in the same precision.
 
 TP, PP and DP: 8 micro-batches of one sequence a step in float32, over gloo processes of one thread, beside one process
-of as many threads and beside torch's own (tools/bench/torch_parallel.py). Two show what this machine allows at most:
-processes that share the batch out but never speak to each other, and tensor parallelism whose layers leave their
-collectives out (its results are nonsense, its work is all there).
+of as many threads. "silent DP" shows what this machine allows at most: processes that share the batch and never
+communicate.
 
 Generation: new tokens per second of processor time, of prompts of several lengths, batched in one cache, one by one,
 and batched by transformers' `generate`. Decoding is greedy, and every text has all its tokens.
@@ -34,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, product
 from pathlib import Path
@@ -65,21 +64,21 @@ BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
 OURS, CEILING, ALONE, ONE_BY_ONE, BATCHED = "ours", "ceiling", "one process", "one by one", "batched"
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT_STYLE, MICRO_BATCHES = Style(8, 384, 4, 4, 1024, 256, 8192, 1, llama=True), 8
-LAYOUTS: dict[str, tuple[str, str | None]] = {
-    "ours TP": ("--tp {n}", "torch DTensor TP"),
-    "ours TP+SP": ("--tp {n} --sequence-parallel", "torch DTensor TP"),
-    "ours TP+SP overlapped": ("--tp {n} --sequence-parallel --tp-comm-overlap", None),
-    "ours PP 1f1b": ("--pp {n} --pipeline-schedule 1f1b", "torch PP 1F1B"),
-    "ours PP interleaved": ("--pp {n} --pipeline-schedule interleaved", "torch PP Interleaved1F1B"),
-    "ours PP zb-h1": ("--pp {n} --pipeline-schedule zb-h1", "torch PP ZBV"),
-    "ours PP zb-v": ("--pp {n} --pipeline-schedule zb-v", "torch PP ZBV"),
-    "ours DP": ("--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce", "torch DDP"),
-    "ours ZeRO-1": ("--dp {n} --overlap-grad-reduce --overlap-param-gather", "torch FSDP2"),
-    "ours ZeRO-2": ("--dp {n} --data-parallel-sharding-strategy optim_grads", "torch FSDP2 ZeRO-2"),
-    "ours ZeRO-3": ("--dp {n} --data-parallel-sharding-strategy optim_grads_params", "torch FSDP2 ZeRO-3"),
-    "ours CP": ("--cp {n}", None),
+LAYOUTS = {
+    "ours TP": "--tp {n}",
+    "ours TP+SP": "--tp {n} --sequence-parallel",
+    "ours TP+SP overlapped": "--tp {n} --sequence-parallel --tp-comm-overlap",
+    "ours PP 1f1b": "--pp {n} --pipeline-schedule 1f1b",
+    "ours PP interleaved": "--pp {n} --pipeline-schedule interleaved",
+    "ours PP zb-h1": "--pp {n} --pipeline-schedule zb-h1",
+    "ours PP zb-v": "--pp {n} --pipeline-schedule zb-v",
+    "ours DP": "--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce",
+    "ours ZeRO-1": "--dp {n} --overlap-grad-reduce --overlap-param-gather",
+    "ours ZeRO-2": "--dp {n} --data-parallel-sharding-strategy optim_grads",
+    "ours ZeRO-3": "--dp {n} --data-parallel-sharding-strategy optim_grads_params",
+    "ours CP": "--cp {n}",
 }
-"""Name -> flags for n ranks, and torch's own of that kind."""
+"""Name -> flags for n ranks."""
 
 SHORTEST, LONGEST, NEW, PROMPTS = 16, 128, 32, 16
 GENERATION_STYLE = Style(4, 512, 8, 8, 2048, LONGEST + NEW + 1, 8192, 1, llama=True)
@@ -161,19 +160,6 @@ def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
     """Data parallelism without communication: each process is a world of its own, with its part of the batch."""
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     return ours(argv, tokens, steps)
-
-
-def silent_tensor_parallel(argv: Sequence[str], tokens: int, steps: int) -> Round:
-    from megatron.core.tensor_parallel import layers
-
-    layers.COLUMN = layers.ROW = layers.LOCAL
-    return ours(argv, tokens, steps)
-
-
-def torchs(kind: str, tokens: int, steps: int) -> Round:
-    from tools.bench.torch_parallel import started
-
-    return timed(started(kind, LAYOUT_STYLE, MICRO_BATCHES), steps, tokens)
 
 
 # Generation
@@ -271,13 +257,6 @@ class Cell:
         """This program's side, but for what it is compared with."""
         return [c for c in self.contestants if c.build in (ours, starts) and c.name != self.baseline]
 
-    def rivals(self, name: str) -> Iterator[str]:
-        """Those whom a contestant is compared with."""
-        yield self.baseline
-        yield from PEERS if name == OURS else ()
-        _, torchs_own = LAYOUTS.get(name, ("", None))
-        yield from [torchs_own] if torchs_own else []
-
     def chosen(self, names: Sequence[str]) -> Cell:
         return replace(self, contestants=[c for c in self.contestants if c.name in (*names, self.baseline)])
 
@@ -306,13 +285,10 @@ def layouts(n: int, steps: int) -> dict[str, Cell]:
     common, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.seq
     members = [
         Contestant(name, ours, ([*common, *more.format(n=n).split()], tokens, steps), ranks=n)
-        for name, (more, _) in LAYOUTS.items()
+        for name, more in LAYOUTS.items()
     ]
     part = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES // n)
     members.append(Contestant("silent DP", silent, (part, tokens, steps), ranks=n))
-    members.append(Contestant("silent TP", silent_tensor_parallel, ([*common, "--tp", str(n)], tokens, steps), ranks=n))
-    for name in dict.fromkeys(rival for _, rival in LAYOUTS.values() if rival):
-        members.append(Contestant(name, torchs, (name, tokens, steps), ranks=n))
     alone = Contestant(ALONE, ours, (common, tokens, steps), threads=min(n, os.cpu_count() or 1))
     kinds: dict[str, Cell] = {kind: Cell([alone], ALONE) for kind in ("TP", "PP", "DP")}
     for member in members:
@@ -384,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not whole and len(chosen.contestants) == 1:
             continue
         if args.before is None:
-            found = compared(interleaved(chosen.contestants, args.rounds), chosen.rivals)
+            found = compared(interleaved(chosen.contestants, args.rounds), (cell.baseline, *PEERS))
             say_rows(found, f"{name:<24}", cell.unit)
             rows += [{"cell": name, "unit": cell.unit, **asdict(row)} for row in found]
             continue
