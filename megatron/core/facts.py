@@ -15,6 +15,10 @@ class ActivationFacts:
     bounded: bool = False
     """Whether --activation-func-clamp-value and --glu-linear-offset apply to it."""
 
+    parameters: str | None = None
+    """Where its parameters are listed, "module:function" of a module without torch: (name, config) -> their ParamMetas.
+    None for a built-in one without any."""
+
 
 class HeadWidths(NamedTuple):
     """Channels of heads."""

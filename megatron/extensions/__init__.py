@@ -67,6 +67,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("overlap", "Overlap of the collectives within layers with computation."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
     BuiltIn("linear_attention", "Gated delta nets, a linear attention, as in Qwen3-Next."),
+    BuiltIn("xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),
 )
 """The one list of built-in extensions."""
 

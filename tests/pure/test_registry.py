@@ -34,7 +34,7 @@ def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
 
 
 def test_a_registry_knows_which_parts_are_built_in() -> None:
-    assert parts.ACTIVATIONS.built_in("xielu") and parts.ATTENTIONS.built_in("self_attention")
+    assert parts.ACTIVATIONS.built_in("gelu") and parts.ATTENTIONS.built_in("self_attention")
     registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
     registry.register("prod", "math:prod")
     assert not registry.built_in("prod") and not registry.built_in("missing")

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.collectives import gather_objects
-from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.param_groups import ParamGroup, lines_of_groups
 from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.dist_checkpointing.state_dict import tagged_parameters
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import ALIGNMENT, BufferLayout, Piece, StateRange
+from megatron.core.distributed.param_layout import BufferLayout, Piece, StateRange
 from megatron.core.host_to_device import HostCopy
-from megatron.core.optimizer.compiled_adam import adam_scalars, adamw_
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
@@ -31,10 +29,6 @@ MAIN_PARAM = "main_param"
 
 CHUNK = 2**22
 """Elements that `Optimizer.step` updates at a time: bounds the memory of the copies that it works on."""
-
-
-STATIC_SHAPES = 16
-"""Shapes of shards, up to which compiled updates have a kernel for each; buckets of equal layers have equal shapes."""
 
 
 class Shard:
@@ -233,47 +227,6 @@ class AdamW(_Fused):
         for shard in shards:
             step = torch.zeros((), dtype=torch.float32, device=shard.main.device)
             self._torch.state[shard.main].update(shard.states, step=step)
-        self._betas, self._factor = betas, None
-
-    _factor: Tensor | None
-    """Of the gradients of the next compiled step."""
-
-    compiled = False
-    """Whether updates are compiled: see `compiled_adam`."""
-
-    def compile(self) -> None:
-        """Compiles the updates of main parameters in fp32; they write the parameters too."""
-        self.compiled = bool(self.shards) and all(shard.main.dtype == torch.float32 for shard in self.shards)
-        for shard in self.shards:
-            shard.written_by_update = self.compiled
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        if self.compiled:
-            self._factor = factor
-        else:
-            super().scale_gradients(factor)
-
-    def step(
-        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
-    ) -> None:
-        if not self.compiled:
-            super().step(lr, weight_decay, skip, updates, decoupled_lr)
-            return
-        shapes = {(shard.main.shape, shard.aliased) for shard in self.shards}
-        update = region(adamw_, True, static=len(shapes) <= STATIC_SHAPES)
-        scalars = {
-            group: adam_scalars(
-                group.lr(lr, decoupled_lr), group.decay(weight_decay), self._betas, self._factor, skip, updates
-            )
-            for group in dict.fromkeys(shard.group for shard in self.shards)
-        }
-        for shard in self.shards:
-            tensors = shard.main, shard.grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
-            # Kernels know that rows are aligned.
-            main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
-            params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
-            update(main, grad, first, second, params, scalars[shard.group], self._betas, self.config.adam_eps)
-        self._factor = None
 
     def set_step_count(self, updates: int) -> None:
         for state in self._torch.state.values():
@@ -302,10 +255,9 @@ class MainStates:
 
     @staticmethod
     def rule(config: OptimizerConfig, shards: Sequence[Any], device: torch.device, compiled: bool) -> Optimizer:
-        """The update rule of `shards`, element by element."""
-        rule: Optimizer = OPTIMIZERS[config.elementwise](config, shards)
-        if isinstance(rule, AdamW) and compiled:
-            rule.compile()
+        """The update rule of `shards`, element by element; its substitute where regions are `compiled`."""
+        name = config.elementwise
+        rule: Optimizer = OPTIMIZERS.build(name, config, shards) if compiled else OPTIMIZERS[name](config, shards)
         return rule
 
 

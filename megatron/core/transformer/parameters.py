@@ -6,7 +6,6 @@ Their modules are built from these functions, and plans count what the functions
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import expm1, log
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
@@ -102,21 +101,6 @@ def self_attention_metas(name: str, config: TransformerConfig, sequence_parallel
     yield from query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
     yield from sinks_metas(name, config)
     yield from proj.metas(sequence_parallel)
-
-
-XIELU_BETA = 0.5
-"""xIELU's slope at zero."""
-
-
-def activation_metas(name: str, config: TransformerConfig) -> list[ParamMeta]:
-    """The parameters of the activation function of this name. Both factors of xIELU start at 0.8."""
-    if config.activation != "xielu":
-        return []
-    inits = {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.8 - XIELU_BETA))}
-    # A tensor-parallel rank sees a part of the width: its gradient is one term of a sum.
-    return [
-        ParamMeta(f"{name}.{key}", (1,), {}, Init("constant", value=value), ("tp",)) for key, value in inits.items()
-    ]
 
 
 def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import Section
-from megatron.core.parts import ATTENTION_BACKENDS, ATTENTIONS, KERNELS, LAYERS, NORMALIZATIONS
+from megatron.core.parts import ATTENTION_BACKENDS, ATTENTIONS, KERNELS, LAYERS, NORMALIZATIONS, OPTIMIZERS
 from megatron.core.transformer.parameters import has_even_heads
 from megatron.training.extensions import extension_flags
 from megatron.training.hooks import CALLBACKS
@@ -52,6 +52,11 @@ for _norm in ("LayerNorm", "RMSNorm"):
         f"{_HERE}.fused_norm:Fused{_norm}",
         when=lambda name, size, config, ctx, partial_over: fuses(config, ctx),
     )
+OPTIMIZERS.substitute(
+    "adam",
+    f"{_HERE}.compiled_adam:CompiledAdamW",
+    when=lambda config, shards: bool(shards) and all(shard.main.itemsize == 4 for shard in shards),
+)
 for _operation, _kernel in {
     "loss_and_gradient_": "cross_entropy:LOSS",
     "scale_rows_": "cross_entropy:SCALE",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, cat, stack
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.transformer.parameters import XIELU_BETA, group_rows
+from megatron.core.transformer.parameters import group_rows
 from megatron.extensions.hugging_face.safetensors_file import Sliceable
 
 Box = tuple[slice, ...]
@@ -175,7 +175,7 @@ class StackedExperts(Layout):
 class WithConstantsOfXIELU(Layout):
     """xIELU's second scalar, beside which they store its slope at zero and a bound of its exponent."""
 
-    constants = XIELU_BETA, -1e-6
+    constants = 0.5, -1e-6
 
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
         for tensor, value in zip(tensors[1:], self.constants, strict=True):

@@ -18,7 +18,6 @@ from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LINEAR_ATTENTIO
 from megatron.core.registry import Registry, imported
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
-    activation_metas,
     mlp_linears,
     norm_metas,
     self_attention_metas,
@@ -183,7 +182,7 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
     yield from router_metas(f"{name}.router", config, sequence_parallel)
     for metas in expert_metas(f"{name}.experts", config):
         yield from metas
-    yield from activation_metas(f"{name}.experts.activation", config)
+    yield from _activation(f"{name}.experts.activation", config)
     for linear in latent_projections(name, config) or ():
         yield from linear.metas(sequence_parallel)
     if config.moe_shared_expert_intermediate_size:
@@ -195,4 +194,9 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:
     fc1, fc2 = mlp_linears(name, config, ffn)
-    return fc1.metas() + activation_metas(f"{name}.activation", config) + fc2.metas(sequence_parallel)
+    return fc1.metas() + _activation(f"{name}.activation", config) + fc2.metas(sequence_parallel)
+
+
+def _activation(name: str, config: TransformerConfig) -> list[ParamMeta]:
+    listed = ACTIVATIONS.facts(config.activation).parameters
+    return [] if listed is None else list(imported(listed)(name, config))

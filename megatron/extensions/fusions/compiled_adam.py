@@ -6,10 +6,54 @@ in 16 bits: 8 of 38 bytes an element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron.core.compiled_regions import region
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.param_layout import ALIGNMENT
+from megatron.core.optimizer.optimizer import AdamW, OptimizerShard
+
+STATIC_SHAPES = 16
+"""Shapes of shards, up to which updates have a kernel for each; buckets of equal layers have equal shapes."""
+
+
+class CompiledAdamW(AdamW):
+    """AdamW of main parameters in fp32, in a compiled region for each shard."""
+
+    _factor: Tensor | None = None
+    """Of the gradients of the next step."""
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
+        super().__init__(config, shards)
+        for shard in shards:
+            shard.written_by_update = True
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        self._factor = factor
+
+    def step(
+        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
+    ) -> None:
+        betas = self.config.adam_beta1, self.config.adam_beta2
+        shapes = {(shard.main.shape, shard.aliased) for shard in self.shards}
+        update = region(adamw_, True, static=len(shapes) <= STATIC_SHAPES)
+        scalars = {
+            group: adam_scalars(
+                group.lr(lr, decoupled_lr), group.decay(weight_decay), betas, self._factor, skip, updates
+            )
+            for group in dict.fromkeys(shard.group for shard in self.shards)
+        }
+        for shard in self.shards:
+            tensors = shard.main, shard.grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
+            # Kernels know that rows are aligned.
+            main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
+            params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
+            update(main, grad, first, second, params, scalars[shard.group], betas, self.config.adam_eps)
+        self._factor = None
 
 
 class AdamScalars(NamedTuple):

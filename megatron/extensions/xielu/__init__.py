@@ -1,0 +1,1 @@
+"""xIELU, an activation function with two trainable scalars (Apertus): `--activation-func xielu`. Read `xielu.py`."""

@@ -1,0 +1,7 @@
+"""Where the activation function and its parameters are. No torch."""
+
+from __future__ import annotations
+
+from megatron.core.parts import ACTIVATIONS
+
+ACTIVATIONS.register("xielu", f"{__package__}.xielu:XIELU", parameters=f"{__package__}.parameters:scalars")

@@ -1,0 +1,59 @@
+"""The activation function xIELU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.extensions.xielu.parameters import BETA, scalars
+
+
+class XIELU(nn.Module):
+    """xIELU, with two trainable scalars (arXiv:2411.13010): a_p x^2 + b x above zero, a_n (e^x - 1 - x) + b x below,
+    with a_p = softplus(alpha_p), a_n = b + softplus(alpha_n) and b = 0.5 (section 3 of the paper)."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = (make_parameter(meta, ctx) for meta in scalars(name, config))
+        self.compiled = ctx.compiled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _XIELUFunction.apply(x, self.alpha_p, self.alpha_n, self.compiled)
+
+
+def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    negative = x.clamp(max=0)
+    curved = F.softplus(alpha_p) * x.clamp(min=0).square()
+    return curved + (BETA + F.softplus(alpha_n)) * (torch.expm1(negative) - negative) + BETA * x
+
+
+def _xielu_gradients(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    positive, negative = x.clamp(min=0), x.clamp(max=0)
+    slope, wide = torch.expm1(negative), torch.promote_types(x.dtype, torch.float32)
+    dx = grad * (2 * F.softplus(alpha_p) * positive + (BETA + F.softplus(alpha_n)) * slope + BETA)
+    of_p = (grad * positive.square()).sum(dtype=wide) * alpha_p.to(wide).sigmoid()
+    of_n = (grad * (slope - negative)).sum(dtype=wide) * alpha_n.to(wide).sigmoid()
+    return dx, of_p.to(alpha_p.dtype), of_n.to(alpha_n.dtype)
+
+
+class _XIELUFunction(torch.autograd.Function):
+    """xIELU that saves only its input and its scalars for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, compiled: bool) -> Tensor:
+        ctx.save_for_backward(x, alpha_p, alpha_n)
+        ctx.compiled = compiled
+        return region(_xielu, compiled)(x, alpha_p, alpha_n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, alpha_p, alpha_n = ctx.saved_tensors
+        return *region(_xielu_gradients, ctx.compiled)(x, alpha_p, alpha_n, grad), None
