@@ -2,9 +2,8 @@
 
 What a layer keeps, makes and multiplies is measured on it, so that no figure about a layer is written a second time.
 
-Its process groups are fake: a `FakeGroup` answers every collective at once and moves nothing, so shapes and memory are
-those of a real rank. torch's own "fake" backend would need the default process group, which a caller may have for a
-real world."""
+Its process groups are fake: every collective is complete at once and moves nothing, so shapes and memory are those of a
+real rank. torch's own "fake" backend would need the default process group, which a caller may have for a real world."""
 
 from __future__ import annotations
 
@@ -44,37 +43,10 @@ from megatron.training.config.run_config import RunConfig
 
 
 class FakeGroup(dist.ProcessGroup):
-    """A process group of `size` ranks, of which this is rank 0. Collectives complete at once and write nothing."""
+    """A process group of `size` ranks, of which this is rank 0."""
 
     axis = ""
     """Name of the axis of the mesh."""
-
-    observer: Observer | None = None
-    """Is called with each method, this group and the arguments; what it returns is the answer, unless that is None."""
-
-
-Observer = Callable[..., dist.Work | None]
-
-
-def _answer(method: str) -> Callable[..., dist.Work]:
-    def done(self: FakeGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        found = FakeGroup.observer(method, self, *args) if FakeGroup.observer is not None else None
-        return FakeWork() if found is None else found
-
-    return done
-
-
-COLLECTIVES = {
-    "allreduce": ("all_reduce", 0),
-    **dict.fromkeys(("all_gather_single", "_allgather_base"), ("all_gather", 0)),
-    **dict.fromkeys(("reduce_scatter_single", "_reduce_scatter_base"), ("reduce_scatter", 1)),
-    **dict.fromkeys(("all_to_all_single", "alltoall_base"), ("all_to_all", 1)),
-    "send": ("send", 0),
-}
-"""Method of a process group -> its kind, and the argument with the whole operand. A `recv` moves what a send does."""
-
-for _name in (*COLLECTIVES, "recv"):
-    setattr(FakeGroup, _name, _answer(_name))
 
 
 @contextmanager
@@ -165,14 +137,22 @@ grouped product has its shape, which torch knows in bf16 only; a 16-bit product 
 device, which is asked for as often as anything else."""
 
 
-class _NoValues(TorchDispatchMode):
-    """Gives `ANSWERS`."""
+def done(func: Any, args: Any, work: dist.Work) -> Any:
+    """What an operator of c10d returns: its first argument where it has such a result, and `work`."""
+    results = len(func._schema.returns)
+    return None if results == 0 else work.boxed() if results == 1 else (args[0], work.boxed())
+
+
+class NoValues(TorchDispatchMode):
+    """Gives `ANSWERS`, and completes collectives at once."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and to make sure of it takes long at every operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            return done(func, args, FakeWork())
         return ANSWERS.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -346,7 +326,7 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
         kernels: AbstractContextManager[Any] = as_on_gpus(batch.model, batch.parallel, "meta" if meta else None)
     else:
         kernels = torch.device("meta") if meta else nullcontext()
-    with fake_state(batch.parallel) as state, tensors, _NoValues(), kernels:
+    with fake_state(batch.parallel) as state, tensors, NoValues(), kernels:
         fakes = FakeStages(batch, state, "meta" if meta else "cpu")
         with regions_as_kernels(lambda: fakes.live):
             yield fakes

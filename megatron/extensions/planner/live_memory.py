@@ -5,7 +5,6 @@ Temporary memory inside a single kernel is not counted.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,8 +23,6 @@ class LiveMemory(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         self.now = 0
         self.peak = 0
-        self.largest_fp32 = 0
-        """Bytes of the largest fp32 storage made."""
         self._inside = self._elsewhere = False
 
     def count_apart(self, pool: Any) -> list[int]:
@@ -59,15 +56,7 @@ class LiveMemory(TorchDispatchMode):
 
     def restart_peak(self) -> None:
         """Counts the peak from here on."""
-        self.peak, self.largest_fp32 = self.now, 0
-
-    def settle(self) -> None:
-        """Waits until nothing more goes away: gloo's threads let go of what they have sent a little later."""
-        same, before = 0, -1
-        while same < 3:
-            time.sleep(0.01)
-            same = same + 1 if before == self.now else 0
-            before = self.now
+        self.peak = self.now
 
     def _made(self, key: int, size: int) -> None:
         self.sizes[key] = size
@@ -98,8 +87,6 @@ class LiveMemory(TorchDispatchMode):
             key = storage._cdata
             if key not in self.sizes and key not in given:  # views of what was there before are not made
                 self._made(key, storage.nbytes())
-                if x.dtype.itemsize == 4 and x.is_floating_point():
-                    self.largest_fp32 = max(self.largest_fp32, self.sizes[key])
                 weakref.finalize(storage, self._gone, key)
         return out
 

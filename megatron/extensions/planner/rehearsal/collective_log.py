@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -90,15 +89,14 @@ class CollectiveLog(TorchDispatchMode):
         made = Collective(op, group, **{"dtype": "", "sent": 0, "received": 0, **fields})
         self.collectives.append(made._replace(site=call_site(), phase=phase, microbatch=microbatch))
 
-    def record(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Records an operator if it is a collective. Returns whether it is one of c10d, which has no other result than
-        its arguments and a `Work`."""
+    def record(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Records an operator if it is a collective."""
         if func.namespace not in ("c10d", "_c10d_functional") or self._inside:
-            return False
+            return
         schema, name = func._schema, func._schema.name.partition("::")[2].replace("_", "")
         op = next((op for op in OPS if name.startswith(op.replace("_", ""))), None)
         if op is None:
-            return False
+            return
         op = op.removeprefix("monitored_")
         given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
         sent, received = (_tensors(given, names) for names in (SENT, RECEIVED))
@@ -125,7 +123,6 @@ class CollectiveLog(TorchDispatchMode):
             fields |= {"dtype": str(dtype).removeprefix("torch."), "itemsize": dtype.itemsize}
             fields |= {"sent": sizes[0], "received": sizes[1]}
         self.add(op, group, **fields)
-        return func.namespace == "c10d"
 
     def objects(self, answer: bool) -> AbstractContextManager[None]:
         """Records collectives of Python objects too. With `answer` nothing is sent: each rank's value is this one's."""
@@ -147,13 +144,6 @@ class CollectiveLog(TorchDispatchMode):
             return call
 
         return replaced(*((dist, name, recorded(name)) for name in OBJECTS))
-
-
-def done(func: Any, args: Any) -> Any:
-    """What a c10d operator returns at once: its first argument where it has such a result, and a finished `Work`."""
-    work = FakeWork().boxed()
-    results = len(func._schema.returns)
-    return None if results == 0 else work if results == 1 else (args[0], work)
 
 
 def _answer(given: Mapping[str, Any]) -> None:

@@ -33,9 +33,9 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
-from megatron.extensions.planner.fake_stage import ANSWERS, regions_as_kernels
+from megatron.extensions.planner.fake_stage import NoValues, regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
-from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, done, places_of
+from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, places_of
 from megatron.extensions.planner.rehearsal.matching import Box, Failure, Holder, RankRecord, coords_of
 from megatron.testing.local_world import die_with_parent
 from megatron.training import setup
@@ -56,7 +56,7 @@ HOLDERS = 8
 
 
 class RankMode(LiveMemory):
-    """Answers collectives at once, records them, and counts memory. Raises OutOfMemoryError above `limit` bytes."""
+    """Records collectives, and counts memory. Raises OutOfMemoryError above `limit` bytes."""
 
     def __init__(self, log: CollectiveLog, limit: int | None) -> None:
         super().__init__()
@@ -65,11 +65,7 @@ class RankMode(LiveMemory):
         self.host = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (answer := ANSWERS.get(func)) is not None:
-            return answer(*args, **kwargs)
-        if self.log.record(func, args, kwargs):
-            return done(func, args)
+        self.log.record(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _made(self, key: int, size: int) -> None:
@@ -336,6 +332,7 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
     runtime = Runtime(Launch(rank, size, rank % 8), torch.device("cpu"), state, StartupPhases(phases.begin))
     for context in (
         FakeTensorMode(allow_non_fake_inputs=True),
+        NoValues(),
         mode,
         replaced((storage, "runs_for_all", lambda world: True)),  # it does itself what the first rank does for all
         mode.log.objects(answer=True),

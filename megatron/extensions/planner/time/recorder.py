@@ -27,7 +27,7 @@ from megatron.core.moe.experts import Segments
 from megatron.extensions.fp8.casts import Scaled
 from megatron.extensions.fusions.attention.bands import band_of
 from megatron.extensions.planner.as_on_gpus import FakeKernel, PlannedDropoutKernel, statistics_of
-from megatron.extensions.planner.fake_stage import COLLECTIVES, FakeGroup
+from megatron.extensions.planner.fake_stage import done
 from megatron.extensions.planner.time.replay import Attention, Collective, Event, Move, Product, Wait
 
 FREE = frozenset(
@@ -63,15 +63,27 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+COLLECTIVES = {
+    "allreduce_": ("all_reduce", 0, 1),
+    "_allgather_base_": ("all_gather", 0, 2),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, 2),
+    "alltoall_base_": ("all_to_all", 1, 2),
+    "send": ("send", 0, 1),
+}
+"""Operator -> its kind, and the places of the whole operand and of the group among the arguments. A `recv` moves what a
+send does."""
+
+
 class _Recorded(dist.Work):
     """A collective in flight."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, recorder: Recorder, number: int) -> None:
         super().__init__()
-        self._wait = wait
+        self.recorder, self.number = recorder, number
 
     def wait(self, *timeout: Any) -> bool:
-        self._wait()
+        if self.recorder.works.pop(self.number, None) is not None:
+            self.recorder.add(Wait(self.number))
         return True
 
 
@@ -88,6 +100,9 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.fp32_sums, self.backend = fp32_sums, backend
         self._quiet = self._numbers = 0
+        self.works: dict[int, _Recorded] = {}
+        """Collectives in flight by number: torch alone does not keep their Python part."""
+
         self._changed: set[int] | None = None
         """Storages that the region which runs just now has written, made ones too."""
 
@@ -111,6 +126,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._quiet and func._overloadpacket.__name__ in COLLECTIVES:
+            return done(func, args, self._collective(func._overloadpacket.__name__, args))
         out = func(*args, **kwargs)
         if not self._quiet:
             self._record(func, args, kwargs, out)
@@ -189,21 +206,13 @@ class Recorder(TorchDispatchMode):
         read = sum(size_of(x) for x in given if not (overwrites and any(x is y for y in written)))
         self.add(Move(read + sum(map(size_of, written or made))))
 
-    def collective(self, method: str, group: FakeGroup, *args: Any) -> dist.Work | None:
-        """Answers a method of a process group; None for those that are not recorded."""
-        if method not in COLLECTIVES or self._quiet:
-            return None
-        kind, place = COLLECTIVES[method]
+    def _collective(self, name: str, args: Any) -> dist.Work:
+        kind, operand, group = COLLECTIVES[name]
         self._numbers += 1
-        number, done = self._numbers, list[bool]()
-        self.add(Collective(kind, total_size(args[place]), group.axis, number))
-
-        def wait() -> None:
-            if not done:
-                done.append(True)
-                self.add(Wait(number))
-
-        return _Recorded(wait)
+        axis: str = dist.ProcessGroup.unbox(args[group]).axis  # type: ignore[attr-defined]  # of a `FakeGroup`
+        self.add(Collective(kind, total_size(args[operand]), axis, self._numbers))
+        self.works[self._numbers] = _Recorded(self, self._numbers)
+        return self.works[self._numbers]
 
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as one kernel forward and one backward."""

@@ -18,7 +18,6 @@ from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.fp8 import casts
 from megatron.extensions.planner.as_on_gpus import plans_fused_dropout, replaced
 from megatron.extensions.planner.fake_stage import (
-    FakeGroup,
     FakeStages,
     MicroBatch,
     fake_stages,
@@ -115,7 +114,6 @@ def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[Fak
     recorder = Recorder(on_gpu and not batch.bf16_sums, "auto" if asked == "triton" else asked)
     kernel = RecordedKernel(recorder)
     stand_ins: list[tuple[Any, str, Any]] = [
-        (FakeGroup, "observer", staticmethod(recorder.collective)),
         (compiled_regions, "_compiled", lambda function, static: recorder.region(function)),
     ]
     if on_gpu:
