@@ -39,12 +39,12 @@ for n, width, vocab_size, z_loss in ((300, 50304, 50257, 0.0), (77, 128256, 1282
     logits, labels = (4 * torch.randn(n, width)).bfloat16(), torch.randint(0, vocab_size, (n,))
     expected, found = logits.clone(), logits.cuda()
     losses = twins.loss_and_gradient_twin_(expected, labels, vocab_size, z_loss)
-    on_device = twins.loss_and_gradient_(found, labels.cuda(), vocab_size, z_loss)
+    on_device = twins.LOSS(found, labels.cuda(), vocab_size, z_loss)
     torch.testing.assert_close(on_device.cpu(), losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.cpu(), expected, rtol=2.0**-7, atol=1e-9)
     factors = torch.randint(0, 3, (n,)).float() / 2
-    twins.scale_rows_(found, factors.cuda())
-    twins.scale_rows_.__wrapped__(expected, factors)
+    twins.SCALE(found, factors.cuda())
+    twins.SCALE.plain(expected, factors)
     torch.testing.assert_close(found.cpu(), expected, rtol=2.0**-7, atol=1e-9)
 print("agree")
 """

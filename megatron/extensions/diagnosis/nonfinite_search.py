@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.tensor_parallel.weight_grad import is_stale
+from megatron.core.transformer.activation_store import tensors_in
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.progress import Step
 
@@ -142,9 +143,9 @@ class _Notes:
         assert action is not None
         key = action.stage, action.microbatch
         self._calls[key] = self._calls.get(key, 0) + 1
-        bad = [tensor for tensor in _tensors(results) if not _finite(tensor)]
+        bad = [tensor for tensor in tensors_in(results) if not _finite(tensor)]
         if bad and not any((note.stage, note.microbatch) == key for note in self.found):
-            largest = max((_largest(tensor) for tensor in _tensors(sources)), default=0.0)
+            largest = max((_largest(tensor) for tensor in tensors_in(sources)), default=0.0)
             self.add(where, module, action, self._samples(bad[0], action), largest, self._calls[key])
 
     def add(
@@ -217,18 +218,6 @@ def _global_name(model: GPTModel, name: str, stage: int) -> str:
     if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
         parts[2] = str(model.decoder.layers[int(parts[2])].number)
     return ".".join(parts)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a module takes or returns."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif is_dataclass(value):
-        for each in fields(value):
-            yield from _tensors(getattr(value, each.name))
 
 
 def _largest(tensor: Tensor) -> float:

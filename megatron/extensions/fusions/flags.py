@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import Section
 from megatron.core.parts import ATTENTION_BACKENDS, ATTENTIONS, KERNELS, LAYERS, NORMALIZATIONS, OPTIMIZERS
 from megatron.core.transformer.parameters import has_even_heads
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 from megatron.training.hooks import CALLBACKS
 
 _HERE = "megatron.extensions.fusions"
 
+OWN_BACKENDS = "flash3", "cudnn", "triton"
+"""Choices of --attention-backend beside those of torch."""
 
-@extension_flags("fusions", may_change=True, rules=f"{_HERE}.rules:rules")
+
+@extension_flags("fusions", may_change=True)
 @dataclass(frozen=True)
 class Fusions:
     fusions: bool = True
     """Use fused layers and kernels where regions are compiled, as on GPUs (see --compile). Each kernel is compared with
     plain torch at start; one that is wrong, fails or is slower is left out. --no-fusions uses none."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        backend = config.parallel.attention_backend
+        if not self.fusions and backend in OWN_BACKENDS:
+            rule = "has no effect beside --no-fusions: kernels of torch compute attention"
+            yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
 
 
 def fuses(config: Section, ctx: Any) -> bool:
@@ -58,26 +70,26 @@ OPTIMIZERS.substitute(
     when=lambda config, shards: bool(shards) and all(shard.main.itemsize == 4 for shard in shards),
 )
 for _operation, _kernel in {
-    "loss_and_gradient_": "cross_entropy:LOSS",
-    "scale_rows_": "cross_entropy:SCALE",
-    "add_products_grouped_": "grouped_products:ADD_PRODUCTS",
-    "clear_rows_behind_": "grouped_products:CLEAR_ROWS",
-    "cast_transpose": "cast_transpose:CAST_BY_AMAX",
-    "cast_transpose_noting_amax": "cast_transpose:CAST_NOTING",
-    "amax_of_rows_and_columns": "cast_transpose:AMAX",
-    "transpose": "cast_transpose:TRANSPOSE",
-    "norm_cast": "norms:NORM_CAST",
-    "norm_gradients": "norms:NORM_GRADIENTS",
-    "swiglu_cast": "fused_casts:SWIGLU_CAST",
-    "swiglu_gradient_cast": "fused_casts:SWIGLU_GRADIENT_CAST",
-    "heads_gradient_cast": "fused_casts:HEADS_CAST",
+    "loss_and_gradient_": "kernels.cross_entropy:LOSS",
+    "scale_rows_": "kernels.cross_entropy:SCALE",
+    "cast_transpose": "kernels.cast_transpose:CAST_BY_AMAX",
+    "cast_transpose_noting_amax": "kernels.cast_transpose:CAST_NOTING",
+    "amax_of_rows_and_columns": "kernels.cast_transpose:AMAX",
+    "transpose": "kernels.cast_transpose:TRANSPOSE",
+    "norm_cast": "kernels.norms:NORM_CAST",
+    "norm_gradients": "kernels.norms:NORM_GRADIENTS",
+    "swiglu_cast": "kernels.fused_casts:SWIGLU_CAST",
+    "swiglu_gradient_cast": "kernels.fused_casts:SWIGLU_GRADIENT_CAST",
+    "heads_gradient_cast": "kernels.fused_casts:HEADS_CAST",
+    "add_products_grouped_": "gemm_choice:ADD_PRODUCTS",
+    "clear_rows_behind_": "gemm_choice:CLEAR_ROWS",
+    "add_fp8_product_": "gemm_choice:WEIGHT_GRADS",
+    "residual_gemm": "gemm_choice:RESIDUAL_GEMM",
+    "mlp": "fused_mlp:MLP_KERNEL",
 }.items():
-    KERNELS.register(_operation, f"{_HERE}.kernels.{_kernel}")
-KERNELS.register("add_fp8_product_", f"{_HERE}.gemm_choice:WEIGHT_GRADS")
-KERNELS.register("residual_gemm", f"{_HERE}.gemm_choice:RESIDUAL_GEMM")
-KERNELS.register("mlp", f"{_HERE}.fused_mlp:MLP_KERNEL")
+    KERNELS.register(_operation, f"{_HERE}.{_kernel}")
 
-for _backend in ("flash3", "cudnn", "triton"):
+for _backend in OWN_BACKENDS:
     ATTENTION_BACKENDS.register(_backend, f"{_HERE}.attention.backends:{_backend.title()}Backend")
 
 CALLBACKS.register(

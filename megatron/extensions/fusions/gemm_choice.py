@@ -9,13 +9,17 @@ saves the next norm a pass that reads the product and writes the sum. The sum is
 is added later. torch's `addmm` would copy the addend into the output before it adds to that; cuBLASLt reads it as the
 product's matrix C and writes another one.
 
+The rows of experts, whose numbers only the device knows: torch's grouped GEMM covers the forward pass and the gradients
+of inputs. Weight gradients are added in fp32 to what is there, which it does not do; and it leaves rows that belong to
+no expert as the memory was.
+
 What is fastest depends on the GPU, the shape and the versions of libraries. None of these has run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.moe.experts import Segments, add_products_grouped_, clear_rows_behind_
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, residual_gemm
@@ -37,11 +42,10 @@ from megatron.extensions.fusions.kernel_choice import (
     RunShapes,
     compare,
     device_clock,
+    gpu_operator,
     runs_triton,
 )
 from megatron.extensions.fusions.kernels import cublaslt
-
-KERNELS = ("triton", "cublaslt")
 
 TORCH = "torch"
 """The kernel that writes a product, which is then added."""
@@ -65,25 +69,16 @@ TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.
 Run = Callable[[], object]
 
 
-@torch.library.custom_op("megatron::add_fp8_product_", mutates_args=("out",), device_types="cuda")
-def add_fp8_product_(
-    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str, overwrite: bool = False
-) -> None:
-    """out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32, by one of `KERNELS`; with `overwrite` = it.
+_SUM = "(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, bool overwrite) -> ()"
+KERNELS = {
+    "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM),
+    "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM),
+}
+"""out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite` = it.
 
-    out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32: [], or for "triton" also [o, 1] and [i, 1], or of tiles
-    of 128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError where a kernel does not support the
-    operands.
-    """
-    if kernel == "triton":
-        from megatron.extensions.fusions.kernels import products_triton
-
-        products_triton.add_product_(out, a, b, a_scale, b_scale, overwrite)
-    else:
-        cublaslt.add_product_(out, a, b, a_scale, b_scale, overwrite)
-
-
-add_fp8_product_.register_fake(lambda *operands, **options: None)
+out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32: [], or for "triton" also [o, 1] and [i, 1], or of tiles of
+128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError where a kernel does not support the
+operands."""
 
 
 @dataclass(frozen=True, order=True)
@@ -115,7 +110,7 @@ class WeightGradKernel:
         return ()
 
     def _kernel(self, out: Tensor, dy: Scaled) -> str:
-        return self.chosen.get(ProductShape(out.shape[0], out.shape[1], dy.values.shape[1]), KERNELS[0])
+        return self.chosen.get(ProductShape(out.shape[0], out.shape[1], dy.values.shape[1]), "triton")
 
 
 WEIGHT_GRADS = WeightGradKernel()
@@ -126,7 +121,7 @@ def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: boo
     if kernel == TORCH:
         in_torch.__wrapped__(out, dy, x, overwrite)  # type: ignore[attr-defined]
     else:
-        add_fp8_product_(out, dy.values, x.values, dy.scale, x.scale, kernel, overwrite)
+        KERNELS[kernel](out, dy.values, x.values, dy.scale, x.scale, overwrite)
 
 
 def choose_weight_grads(
@@ -221,8 +216,7 @@ def _computed(
     bias: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """What cuBLASLt does not support is a product of torch's and an addition."""
-    return _residual_gemm(x.contiguous(), weight, addend.contiguous(), bias, *(scales or (None, None)))
+    return _residual_product(x.contiguous(), weight, addend.contiguous(), bias, *(scales or (None, None)))
 
 
 def residual_sum(
@@ -240,22 +234,22 @@ def _product(
     return scaled_mm(Scaled(x, scales[0]), Scaled(weight, scales[1]), dtype, bias, fast_accumulation=True)
 
 
-@torch.library.custom_op("megatron::residual_gemm", mutates_args=())
-def _residual_gemm(
+def residual_product(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
 ) -> Tensor:
+    """By cuBLASLt; what that does not support is a product of torch's and an addition."""
     scales = None if x_scale is None or weight_scale is None else (x_scale, weight_scale)
-    if not x.is_cuda:
-        return residual_gemm.__wrapped__(x, weight, addend, bias, scales)  # type: ignore[attr-defined]
     try:
         return cublaslt.residual_product(x, weight, addend, bias, scales)
     except RuntimeError:
         return residual_sum(x, weight, addend, bias, scales)
 
 
-@_residual_gemm.register_fake
-def _(x: Tensor, weight: Tensor, addend: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(addend)
+_residual_product = gpu_operator(
+    "gemm_choice:residual_product",
+    "(Tensor x, Tensor weight, Tensor addend, Tensor? bias, Tensor? x_scale, Tensor? weight_scale) -> Tensor",
+    lambda x, weight, addend, *rest: torch.empty_like(addend),
+)
 
 
 RESIDUAL_GEMM = FusedKernel(_computed, residual_gemm, adds_residual, lambda shapes: (), 2.0**-7)
@@ -340,3 +334,38 @@ def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device
         torch.empty_like(addend).copy_(_product(x, weight, dtype, bias, scales))
 
     return {GEMM: _checked(within, within, expected, "cuBLASLt"), NORM: after}
+
+
+_add_products = gpu_operator(
+    "kernels.products_triton:add_grouped_products_", "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends) -> ()"
+)
+"""out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 whatever the operands are.
+
+out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
+
+_clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()")
+"""Sets the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Touches no others."""
+
+
+def _expert_rows(shapes: RunShapes) -> Iterator[tuple[Any, ...]]:
+    if shapes.experts and shapes.dtype == torch.bfloat16:
+        counts = torch.full((shapes.experts,), shapes.tokens // shapes.experts - 1, device=shapes.device)
+        segments = Segments.of_counts(counts, spare=True)
+        out = torch.zeros(shapes.experts, shapes.ffn, shapes.hidden, device=shapes.device)
+        yield out, shapes.random(shapes.tokens, shapes.ffn), shapes.random(shapes.tokens, shapes.hidden), segments
+
+
+ADD_PRODUCTS = FusedKernel(
+    lambda out, dy, x, segments: _add_products(out, dy, x, segments.ends),
+    add_products_grouped_,
+    lambda out, dy, x, segments: runs_triton(x),
+    _expert_rows,
+    2.0**-7,
+)
+CLEAR_ROWS = FusedKernel(
+    _clear_rows,
+    clear_rows_behind_,
+    lambda x, ends: runs_triton(x),
+    lambda shapes: ((x, segments.ends) for _, _, x, segments in _expert_rows(shapes)),
+    0.0,
+)

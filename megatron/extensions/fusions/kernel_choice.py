@@ -239,9 +239,9 @@ def runs_triton(x: Tensor) -> bool:
     return x.is_cuda and has_triton()
 
 
-def triton_operator(place: str, schema: str, fake: Callable[..., Any] = lambda *operands: None) -> Any:
-    """The operator `megatron::NAME` of GPUs, computed by a function NAME whose `place` is "module:NAME". The module
-    imports Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see one operator."""
+def gpu_operator(place: str, schema: str, fake: Callable[..., Any] = lambda *operands: None) -> Any:
+    """The operator `megatron::NAME` of GPUs, computed by a function NAME whose `place` is "module:NAME". The module may
+    import Triton, and is imported when the operator first runs. Fake tensors, plans and profilers see one operator."""
     module, name = place.split(":")
 
     def run(*operands: Any) -> Any:

@@ -30,11 +30,10 @@ class CopyQueue:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start_after(self, event: torch.cuda.Event | None) -> None:
-        """Makes later copies wait for `event`."""
+    def start_after(self, event: torch.cuda.Event | None = None) -> None:
+        """Makes later copies wait for `event`, or for what has been launched on the current stream."""
         if self._stream is not None:
-            assert event is not None
-            self._stream.wait_event(event)
+            self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
         """Starts a copy. Returns an event of its end."""
@@ -44,6 +43,11 @@ class CopyQueue:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Makes the current stream wait for `event`."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def join(self) -> None:
         """Makes the current stream wait for the copies started so far."""
@@ -122,9 +126,8 @@ class HostUpdate:
     def start(self) -> None:
         """Starts to copy the first gradients. They must be final but for a factor, and no later kernel may read the
         parameters before `update` has been called."""
-        event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        self._to_host.start_after(event)
-        self._to_device.start_after(event)
+        self._to_host.start_after()
+        self._to_device.start_after()
         for chunk in range(self._number):
             self._start_grads(chunk)
 

@@ -33,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.transformer.activation_store import saving_by, tensors_in, unpacked
 from megatron.extensions.offload.flags import ActivationFlags
+from megatron.extensions.offload.host_update import CopyQueue
 
 
 @dataclass(eq=False)
@@ -88,7 +89,7 @@ class ActivationOffload:
     def __init__(self, num_layers: int, smallest: int, device: torch.device | str) -> None:
         self.num_layers, self.smallest, self.device = num_layers, smallest, torch.device(device)
         self.pool = self.new_pool()
-        self.copies = Copies(self.device)
+        self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
         self.sent = 0
         """Bytes that have been copied to the host so far."""
 
@@ -102,6 +103,22 @@ class ActivationOffload:
         if x.is_leaf:
             stays.add(memory_of(x))
         return OffloadedPass(self, stays)
+
+    def send(self, x: Tensor) -> tuple[HostBuffer, torch.cuda.Event | None]:
+        """Copies x, uint8 [bytes], to the host, behind what has been launched: (where to, when it is there)."""
+        buffer = self.pool.take(len(x))
+        self.to_host.start_after()
+        if buffer.read is not None:
+            self.to_host.start_after(buffer.read)
+        self.sent += len(x)
+        return buffer, self.to_host.copy(x, buffer.memory[: len(x)])
+
+    def fetch(self, buffer: HostBuffer, nbytes: int) -> Tensor:
+        """uint8 [bytes] in new memory of the device, which has arrived when `buffer.read` has happened."""
+        into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.to_device.start_after()  # the memory may have been another tensor's just now
+        buffer.read = self.to_device.copy(buffer.memory[:nbytes], into)
+        return into
 
 
 def build_offload(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload:
@@ -162,13 +179,13 @@ class Part:
         self._moved: list[weakref.ref[_Moved]] = []
         """Those that autograd still needs."""
         self._sent: torch.cuda.Event | None = None
+        """When all of them are on the host; None on CPU."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Tensors that autograd saves are offloaded."""
         with saving_by(self), saved_tensors_hooks(self.pack, unpacked):
             yield
-        self._sent = self.offload.copies.sent()
 
     def pack(self, x: Tensor) -> Tensor | _View:
         """What stands in the graph for x: x itself if it stays."""
@@ -179,12 +196,13 @@ class Part:
             return x
         if key not in self._held:
             self._held[key] = moved = _Moved(offload, _bytes_of(x))
+            self._sent = moved.sent
             self._moved.append(weakref.ref(moved))
         return _View(self._held[key], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def let_go(self) -> None:
         """Lets go of the device's memory: tensors made in it from now on wait until the copies have ended."""
-        self.offload.copies.wait(self._sent)
+        self.offload.to_device.wait(self._sent)
         for moved in self._held.values():
             moved.original = None
         self._held.clear()
@@ -219,18 +237,16 @@ class _Moved:
     def __init__(self, offload: ActivationOffload, original: Tensor) -> None:
         self.offload, self.nbytes = offload, len(original)
         self.original: Tensor | None = original
-        self.host: HostBuffer | None = None
+        self.host: HostBuffer | None
         self._back: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
-        self.host = offload.pool.take(self.nbytes)
-        offload.copies.send(original, self.host)
-        offload.sent += self.nbytes
+        self.host, self.sent = offload.send(original)
 
     def fetch(self) -> None:
         """Starts the copy back, once, unless the device has the tensor still."""
         if self.host is None or self.original is not None:
             return
-        self._back, self._arrived = self.offload.copies.fetch(self.host, self.nbytes)
+        self._back, self._arrived = self.offload.fetch(self.host, self.nbytes), self.host.read
         self.offload.pool.give_back(self.host)
         self.host = None
 
@@ -244,54 +260,13 @@ class _Moved:
         return self._back
 
     def _wait(self) -> None:
-        self.offload.copies.wait(self._arrived)
+        self.offload.to_device.wait(self._arrived)
         self._arrived = None
 
     def __del__(self) -> None:
         self._wait()  # memory that nobody has read may not be given to others while it is written
         if self.host is not None:
             self.offload.pool.give_back(self.host)
-
-
-class Copies:
-    """Copies in both directions, each on a stream of its own; on CPU they have ended when they return."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._out, self._back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-
-    def send(self, x: Tensor, buffer: HostBuffer) -> None:
-        """Copies x, uint8 [bytes], to the host, behind what has been launched."""
-        into = buffer.memory[: len(x)]
-        if self._out is None:
-            into.copy_(x)
-            return
-        self._out.wait_stream(torch.cuda.current_stream())
-        if buffer.read is not None:
-            self._out.wait_event(buffer.read)
-        with torch.cuda.stream(self._out):
-            into.copy_(x, non_blocking=True)
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """What is launched from now on runs behind `event`."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-
-    def sent(self) -> torch.cuda.Event | None:
-        """When all that was sent so far is on the host; None on CPU."""
-        return None if self._out is None else self._out.record_event()
-
-    def fetch(self, buffer: HostBuffer, nbytes: int) -> tuple[Tensor, torch.cuda.Event | None]:
-        """(uint8 [bytes] in new memory of the device, when it has arrived)"""
-        into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if self._back is None:
-            into.copy_(buffer.memory[:nbytes])
-            return into, None
-        self._back.wait_stream(torch.cuda.current_stream())  # the memory may have been another tensor's just now
-        with torch.cuda.stream(self._back):
-            into.copy_(buffer.memory[:nbytes], non_blocking=True)
-        buffer.read = self._back.record_event()
-        return into, buffer.read
 
 
 def memory_of(x: Tensor) -> int:

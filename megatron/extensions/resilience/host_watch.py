@@ -28,7 +28,7 @@ from megatron.training.reliability.failure_report import ADVICE, Failure
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import Board
-from megatron.training.reliability.watchdog import Watchdog
+from megatron.training.reliability.watchdog import Watch, Watchdog
 
 ADVICE_HOST = (
     "look at the power, cable and switch of the named host; the latest checkpoint is complete, and the same command "
@@ -96,19 +96,20 @@ class AskedStore:
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
     """The watch of a rank over other hosts, which begins before the run's folders are looked at."""
     assert watchdog.board is not None
-    watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures)
-    watch.open(watchdog.board, config.options(ResilienceConfig).host_heartbeat_timeout_seconds)
+    timeout = config.options(ResilienceConfig).host_heartbeat_timeout_seconds
+    watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures, watchdog.board, timeout)
+    watch.open()
     return watch
 
 
-class HostWatch:
-    """Without `open` it does nothing and costs nothing."""
+class HostWatch(Watch):
+    """`timeout`: seconds without a heartbeat after which a host is lost."""
 
-    def __init__(self, launch: Launch, status: RankStatus, failures: FailureHandler) -> None:
-        self._launch, self._status, self._failures = launch, status, failures
-        self._board: Board | None = None
-        self._store: AskedStore | None = None
-        self._timeout, self._run = 0.0, ""
+    def __init__(
+        self, launch: Launch, status: RankStatus, failures: FailureHandler, board: Board, timeout: float
+    ) -> None:
+        self._launch, self._status, self._failures, self._board = launch, status, failures, board
+        self._store, self._timeout, self._run = AskedStore(board.store), timeout, ""
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = set[int]()
@@ -123,10 +124,10 @@ class HostWatch:
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
-    def open(self, board: Board, timeout: float) -> None:
-        """Starts to watch. `timeout`: seconds without a heartbeat after which a host is lost."""
-        self._board, self._timeout = board, timeout
-        self._store = board.store = AskedStore(board.store)
+    def open(self) -> None:
+        """Starts to watch."""
+        board = self._board
+        board.store = self._store
         self._ear.bind(("127.0.0.1", 0))
         threading.Thread(target=self._ask_after_store, name="store watch", daemon=True).start()
         self._run = board.agree("heartbeats", os.urandom(8).hex())
@@ -134,14 +135,9 @@ class HostWatch:
         self._publish(self._start() if self._launch.local_rank == 0 else 0)
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
 
-    def start(self) -> None:
-        """`open` has started it."""
-
     def look(self) -> None:
         """Tells the heartbeat of hosts that have come. Asks the store; the watchdog's thread calls it."""
         board = self._board
-        if board is None:
-            return
         if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
             self._told = 0  # killed by somebody: a host whose heart stands still would be taken for lost
             self._publish(self._start())
@@ -176,7 +172,6 @@ class HostWatch:
         return int(self._process.stdout.readline() or 0)
 
     def _publish(self, port: int) -> None:
-        assert self._board is not None
         me = self._board.me
         address, ear = _way_to(*_store_address())[1], self._ear.getsockname()[1]
         link = Link(me.host, me.host + me.namespace, ear, self._launch.local_rank == 0, address, port)
@@ -224,7 +219,6 @@ class HostWatch:
 
     def _ask_after_store(self) -> None:
         """Ends this rank where for the timeout neither the store, which lies with rank 0, nor its host has answered."""
-        assert self._store is not None
         address = _store_address()
         while not self._closed.wait(LOOK):
             if self._store.waits() > self._timeout / 2 and not _answers(address, self._timeout):

@@ -21,7 +21,7 @@ from typing import Any
 from megatron.core.datasets.index_cache import folder_lock
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.rank_store import Peer
-from megatron.training.reliability.watchdog import Watchdog
+from megatron.training.reliability.watchdog import Watch, Watchdog
 
 RENEWAL = 2.0
 """Seconds between two renewals."""
@@ -42,7 +42,7 @@ class LeaseError(RuntimeError):
     )
 
 
-class LeaseWatch:
+class LeaseWatch(Watch):
     """Holds the lease while a watchdog runs, on rank 0."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
@@ -57,9 +57,6 @@ class LeaseWatch:
         except LeaseError:
             self._outcome.recorded = False
             raise
-
-    def look(self) -> None:
-        """The lease has a thread of its own."""
 
     def close(self) -> None:
         self._lease.release()

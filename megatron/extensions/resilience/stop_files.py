@@ -9,13 +9,13 @@ from pathlib import Path
 from megatron.extensions.resilience.flags import StopFileFlags
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.rank_store import Request
-from megatron.training.reliability.watchdog import Watchdog
+from megatron.training.reliability.watchdog import Watch, Watchdog
 
 TRIGGERS = {"save": "save", "exit": "stop"}
 """Name of a file -> kind of the request that it makes."""
 
 
-class StopFiles:
+class StopFiles(Watch):
     """Rank 0 looks for the files. The kill switch stops the run as long as it exists."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
@@ -25,16 +25,10 @@ class StopFiles:
         self._stuck = set[Path]()
         """Files that could not be removed."""
 
-    def start(self) -> None:
-        """Nothing: `look` does all."""
-
     def look(self) -> None:
         if not self._requests.pending:
             for request in self.due():
                 self._requests.ask(request)
-
-    def close(self) -> None:
-        """Nothing: files that come later are left alone."""
 
     def due(self) -> Iterator[Request]:
         """The requests that are due now. The files `save` and `exit` are removed when they are seen."""

@@ -34,6 +34,7 @@ from megatron.core.distributed.param_and_grad_buffer import WholeUnits
 from megatron.core.distributed.param_layout import Piece
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.activation_store import tensors_in
 from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
 
@@ -272,9 +273,4 @@ def _apart_from(unit: Unit, output: Any) -> Any:
 
 def _differentiable(value: Any) -> Iterator[Tensor]:
     """The tensors in what a module takes or returns that have gradients."""
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _differentiable(part)
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)

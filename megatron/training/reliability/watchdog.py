@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from megatron.core.parts import WATCHES
 from megatron.training.config.run_config import RunConfig
@@ -24,7 +24,7 @@ from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import SignalListener, StopRequests
 
 
-class Watch(Protocol):
+class Watch:
     """What an extension has a watchdog look at, such as other hosts. It ends the ranks by `Watchdog.failures`."""
 
     def start(self) -> None:

@@ -60,17 +60,17 @@ def check_sums() -> None:
         out, over = torch.randn(o, i), torch.full((o, i), torch.nan)
         expected = out.double() + a.dequantized(torch.float64) @ b.dequantized(torch.float64).t()
         zeros = torch.zeros(o, i)
-        kernels.add_product_(out, a.values, b.values, a.scale, b.scale)
-        kernels.add_product_(zeros, a.values, b.values, a.scale, b.scale)
-        kernels.add_product_(over, a.values, b.values, a.scale, b.scale, overwrite=True)
+        kernels.add_product_triton_(out, a.values, b.values, a.scale, b.scale, False)
+        kernels.add_product_triton_(zeros, a.values, b.values, a.scale, b.scale, False)
+        kernels.add_product_triton_(over, a.values, b.values, a.scale, b.scale, overwrite=True)
         assert torch.equal(over, zeros)
         terms = a.dequantized(torch.float64).abs() @ b.dequantized(torch.float64).abs().t() + expected.abs()
         assert ((out.double() - expected).abs() <= (n + 8) * 2.0**-24 * terms).all(), (o, i, n, scales)
     out = torch.randn(16, 32)
     before, empty = out.clone(), torch.empty(16, 0).to(E4M3)
-    kernels.add_product_(out, empty, torch.empty(32, 0).to(E4M3), torch.ones(()), torch.ones(()))
+    kernels.add_product_triton_(out, empty, torch.empty(32, 0).to(E4M3), torch.ones(()), torch.ones(()), False)
     assert torch.equal(out, before)
-    kernels.add_product_(out, empty, torch.empty(32, 0).to(E4M3), torch.ones(()), torch.ones(()), overwrite=True)
+    kernels.add_product_triton_(out, empty, torch.empty(32, 0).to(E4M3), torch.ones(()), torch.ones(()), overwrite=True)
     assert not out.any()
 
 
@@ -184,13 +184,13 @@ def test_cublaslt_is_asked_for_the_definition(library: None) -> None:
         out = torch.randn(o, i)
         product = a.dequantized() @ b.dequantized().t()
         expected = out + product
-        cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale)
+        cublaslt.add_product_cublaslt_(out, a.values, b.values, a.scale, b.scale, False)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
-        cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale, overwrite=True)
+        cublaslt.add_product_cublaslt_(out, a.values, b.values, a.scale, b.scale, overwrite=True)
         torch.testing.assert_close(out, product, rtol=1e-5, atol=1e-4)
     rows = operand(o, n, E5M2, "rows")
     with pytest.raises(RuntimeError, match="one scale for each operand"):
-        cublaslt.add_product_(out, rows.values, b.values, rows.scale, rows.scale)
+        cublaslt.add_product_cublaslt_(out, rows.values, b.values, rows.scale, rows.scale, False)
 
 
 @pytest.mark.parametrize("bias", [False, True])

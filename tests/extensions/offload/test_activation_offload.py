@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.offload.saved_activations import ActivationOffload, Copies, HostBuffer, HostPool
+from megatron.extensions.offload.host_update import CopyQueue
+from megatron.extensions.offload.saved_activations import ActivationOffload, HostPool
 from megatron.testing.snapshot import differences
 from tests.extensions import needs
 from tests.gpt_cases import LLAMA, with_dropout
@@ -75,42 +76,38 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-class LateCopies(Copies):
+class LateCopies(CopyQueue):
     """Copies that are made at the last moment at which they may be, as those of a busy GPU: when somebody waits for
     them. Until then what they write to holds NaN."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], Any]] = []
         self.done = 0
-        self.log: list[str] = []
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Any = None) -> None:
         while event is not None and self.done < event:
             self.queue[self.done]()
             self.done += 1
 
-    def sent(self) -> Any:
+    start_after = wait
+
+    def copy(self, source: Tensor, target: Tensor) -> Any:
+        target.fill_(255)
+        self.queue.append(lambda: target.copy_(source))
         return len(self.queue)
 
-    def send(self, x: Tensor, buffer: HostBuffer) -> None:
-        self.wait(buffer.read)
-        self.queue.append(lambda: buffer.memory[: len(x)].copy_(x))
 
-    def fetch(self, buffer: HostBuffer, nbytes: int) -> tuple[Tensor, Any]:
-        into = torch.full((nbytes,), 255, dtype=torch.uint8)
-        self.log.append("fetch")
-        self.queue.append(lambda: into.copy_(buffer.memory[:nbytes]))
-        buffer.read = len(self.queue)
-        return into, buffer.read
+def offload_with_late_copies() -> ActivationOffload:
+    offload = ActivationOffload(2, 1, "cpu")
+    offload.to_host = offload.to_device = LateCopies()
+    return offload
 
 
 def test_copies_are_waited_for_and_buffers_are_not_overwritten() -> None:
     """Of three micro-batches with backwards in another order, all copies as late as can be."""
     found = []
-    for offload in (None, ActivationOffload(2, 1, "cpu")):
+    for offload in (None, offload_with_late_copies()):
         model = model_with(offload)
-        if offload is not None:
-            offload.copies = LateCopies()
         first, second = model(None, batch_of(model)), model(None, batch_of(model, first=5))
         first.backward()
         third = model(None, batch_of(model, first=9))
@@ -121,17 +118,17 @@ def test_copies_are_waited_for_and_buffers_are_not_overwritten() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_layers_activations_are_fetched_while_the_one_behind_it_computes() -> None:
-    offload = ActivationOffload(2, 1, "cpu")
-    model, copies = model_with(offload), LateCopies()
-    offload.copies = copies
+def test_a_layers_activations_are_fetched_while_the_one_behind_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload, log = offload_with_late_copies(), list[str]()
+    model, fetch = model_with(offload), offload.fetch
+    monkeypatch.setattr(offload, "fetch", lambda *args: log.append("fetch") or fetch(*args))
     for number, layer in enumerate(model.decoder.layers):
-        layer.register_full_backward_pre_hook(lambda *_, number=number: copies.log.append(f"begin {number}"))
-        layer.register_full_backward_hook(lambda *_, number=number: copies.log.append(f"end {number}"))
+        layer.register_full_backward_pre_hook(lambda *_, number=number: log.append(f"begin {number}"))
+        layer.register_full_backward_hook(lambda *_, number=number: log.append(f"end {number}"))
     model(None, batch_of(model)).backward()
-    assert len(copies.log) > 10
-    fetches = [entry for entry in copies.log if entry == "fetch"]
-    order = [entry for entry, after in zip(copies.log, [*copies.log[1:], ""], strict=True) if entry != after]
+    assert len(log) > 10
+    fetches = [entry for entry in log if entry == "fetch"]
+    order = [entry for entry, after in zip(log, [*log[1:], ""], strict=True) if entry != after]
     # Behind the beginning of layer 2 those of layer 1, behind that of layer 1 those of layer 0, and none later.
     assert [entry for entry in order if entry != "fetch"] == [f"{w} {n}" for n in (2, 1, 0) for w in ("begin", "end")]
     assert order[-2:] == ["begin 0", "end 0"] and order.count("fetch") == 2

@@ -190,6 +190,12 @@ class Ends:
         self.reports.append(f"{failure.who} {failure.title}: {failure.what}")
 
 
+def watch_of(rank: int, status: RankStatus, ends: Ends) -> HostWatch:
+    """Of one of two hosts, not opened."""
+    board: Any = SimpleNamespace(store=None)
+    return HostWatch(Launch(rank, 2, several_hosts=True), status, cast("Any", ends), board, TIMEOUT)
+
+
 @pytest.mark.parametrize(
     ("kind", "phase", "peace", "report"),
     [
@@ -205,7 +211,7 @@ def test_a_rank_whose_run_has_ended_elsewhere_ends(
     monkeypatch.setattr(host_watch, "PEACE", peace)
     ends, status = Ends(), RankStatus()
     status.phase = phase
-    watch = HostWatch(Launch(0, 2, several_hosts=True), status, cast("Any", ends))
+    watch = watch_of(0, status, ends)
     watch._act({each: {} for each in KINDS} | {"gone": [], "fine": [], kind: {"1": 12.0}})
     who = "the host of rank 1 (rank 1 of 2)"
     assert ends.reports == ([f"{who} ended before this rank: the run on {who} ended {report}"] if report else [])
@@ -238,7 +244,7 @@ def test_a_store_knows_for_how_long_an_answer_is_waited_for() -> None:
 @pytest.mark.parametrize("there", [True, False])
 def test_a_rank_without_an_answer_of_the_store_asks_for_its_host(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     asked: list[tuple[str, int]] = []
-    watch = HostWatch(Launch(1, 2, several_hosts=True), RankStatus(), cast("Any", ends := Ends()))
+    watch = watch_of(1, RankStatus(), ends := Ends())
 
     def answers(address: tuple[str, int], seconds: float) -> bool:
         asked.append(address)
@@ -250,7 +256,7 @@ def test_a_rank_without_an_answer_of_the_store_asks_for_its_host(monkeypatch: py
     monkeypatch.setattr(host_watch, "LOOK", 0.001)
     monkeypatch.setenv("MASTER_ADDR", "first")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    watch._store, watch._timeout = cast("Any", SimpleNamespace(waits=lambda: 7.0)), 6.0
+    watch._store = cast("Any", SimpleNamespace(waits=lambda: 7.0))
     watch._ask_after_store()
     assert asked == [("first", 29500)] * 2
     who = "first (rank 0 of 2) host cannot be reached: the host of rank 1 (rank 1 of 2) has heard nothing from"

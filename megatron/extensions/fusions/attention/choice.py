@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -98,14 +99,8 @@ def described(choice: Choice) -> str:
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
     """A run whose operands are made when it is first called, so that with `compare` those of one kernel are in memory
     at a time."""
-    made: list[Callable[[], object]] = []
-
-    def run() -> object:
-        if not made:
-            made.append(attention_run(shape, device, name))
-        return made[0]()
-
-    return run
+    run = cache(lambda: attention_run(shape, device, name))
+    return lambda: run()()
 
 
 def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> Callable[[], object]:

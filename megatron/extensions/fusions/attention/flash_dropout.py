@@ -25,7 +25,7 @@ from megatron.core.attention.varlen import add_sinks_, sinks_grad
 from megatron.core.dropout import bits_of_columns
 from megatron.core.host_to_device import integers_on
 from megatron.extensions.fusions.attention.bands import Band, band_of
-from megatron.extensions.fusions.kernel_choice import triton_operator
+from megatron.extensions.fusions.kernel_choice import gpu_operator
 
 WIDEST = 256
 """Channels of the widest heads that the kernel takes."""
@@ -164,14 +164,14 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: Any) -> tuple[Tensor, 
     return q.new_empty(n, b, heads, v.shape[-1]), q.new_empty(b, heads, n, dtype=torch.float32).permute(2, 0, 1)
 
 
-_forward = triton_operator(
+_forward = gpu_operator(
     "attention.flash_dropout_triton:flash_dropout",
     f"(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor)",
     _fake_forward,
 )
 """Output [n, b, heads, dv] and log-sum-exp [n, b, heads] in fp32."""
 
-_backward = triton_operator(
+_backward = gpu_operator(
     "attention.flash_dropout_triton:flash_dropout_backward",
     f"(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor, Tensor)",
     lambda *operands: tuple(x.new_empty(x.shape) for x in operands[3:6]),

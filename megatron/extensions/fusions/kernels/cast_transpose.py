@@ -17,7 +17,7 @@ from megatron.extensions.fp8.cast_transpose import (
     cast_transpose_noting_amax,
     transpose,
 )
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton, triton_operator
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 TOLERANCE = 2.0**-7
 """Numbers at the middle between two of fp8 may be rounded to either: a few of all."""
@@ -69,20 +69,18 @@ def _fake_amax(x: Tensor, wanted: list[bool]) -> list[Tensor]:
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
-_by_amax = triton_operator(
+_by_amax = gpu_operator(
     f"{MODULE}:cast_transpose",
     "(Tensor x, Tensor? row_amax, Tensor? column_amax, ScalarType dtype) -> Tensor[]",
     _fake_cast,
 )
-_noting_amax = triton_operator(
+_noting_amax = gpu_operator(
     f"{MODULE}:cast_transpose_noting_amax",
     f"(Tensor x, {CAST}) -> Tensor[]",
     lambda x, *cast: made_casts(x, (x.shape[0], x.shape[1]), *cast),
 )
-_amax = triton_operator(f"{MODULE}:amax_of_rows_and_columns", "(Tensor x, bool[] wanted) -> Tensor[]", _fake_amax)
-_transposed = triton_operator(
-    f"{MODULE}:transposed_bytes", "(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape[::-1])
-)
+_amax = gpu_operator(f"{MODULE}:amax_of_rows_and_columns", "(Tensor x, bool[] wanted) -> Tensor[]", _fake_amax)
+_transposed = gpu_operator(f"{MODULE}:transposed_bytes", "(Tensor x) -> Tensor", lambda x: x.new_empty(x.shape[::-1]))
 
 
 def _cast(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, _: bool) -> CastPair:

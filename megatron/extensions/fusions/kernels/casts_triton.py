@@ -8,7 +8,7 @@ order is that of the numbers, NaN above infinity: a maximum is the same in any o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,9 +42,14 @@ class Casts(NamedTuple):
     def of(
         cls, n: int, k: int, multiplier: Tensor, noted: Tensor | None, wanted: list[bool], dtype: torch.dtype
     ) -> Casts:
+        """For a matrix [n, k]; the rest are the parts of a `CastOrder`, which operators that cast take last."""
         device = multiplier.device
         outputs = outputs_of(n, k, wanted, dtype, device)
         return cls(*outputs, multiplier, torch.empty((), device=device), state_of(device), noted)
+
+    def of_nothing(self) -> list[Tensor]:
+        """Those of a matrix without elements, for which no kernel runs."""
+        return self._replace(scale=self.multiplier.reciprocal()).made()
 
     def made(self) -> list[Tensor]:
         """The casts that are wanted, and their scale."""
@@ -278,14 +283,12 @@ def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | Non
     return [values for values in outputs if values is not None] + found
 
 
-def cast_transpose_noting_amax(
-    x: Tensor, multiplier: Tensor, noted: Tensor | None, wanted: list[bool], dtype: torch.dtype
-) -> list[Tensor]:
+def cast_transpose_noting_amax(x: Tensor, *cast: Any) -> list[Tensor]:
     """Returns the values by rows and by columns, as wanted, and the scale; updates `noted`."""
     n, k = x.shape
-    casts = Casts.of(n, k, multiplier, noted, wanted, dtype)
+    casts = Casts.of(n, k, *cast)
     if not x.numel():
-        return casts._replace(scale=multiplier.reciprocal()).made()
+        return casts.of_nothing()
     noting_tiles[_tiles(n, k)](x, x.stride(), casts, n, k, TILE, num_warps=WARPS)
     return casts.made()
 
@@ -311,41 +314,26 @@ def transposed_bytes(x: Tensor) -> Tensor:
     return out
 
 
-def swiglu_cast(
-    x: Tensor,
-    grad: Tensor | None,
-    multiplier: Tensor,
-    noted: Tensor | None,
-    wanted: list[bool],
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:
     """Returns the values by rows and by columns, as wanted, of SwiGLU or, given a `grad`, of the gradient of x, and
     the scale; updates `noted`."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
-    casts = Casts.of(n, f if grad is None else 2 * f, multiplier, noted, wanted, dtype)
+    casts = Casts.of(n, f if grad is None else 2 * f, *cast)
     if not x.numel():
-        return casts._replace(scale=multiplier.reciprocal()).made()
+        return casts.of_nothing()
     swiglu_tiles[_tiles(n, f, SWIGLU_TILE)](x, grad, casts, n, f, *SWIGLU_TILE, num_warps=WARPS)
     return casts.made()
 
 
 def heads_gradient_cast(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    multiplier: Tensor,
-    noted: Tensor | None,
-    wanted: list[bool],
-    dtype: torch.dtype,
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: Any
 ) -> list[Tensor]:
     """The casts of the joined gradients, as wanted, and the scale; updates `noted`."""
     assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)
     s, b, groups, width = dv.shape
     n, slots = s * b, sum(grad.shape[2] for grad in (dq, dk, dv))
-    casts = Casts.of(n, slots * width, multiplier, noted, wanted, dtype)
+    casts = Casts.of(n, slots * width, *cast)
     operands = dq, dk, dv, cos, sin, casts, n, groups, slots // groups - 2, width // 2, TILE
     head_tiles[(triton.cdiv(n, TILE) * slots,)](*operands, num_warps=WARPS)
     return casts.made()

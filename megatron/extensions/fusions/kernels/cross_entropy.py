@@ -14,33 +14,24 @@ import torch
 from torch import Tensor
 
 from megatron.core.tensor_parallel.cross_entropy import scale_rows_
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 ROWS = 4096
 """Tokens whose losses are compared at most: as many logits fill a GPU."""
 
 
-def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
+def makes_gradients(logits: Tensor, *_: Any) -> bool:
+    """Whether the kernel runs on `logits`. In fp16 it would pay nothing: gradients of losses are the loss
+    scale."""
+    return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
+
+
+def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
     """Losses [n] in fp32 of logits [n, width], whose columns from `vocab_size` on are padding, and labels [n]; the
     gradients of the losses take the place of the logits, zero in the padding.
 
     A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both are computed in fp32.
     """
-    return _loss_and_gradient_(logits, labels, vocab_size, z_loss_coeff)
-
-
-def makes_gradients(logits: Tensor, *_: Any) -> bool:
-    """Whether `loss_and_gradient_` runs on `logits`. In fp16 it would pay nothing: gradients of losses are the loss
-    scale."""
-    return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
-
-
-def _scaled_rows_(x: Tensor, factors: Tensor) -> None:
-    _scale_rows_(x, factors.contiguous())
-
-
-def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    """`loss_and_gradient_` in torch."""
     z, rows = logits[:, :vocab_size].float(), torch.arange(len(labels), device=labels.device)
     top = z.amax(1)
     exponentials = (z - top[:, None]).exp_()
@@ -56,31 +47,12 @@ def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_l
     return losses
 
 
-@torch.library.custom_op("megatron::loss_and_gradient_", mutates_args=("logits",))
-def _loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    if not logits.is_cuda:
-        return loss_and_gradient_twin_(logits, labels, vocab_size, z_loss_coeff)
-    from megatron.extensions.fusions.kernels import cross_entropy_triton
-
-    return cross_entropy_triton.loss_and_gradient_(logits, labels, vocab_size, z_loss_coeff)
-
-
-@_loss_and_gradient_.register_fake
-def _(logits: Tensor, *rest: Any) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("megatron::scale_rows_", mutates_args=("x",))
-def _scale_rows_(x: Tensor, factors: Tensor) -> None:
-    if not x.is_cuda:
-        scale_rows_.__wrapped__(x, factors)  # type: ignore[attr-defined]
-        return
-    from megatron.extensions.fusions.kernels import cross_entropy_triton
-
-    cross_entropy_triton.scale_rows_(x, factors)
-
-
-_scale_rows_.register_fake(lambda *operands: None)
+_loss_and_gradient_ = gpu_operator(
+    "kernels.cross_entropy_triton:loss_and_gradient_",
+    "(Tensor(a!) logits, Tensor labels, int vocab_size, float z_loss_coeff) -> Tensor",
+    lambda logits, *rest: logits.new_empty(logits.shape[0], dtype=torch.float32),
+)
+_scale_rows_ = gpu_operator("kernels.cross_entropy_triton:scale_rows_", "(Tensor(a!) x, Tensor factors) -> ()")
 
 
 def _logits(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
@@ -92,14 +64,14 @@ def _logits(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 LOSS = FusedKernel(
-    loss_and_gradient_,
+    _loss_and_gradient_,
     loss_and_gradient_twin_,
     makes_gradients,
     lambda shapes: ((logits, labels, shapes.vocab, 0.0) for logits, labels in _logits(shapes)),
     2.0**-6,
 )
 SCALE = FusedKernel(
-    _scaled_rows_,
+    lambda x, factors: _scale_rows_(x, factors.contiguous()),
     scale_rows_,
     lambda x, factors: runs_triton(x),
     lambda shapes: ((logits, torch.ones_like(labels, dtype=torch.float32)) for logits, labels in _logits(shapes)),

@@ -162,8 +162,8 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
     return _Product(description, a, b, out, algorithm)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool = False) -> None:
-    """See `fp8_weight_grad`. Scales are of whole matrices. Sums have all bits."""
+def add_product_cublaslt_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
+    """See `gemm_choice.KERNELS`. Scales are of whole matrices. Sums have all bits."""
     _multiply(out, out, a, b, Kind(a.dtype, b.dtype, out.dtype), (a_scale, b_scale), None, 0.0 if overwrite else 1.0)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.parts import operation
 from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, noting
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton, triton_operator
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 from megatron.extensions.fusions.kernels.cast_transpose import (
     CAST,
     MODULE,
@@ -109,8 +109,8 @@ def _fake_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Ten
     return made_casts(dq, (dq.shape[0] * dq.shape[1], width), *cast)
 
 
-_swiglu = triton_operator(f"{MODULE}:swiglu_cast", f"(Tensor x, Tensor? grad, {CAST}) -> Tensor[]", _fake_swiglu)
-_heads = triton_operator(
+_swiglu = gpu_operator(f"{MODULE}:swiglu_cast", f"(Tensor x, Tensor? grad, {CAST}) -> Tensor[]", _fake_swiglu)
+_heads = gpu_operator(
     f"{MODULE}:heads_gradient_cast",
     f"(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin, {CAST}) -> Tensor[]",
     _fake_heads,

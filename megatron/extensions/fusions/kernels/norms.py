@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.parts import operation
 from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, noting
-from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, runs_triton, triton_operator
+from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 from megatron.extensions.fusions.kernels.cast_transpose import CAST, TOLERANCE, made_casts, order_of, paired, wide
 
 WIDEST = 2**14
@@ -174,7 +174,7 @@ def _fake_gradients(
     return [torch.empty_like(total), summed, *casts]
 
 
-_norm_cast = triton_operator(
+_norm_cast = gpu_operator(
     "kernels.norms_triton:norm_cast",
     f"(Tensor x, Tensor? update, Tensor weight, Tensor? bias, float eps, bool centered, bool one_plus, {CAST}) "
     "-> Tensor[]",
@@ -182,7 +182,7 @@ _norm_cast = triton_operator(
 )
 """The total, if there is an update, statistics, casts by rows and by columns, as wanted, and their scale."""
 
-_norm_gradients = triton_operator(
+_norm_gradients = gpu_operator(
     "kernels.norms_triton:norm_gradients",
     "(Tensor total, Tensor? of_total, Tensor of_normed, Tensor weight, Tensor[] statistics, bool one_plus, bool sums, "
     f"{CAST.replace('Tensor multiplier', 'Tensor? multiplier')}) -> Tensor[]",

@@ -13,7 +13,7 @@ those of all programs, in one order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -255,15 +255,12 @@ def norm_cast(
     eps: float,
     centered: bool,
     one_plus: bool,
-    multiplier: Tensor,
-    noted: Tensor | None,
-    wanted: list[bool],
-    dtype: torch.dtype,
+    *cast: Any,
 ) -> list[Tensor]:
     """See `norms`."""
     assert x.is_contiguous() and (update is None or update.is_contiguous())
     (n, h), tile = x.shape, tile_of(x.shape[1], ELEMENTS * 2 // x.itemsize)
-    casts = Casts.of(n, h, multiplier, noted, wanted, dtype)
+    casts = Casts.of(n, h, *cast)
     total = None if update is None else torch.empty_like(x)
     inverse, mean = (torch.empty(n, 1, device=x.device) if made else None for made in (True, centered))
     operands = x, update, weight, bias, total, inverse, mean, casts, n, h, eps, one_plus
@@ -279,21 +276,18 @@ def norm_gradients(
     statistics: Sequence[Tensor],
     one_plus: bool,
     sums: bool,
-    multiplier: Tensor | None,
-    noted: Tensor | None,
-    wanted: list[bool],
-    dtype: torch.dtype,
+    *cast: Any,
 ) -> list[Tensor]:
     """See `norms`."""
     inverse, *means = statistics
     given = Backward(x, of_total, of_normed, weight, inverse, means[0] if means else None)
     assert all(operand is None or operand.is_contiguous() for operand in given)
     n, h = x.shape
-    chunked, tile = gradient_tile(h, multiplier is not None)
+    casts = None if cast[0] is None else Casts.of(n, h, *cast)
+    chunked, tile = gradient_tile(h, casts is not None)
     dx, blocks = torch.empty_like(x), triton.cdiv(n, tile[0])
     programs = min(blocks, multiprocessors(x.device))  # whose registers a program fills
     part_sums = torch.empty(programs, len(statistics) + sums, h, device=x.device)
-    casts = None if multiplier is None else Casts.of(n, h, multiplier, noted, wanted, dtype)
     rest = n, h, triton.cdiv(blocks, programs), one_plus, sums
     if chunked:
         norm_gradient_chunks[(programs,)](given, dx, part_sums, casts, *rest, tile, num_warps=WARPS)

@@ -1,5 +1,4 @@
-"""Triton kernels of products that add to their fp32 output: those of experts (`grouped_products.py`), and of fp8
-(`gemm_choice.py`)."""
+"""Triton kernels of products that add to their fp32 output: those of experts, and of fp8 (`gemm_choice.py`)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -117,7 +116,7 @@ def add_product_kernel(
 
 
 def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """See `grouped_products`."""
+    """See `gemm_choice`."""
     experts, outputs, inputs = out.shape
     assert out.is_contiguous() and dy.is_contiguous() and x.is_contiguous() and ends.dtype == torch.int32
     assert dy.shape == (x.shape[0], outputs) and x.shape[1] == inputs and ends.shape == (experts,)
@@ -126,15 +125,15 @@ def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> N
 
 
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """See `grouped_products`."""
+    """See `gemm_choice`."""
     rows, width = x.shape
     assert x.is_contiguous() and ends.dtype == torch.int32
     if rows:
         clear_rows_kernel[(rows, triton.cdiv(width, CLEARED))](x, ends, ends.shape[0], width, BLOCK=CLEARED)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool = False) -> None:
-    """See `gemm_choice.add_fp8_product_`."""
+def add_product_triton_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
+    """See `gemm_choice.KERNELS`."""
     (outputs, inputs), n = out.shape, a.shape[1]
     assert all(x.is_contiguous() for x in (out, a, b, a_scale, b_scale)) and a_scale.ndim == b_scale.ndim
     scales = OF_MATRIX if a_scale.ndim == 0 else OF_ROWS if a_scale.shape[1] == 1 else OF_TILES
