@@ -1,4 +1,5 @@
-"""Every rule of a configuration: what breaks it, and what is said about it. The tables are in the folder rules/."""
+"""Every rule of a configuration: what breaks it, and what is said about it. The tables are in the folder rules/, and in
+those of extensions."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import pytest
 from tests.extensions import needs
 from tests.rules import Case, check, read_table
 
+TESTS = Path(__file__).parents[1]
 CASES = [
     needs(case.extension, case) if case.extension else case
-    for path in sorted((Path(__file__).parent / "rules").glob("*.txt"))
+    for path in sorted([*TESTS.glob("pure/rules/*.txt"), *TESTS.glob("extensions/*/rules.txt")])
     for case in read_table(path)
 ]
 

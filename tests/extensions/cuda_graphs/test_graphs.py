@@ -17,10 +17,10 @@ from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
 from megatron.extensions.cuda_graphs.graphed_microbatches import CudaGraphs, GraphedMicrobatches
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.config.validation import resolve
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
-from tests.extensions import installed, needs
+from tests.extensions import needs
 from tests.extensions.phases import test_phases as phases
 from tests.harness import local_run, run_world
 
@@ -122,52 +122,15 @@ def config_of(flags: str, world_size: int = 1) -> RunConfig:
     return resolve(parse_args([*MODEL.split(), *flags.split()]), world_size)
 
 
-def test_what_can_be_recorded() -> None:
-    graphs = "--enable-cuda-graph"
-    assert config_of(graphs).options(CudaGraphFlags).cuda_graph_impl == "local"
+def test_spellings() -> None:
+    assert config_of("--enable-cuda-graph").options(CudaGraphFlags).cuda_graph_impl == "local"
     assert parse_args("--cuda-graph-impl transformer_engine".split()).options(CudaGraphFlags).cuda_graph_impl == "none"
-    assert not validate(config_of(graphs), 1)
-    assert not validate(config_of(f"{graphs} --dp 2 --bf16 --recompute-activations", 2), 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "flag"),
-    [
-        ("--cpu", "--cuda-graph-impl local"),
-        ("--tp 2", "--tensor-model-parallel-size 2"),
-        ("--pp 2", "--pipeline-model-parallel-size 2"),
-        ("--cp 2", "--context-parallel-size 2"),
-        ("--num-experts 4 --disable-bias-linear", "--num-experts 4"),
-        ("--reset-attention-mask --tokenizer-type NullTokenizer", "--reset-attention-mask"),
-        ("--overlap-grad-reduce", "--overlap-grad-reduce"),
-        ("--overlap-param-gather", "--overlap-param-gather"),
-        ("--deterministic-mode", "--deterministic-mode"),
-        ("--experimental-attention-variant gated_delta_net --bf16", "--cuda-graph-impl local"),
-        needs("fp8", "--bf16 --fp8-format e4m3 --fp8-param-gather --dp 2", "--fp8-param-gather"),
-        ("--data-parallel-sharding-strategy optim_grads --dp 2", "--cuda-graph-impl local"),
-    ],
-)
-def test_what_cannot(flags: str, flag: str) -> None:
-    (problem,) = validate(config_of(f"--cuda-graph-impl local {flags}", 2), 2)
-    assert str(problem).startswith(f"{flag}: cannot be combined with ")
-
-
-@pytest.mark.skipif(not installed("fp8"), reason="fp8 is deleted")
-def test_a_gather_that_is_refused_anyway_is_one_problem() -> None:
-    flags = "--cuda-graph-impl local --bf16 --fp8-format e4m3 --fp8-recipe rowwise --fp8-param-gather --dp 2"
-    (problem,) = validate(config_of(flags, 2), 2)
-    assert str(problem).startswith("--fp8-param-gather: needs a recipe with one cast of each weight")
 
 
 def test_without_a_gpu_it_is_refused() -> None:
     with pytest.raises(ValueError, match="--cuda-graph-impl local records the work of a GPU, and this is a CPU"):
         CudaGraphs.prepare(config_of("--cuda-graph-impl local").parallel, CPU)
     assert config_of("").parallel.microbatch_runner is None
-
-
-def test_warm_up_alone_has_no_effect() -> None:
-    (notice,) = notices(config_of("--cuda-graph-warmup-steps 7"), 1)
-    assert str(notice).startswith("--cuda-graph-warmup-steps 7: has no effect without --cuda-graph-impl local")
 
 
 def test_phases_of_two_shapes_are_refused(tmp_path: Path) -> None:

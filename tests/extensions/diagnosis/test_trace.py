@@ -20,7 +20,7 @@ from megatron.extensions.diagnosis.trace.recorder import Recorder
 from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, read_trace
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.config.validation import resolve, validate
 from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.extensions.diagnosis.trace_cases import problems
@@ -177,18 +177,6 @@ def test_a_run_says_why_nothing_is_traced_and_traces_the_rest_when_it_resumes(tm
     assert said == [f" trace of iterations 3 to 3: {tmp_path}/trace/iterations-3-3.json.gz"]
     (said,) = run_world(1, traced_lines, later + "3 --train-iters 5", str(tmp_path))
     assert said == [" no trace: the run resumes at iteration 4, --trace-step-end is 3"]
-
-
-def test_rules() -> None:
-    config = resolve(parse_args((RUN + "--trace --trace-step-end 10").split()), 1)
-    assert [problem.flag for problem in validate(config, 1)] == ["--trace-step-end"]
-    config = resolve(parse_args((RUN + "--trace-step-end 4").split()), 1)
-    assert [problem.flag for problem in notices(config, 1)] == ["--trace-step-end"]
-    config = resolve(parse_args((RUN + "--trace").split()), 1)
-    assert validate(config, 1) == []
-    assert [str(problem) for problem in notices(config, 1)] == [
-        "--trace-step-start 10: has no effect in a run of --train-iters 4; use 2 and --trace-step-end 4"
-    ]
 
 
 class FakeEvent:

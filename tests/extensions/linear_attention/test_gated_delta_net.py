@@ -21,9 +21,6 @@ from megatron.core.parallel_state import ParallelState
 from megatron.extensions.linear_attention import gated_delta_net
 from megatron.extensions.linear_attention.gated_delta_net import short_convolution
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import notices, resolve, validate
-from tests.extensions import needs
 from tests.gpt_cases import DELTA_NET, FP64, logits_in_parts, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -207,70 +204,6 @@ def test_kernels_run_on_gpus_in_sixteen_bits_only(monkeypatch: pytest.MonkeyPatc
     assert flash_rule(torch.bfloat16, torch.device("cpu")) is flash_rule(torch.float32, cuda) is None
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert flash_rule(torch.bfloat16, cuda) is None
-
-
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 100 --mock-data "
-    "--global-batch-size 8 --train-iters 1 --lr 1e-3 --position-embedding-type rope "
-)
-DELTA = "--experimental-attention-variant gated_delta_net "
-
-
-def problems(flags: str, world_size: int = 1) -> list[str]:
-    config = resolve(parse_args((BASE + flags).split()), world_size)
-    return [str(problem) for problem in (*validate(config, world_size), *notices(config, world_size))]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--linear-attention-freq 4", "--linear-attention-freq 4: has no effect without --experimental-attention-var"),
-        (
-            "--linear-key-head-dim 64",
-            "--linear-key-head-dim 64: has no effect without --experimental-attention-variant",
-        ),
-        (f"{DELTA} --linear-attention-freq 0", "--linear-attention-freq 0: 0 must be above 0"),
-        (f"{DELTA} --linear-attention-freq [1]*3", "--linear-attention-freq [1]*3: the list must have a 0 or 1 for ea"),
-        (f"{DELTA} --linear-attention-freq [0]*4", "--linear-attention-freq [0]*4: leaves no layer with linear atten"),
-        (f"{DELTA} --window-size 8", "--window-size 8: has no effect where every layer has linear attention"),
-        (f"{DELTA} --linear-num-value-heads 24", "--linear-num-value-heads 24: must be a multiple of --linear-num-key"),
-        (f"{DELTA} --linear-num-key-heads 2 --tp 4", "--linear-num-key-heads 2: must be a multiple of --tensor-model"),
-        (f"{DELTA} --linear-conv-kernel-dim 0", "--linear-conv-kernel-dim 0: must be above 0"),
-        (
-            f"{DELTA} --linear-num-key-heads 2 --tp 2 --cp 2",
-            "--linear-num-key-heads 2: must be a multiple of --tensor-model-parallel-size 2 * --context-parallel-size "
-            "2 = 4, as these ranks share its heads; nearest: 4, or lower --context-parallel-size",
-        ),
-        needs(
-            "fp8",
-            f"{DELTA} --bf16 --fp8-format e4m3 --linear-num-key-heads 1 --linear-num-value-heads 1",
-            "--linear-num-key-heads 1: under --fp8-format, a rank's 514 rows of the projection must be a multiple of",
-        ),
-        needs(
-            "fp8",
-            f"{DELTA} --bf16 --fp8-format e4m3 --linear-value-head-dim 5 "
-            "--linear-num-value-heads 8 --linear-num-key-heads 8",
-            "--linear-value-head-dim 5: under --fp8-format, a rank's 8 value heads must be a multiple of 16",
-        ),
-    ],
-)
-def test_rules(flags: str, expected: str) -> None:
-    found = problems(flags, 4 if "--tp" in flags else 2 if "--cp" in flags else 1)
-    assert any(expected in problem for problem in found), found
-
-
-@pytest.mark.parametrize(
-    ("flags", "world_size"),
-    [
-        (DELTA, 1),
-        (f"{DELTA} --linear-attention-freq 4 --window-size 8 --attention-output-gate --qk-layernorm", 1),
-        (f"{DELTA} --linear-attention-freq [1,1,0,1] --tp 4 --sequence-parallel --pp 2", 8),
-        (f"{DELTA} --linear-attention-freq 4 --cp 2 --tp 2 --pp 2", 8),
-        needs("fp8", f"{DELTA} --bf16 --fp8-format e4m3 --linear-attention-freq 2", 1),
-    ],
-)
-def test_legal(flags: str, world_size: int) -> None:
-    assert problems(flags, world_size) == []
 
 
 def test_pattern() -> None:

@@ -23,7 +23,7 @@ from megatron.testing.snapshot import Snapshot, train_in_world
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.config.validation import resolve, validate
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.toy import build, optimizer_config, run_step
@@ -188,24 +188,6 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
             places = {place: {p.on_host for p in found if (p.buffer, p.bucket) == place} for place in owned}
             order = [places[place] for place in param_layout.launch_order(buffers)]
             assert order == sorted(order, key=lambda kinds: (True not in kinds, False in kinds))
-
-
-@pytest.mark.parametrize(
-    ("flags", "rule"),
-    [
-        (f"{OFFLOAD}0.5 --optimizer muon", "multiplies whole matrices; remove it, or use --optimizer adam or sgd"),
-        (
-            f"{OFFLOAD}0.5 --qk-clip",
-            "--qk-clip: cannot be combined with --optimizer-cpu-offload: main parameters are scaled on the device",
-        ),
-        (f"{OFFLOAD}1.5", "--optimizer-offload-fraction 1.5: must be in [0, 1]"),
-        ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction 0.5: has no effect without"),
-        ("--no-pin-cpu-grads", "--no-pin-cpu-grads: has no effect without --optimizer-cpu-offload"),
-    ],
-)
-def test_what_has_no_meaning_is_said(flags: str, rule: str) -> None:
-    config = parse(flags)
-    assert rule in "\n".join(map(str, [*validate(resolve(config, 1), 1), *notices(config, 1)]))
 
 
 class LateQueue:

@@ -2,41 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron.training.config.arguments import parse_args, with_flags
 from megatron.training.config.validation import resolve, validate
 from tests.rules import BASE, problems
-
-
-@pytest.mark.parametrize(
-    ("flags", "world_size", "expected"),
-    [
-        (
-            "--cpu-offloading --cpu-offloading-num-layers 15",
-            1,
-            "--cpu-offloading-num-layers 15: must be in [1, 14], the layers of the longest pipeline stage; nearest: 14",
-        ),
-        (
-            "--cpu-offloading",
-            1,
-            "--cpu-offloading-num-layers 0: must be in [1, 14], the layers of the longest pipeline stage; nearest: 1",
-        ),
-        (
-            "--cpu-offloading-num-layers 2",
-            1,
-            "--cpu-offloading-num-layers 2: has no effect without --cpu-offloading; add --cpu-offloading, or remove "
-            "--cpu-offloading-num-layers",
-        ),
-    ],
-)
-def test_problems(flags: str, world_size: int, expected: str) -> None:
-    (found,) = problems(flags, world_size)
-    assert found.startswith(expected)
-
-
-def test_legal() -> None:
-    assert problems("--cpu-offloading --cpu-offloading-num-layers 4 --pp 4 --recompute-granularity full", 4) == []
 
 
 def test_layers_of_uneven_stages_are_judged_when_the_vocabulary_is_known() -> None:

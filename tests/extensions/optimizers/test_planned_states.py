@@ -8,6 +8,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from tests.dist.toy import optimizer_config
+from tests.extensions.planner.test_out_of_memory import report
 from tests.extensions.planner.test_planned_memory import GPT, LLAMA, compare
 from tests.harness import run_world
 
@@ -39,3 +40,7 @@ def test_plan_equals_what_is_allocated(model: TransformerConfig, dtype: str, opt
     parallel = ModelParallelConfig(tensor_model_parallel_size=2, **{dtype: True})
     for planned, allocated in run_world(4, compare, model, parallel, optimizer):
         assert planned == allocated
+
+
+def test_states_in_fewer_bits_are_named_where_memory_ran_out() -> None:
+    assert "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16" in report("")

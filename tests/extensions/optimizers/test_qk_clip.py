@@ -8,7 +8,7 @@ import torch
 from megatron.extensions.optimizers.qk_clip import of_elements
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.config.validation import resolve
 from megatron.training.train_step import train_step
 from tests.harness import run_world
 
@@ -60,20 +60,3 @@ def test_factors_of_elements() -> None:
     whole = of_rows[:, :, None].expand(2, 3, 5).flatten()
     for start, stop in ((0, 30), (3, 4), (7, 23), (29, 30)):
         assert torch.equal(of_elements(of_rows, 5, start, stop), whole[start:stop])
-
-
-@pytest.mark.parametrize(
-    ("flags", "rule"),
-    [
-        ("--qk-clip --attention-backend flash", "--attention-backend flash: does not return the largest logit"),
-        ("--qk-clip --qk-layernorm", "--qk-clip: cannot be combined with --qk-layernorm"),
-        ("--qk-clip --position-embedding-type alibi", "cannot be combined with --position-embedding-type alibi"),
-        ("--qk-clip --attn-logit-softcapping 5", "cannot be combined with --attn-logit-softcapping"),
-        ("--qk-clip --use-precision-aware-optimizer", "cannot be combined with --use-precision-aware-optimizer"),
-        ("--qk-clip-threshold 5", "--qk-clip-threshold 5.0: has no effect without --qk-clip"),
-    ],
-)
-def test_what_does_not_combine_is_refused(flags: str, rule: str) -> None:
-    config = parse_args((MODEL + flags).split())
-    problems = [*map(str, validate(resolve(config, 1), 1)), *map(str, notices(config, 1))]
-    assert any(rule in problem for problem in problems), problems

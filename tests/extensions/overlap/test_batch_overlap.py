@@ -12,10 +12,9 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.extensions.overlap.batch_overlap import BatchOverlap
-from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
-from megatron.training.config.validation import notices, resolve, validate
 from tests.host_waits import HostWaits
+from tests.rules import problems
 
 overlap = BatchOverlap()
 Body = Callable[[], None]
@@ -88,53 +87,6 @@ EXPERTS = (
 OVERLAP = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
 
 
-def problems(argv: str, world_size: int) -> list[str]:
-    config = resolve(parse_args(argv.split()), world_size)
-    return [str(problem) for problem in (*validate(config, world_size), *notices(config, world_size))]
-
-
-@pytest.mark.parametrize(
-    ("flags", "world_size", "expected"),
-    [
-        (
-            f"{OVERLAP} --pp 2 --ep 2",
-            4,
-            "not --pipeline-schedule 1f1b on several pipeline ranks; use one of: interleaved, zb-h2",
-        ),
-        (f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule zb-h1", 4, "not --pipeline-schedule zb-h1; use one of"),
-        (f"{OVERLAP} --pp 2 --pipeline-schedule zb-h2", 4, "needs --expert-model-parallel-size above 1"),
-        (
-            f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1",
-            4,
-            "needs several pipeline stages on a rank with --pipeline-schedule interleaved",
-        ),
-        (
-            "--overlap-moe-expert-parallel-comm --pp 2 --ep 2 --pipeline-schedule zb-h2",
-            4,
-            "cannot be combined with --moe-token-dispatcher-type allgather; use --moe-token-dispatcher-type alltoall",
-        ),
-        (
-            f"{OVERLAP} --ep 2",
-            2,
-            "--overlap-moe-expert-parallel-comm: has no effect with one micro-batch on each rank: passes of two",
-        ),
-    ],
-)
-def test_rules(flags: str, world_size: int, expected: str) -> None:
-    found = problems(EXPERTS + flags, world_size)
-    assert any(expected in problem for problem in found), found
-
-
-def test_legal() -> None:
-    assert problems(f"{EXPERTS} {OVERLAP} --ep 2 --global-batch-size 8", 4) == []
-
-
-def test_without_experts_the_remedy_is_named() -> None:
-    dense = EXPERTS.replace("--num-experts 8 ", "")
-    remedy = "add --num-experts, or remove --overlap-moe-expert-parallel-comm"
-    assert any(remedy in problem for problem in problems(f"{dense} --overlap-moe-expert-parallel-comm", 1))
-
-
 @pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("interleaved", 2), ("zb-h2", 2)])
 def test_one_micro_batch_has_nobody_to_take_turns_with(schedule: str, pp: int) -> None:
     chunks = PIPELINE_SCHEDULES.facts(schedule).chunks
@@ -142,7 +94,7 @@ def test_one_micro_batch_has_nobody_to_take_turns_with(schedule: str, pp: int) -
         lists = build_schedule(schedule, pp, microbatches, chunks, None, True)
         turns = any(action.kind is Kind.FB for actions in lists for action in actions)
         flags = f"{OVERLAP} --ep 2 --pp {pp} --pipeline-schedule {schedule} --global-batch-size {2 * microbatches}"
-        found = [line for line in problems(EXPERTS + flags, 2 * pp) if "one micro-batch" in line]
+        found = [line for line in problems(flags, 2 * pp, EXPERTS) if "one micro-batch" in line]
         assert turns == (microbatches > 1) == (not found)
 
 

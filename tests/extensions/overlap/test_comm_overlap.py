@@ -26,13 +26,12 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.extensions.overlap.comm_overlap import OVERLAPS, OverlappedColumnParallelLinear, SymmetricOverlap
+from megatron.extensions.overlap.comm_overlap import OverlappedColumnParallelLinear, SymmetricOverlap
 from megatron.extensions.overlap.flags import OverlapFlags
 from megatron.extensions.overlap.hooks import SymmetricMemory
 from megatron.testing.snapshot import first_difference
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
-from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.hooks import Parts
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
@@ -178,23 +177,6 @@ def test_as_many_bytes_travel(size: int, deferred: bool) -> None:
     for forward, backward, sbh in overlapped:
         part = Fraction(size - 1, size) * sbh
         assert (forward, backward) == (2 * part, 3 * part)
-
-
-def problems(flags: str) -> list[str]:
-    argv = COMMON.replace("--cpu", "").replace("--sequence-parallel", "").split() + flags.split()
-    config = resolve(parse_args(argv), 2)
-    return [str(problem) for problem in (*validate(config, 2), *notices(config, 2))]
-
-
-def test_rules() -> None:
-    assert not problems("--tp 2 --sequence-parallel --tp-comm-overlap")
-    assert "needs --sequence-parallel" in problems("--tp 2 --tp-comm-overlap")[0]
-    assert "has no effect without --tp-comm-overlap" in problems("--tp 2 --tp-comm-overlap-method ring")[0]
-    symmetric = "--tp 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-method symmetric"
-    assert not problems(symmetric)
-    (problem,) = problems(f"{symmetric} --cpu")
-    assert "use ring" in problem
-    assert set(OVERLAPS) == {"ring", "symmetric"}
 
 
 def test_flags_of_checkpoints_that_have_them_among_those_of_parallelism() -> None:

@@ -236,18 +236,3 @@ def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: s
     even = {"stage_costs": lambda *_: (1.0,) * pipeline_layout(config.model, config.parallel).num_stages}
     with mock.patch.multiple(description, **even):
         assert f"bubble {bubble}" in description._pipeline_line(config, 4)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        "--use-precision-aware-optimizer",
-        "--optimizer-cpu-offload",
-        "--qk-clip",
-        "--data-parallel-sharding-strategy optim_grads",
-    ],
-)
-def test_what_cannot_be_rolled_back_is_refused(other: str) -> None:
-    config = resolve(parse_args([*MODEL.split(), "--pp", "2", *other.split()]), 4)
-    (problem,) = map(str, validate(config, 4))
-    assert SWITCH in problem and other in problem and "cannot be combined with" in problem

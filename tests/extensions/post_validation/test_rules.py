@@ -14,26 +14,7 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import findings, resolve
 from tests.extensions import installed
-from tests.rules import BASE, problems
-
-AHEAD = "--optimizer-post-validation --pp 4 --log-interval 10"
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--untie-embeddings-and-output-weights", "with --pipeline-schedule 1f1b"),
-        ("", "with --pipeline-schedule 1f1b"),  # and no word of the embedding, which changes nothing there
-        ("--pipeline-schedule zb-h1", "with --pipeline-schedule zb-h1"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "with --pipeline-schedule interleaved"),
-        ("--pipeline-schedule zb-h2", "the embedding on the first and on the last rank"),
-        ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", ""),
-        ("--pipeline-schedule zb-v", ""),
-    ],
-)
-def test_where_updates_ahead_of_the_norm_save_no_time(flags: str, expected: str) -> None:
-    found = [line for line in problems(f"{AHEAD} {flags}", 4) if line.startswith("--optimizer-post-validation")]
-    assert len(found) == bool(expected) and all(expected in line and "saves no time" in line for line in found)
+from tests.rules import BASE
 
 
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
