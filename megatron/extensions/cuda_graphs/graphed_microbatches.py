@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,6 @@ from megatron.core.tensor_parallel.linear_gemms import MadeCasts, WeightCasts
 from megatron.extensions.cuda_graphs.flags import CudaGraphFlags
 
 Replay = Callable[[], None]
-
-
-class Recorder(Protocol):
-    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Calls `run`, whose work on the device is recorded and not done. What it returned, which has its values only
-        after the returned function has been called, and again after each call."""
 
 
 class CudaRecorder:
@@ -42,6 +36,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        """Calls `run`, whose work on the device is recorded and not done. What it returned, which has its values only
+        after the returned function has been called, and again after each call."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()
@@ -67,7 +63,7 @@ class GraphedMicrobatches:
     def __init__(
         self,
         run: Callable[[Batch, Tensor], Tensor],
-        recorder: Recorder,
+        recorder: CudaRecorder,
         warm_up_steps: int,
         device: torch.device,
         dtype: torch.dtype,

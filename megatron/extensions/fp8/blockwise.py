@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.compiled_regions import Region, region
 from megatron.core.tensor_parallel.linear_gemms import Operand, rows_of
 from megatron.extensions.fp8.cast_transpose import multiplier_of, round_scaled, transpose
-from megatron.extensions.fp8.casts import E4M3, LARGEST, TILE, Scaled
+from megatron.extensions.fp8.casts import E4M3, TILE, Scaled
 from megatron.extensions.fp8.recipes import INPUT, WEIGHT, Fp8Gemms, Wanted
 
 
@@ -82,10 +82,7 @@ class BlockwiseGemms(Fp8Gemms):
         return made
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
-        return power_of_two(multiplier_of(amax, LARGEST[E4M3]))
-
-    def scale_of_weight(self, amax: Tensor) -> Tensor:
-        return self.weight_multiplier(amax).reciprocal()
+        return power_of_two(super().weight_multiplier(amax))
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self._by_rows(rows_of(x), 1, E4M3)

@@ -13,9 +13,9 @@ from megatron.extensions.fp8.blockwise import BlockwiseGemms
 from megatron.extensions.fp8.casts import BLOCK_CAPABILITY, BLOCK_CUDA, FIRST_CAPABILITY
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
-from megatron.extensions.fp8.recipes import DelayedGemms, Fp8Context, RowwiseGemms, TensorwiseGemms
+from megatron.extensions.fp8.recipes import DelayedGemms, Fp8Context, Fp8Gemms, RowwiseGemms, TensorwiseGemms
 
-RECIPES: dict[str, type[TensorwiseGemms | DelayedGemms | RowwiseGemms | BlockwiseGemms]] = {
+RECIPES: dict[str, type[Fp8Gemms]] = {
     "tensorwise": TensorwiseGemms,
     "delayed": DelayedGemms,
     "rowwise": RowwiseGemms,
@@ -30,9 +30,7 @@ class Fp8Format(Fp8Context):
     def build(cls, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> Fp8Format:
         return cls(config.options(Fp8Flags), layers, casts)
 
-    def linear(
-        self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool
-    ) -> TensorwiseGemms | DelayedGemms | RowwiseGemms | BlockwiseGemms:
+    def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> Fp8Gemms:
         """The GEMMs of the linear layer `name`, by recipe."""
         return RECIPES[self.config.fp8_recipe](name, self, tp, cuts, device, compiled)
 

@@ -172,11 +172,11 @@ class Fp8Gemms(nn.Module):
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
         """The multiplier of each part of a weight by its `amax`. For recipes with `gathers_weights`."""
-        raise NotImplementedError
+        return multiplier_of(amax, LARGEST[E4M3])
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
         """The scale of a gathered weight, as `cast` would have returned it."""
-        raise NotImplementedError
+        return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
         """Reduces, in place, the amax of a tensor that is cut over tensor-parallel ranks: each rank then scales its
@@ -233,11 +233,8 @@ class TensorwiseGemms(PerTensorGemms):
         by_rows, by_columns = (amax if wants else None for wants in wanted)
         return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
 
-    def weight_multiplier(self, amax: Tensor) -> Tensor:
-        return multiplier_of(amax, LARGEST[E4M3])
-
     def scale_of_weight(self, amax: Tensor) -> Tensor:
-        return self.weight_multiplier(amax).reciprocal().view(())
+        return super().scale_of_weight(amax).view(())
 
 
 class DelayedGemms(PerTensorGemms):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import ACTIVATION_STORES, HOST_UPDATES
+from megatron.core.parts import ACTIVATION_STORES, HOST_UPDATES, OPTIMIZERS
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 HERE = "megatron.extensions.offload"
 
 
-@extension_flags("optimizer states in host memory", may_change=True, rules=f"{HERE}.rules:states")
+@extension_flags("optimizer states in host memory", may_change=True)
 @dataclass(frozen=True)
 class HostStateFlags:
     optimizer_cpu_offload: bool = flag(
@@ -32,8 +36,16 @@ class HostStateFlags:
     pin_cpu_params: bool = flag(True, name="--no-pin-cpu-params", no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
 
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if self.optimizer_cpu_offload and config.optimizer.whole_roles:
+            name = config.optimizer.optimizer
+            rule = f"updates states element by element on the host, and --optimizer {name} multiplies whole matrices"
+            elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_matrices]
+            remedy = f"remove it, or use --optimizer {' or '.join(elementwise)}"
+            yield Problem("--optimizer-cpu-offload", None, rule, remedy)
 
-@extension_flags("activations in host memory", may_change=True, rules=f"{HERE}.rules:activations")
+
+@extension_flags("activations in host memory", may_change=True)
 @dataclass(frozen=True)
 class ActivationFlags:
     cpu_offloading: bool = flag(
@@ -48,6 +60,23 @@ class ActivationFlags:
 
     min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
     """--cpu-offloading: elements of the smallest tensor that leaves the device."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        model, layers = config.model, self.cpu_offloading_num_layers
+        if not self.cpu_offloading:
+            return
+        try:
+            longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
+            if layers > longest:  # than the average; how long stages are depends on the vocabulary
+                if model.vocab_size is None:
+                    return  # judged again when the tokenizer is known
+                longest = max(len(stage.layers) for stage in pipeline_stages(model, config.parallel))
+        except (ArithmeticError, AssertionError, ValueError):
+            return  # another rule reports the stages
+        if not 1 <= layers <= longest:
+            rule = f"must be in [1, {longest}], the layers of the longest pipeline stage"
+            near = f"nearest: {min(max(layers, 1), longest)}"
+            yield Problem("--cpu-offloading-num-layers", layers, rule, near)
 
 
 def _layers(config: ModelParallelConfig) -> int:

@@ -15,9 +15,10 @@ Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,27 +28,20 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ParallelL
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
 from megatron.extensions.overlap.flags import OverlapFlags
-
-
-class Overlap(Protocol):
-    """A GEMM fused with a collective. All ranks of the axis call it with the same shapes."""
-
-    def gather_matmul(self, x: Tensor, matrix: Tensor, axis: Axis, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """All-gather, then GEMM: x [s/t, b, i], matrix [i, o], bias [o] -> gathered x [s, b, i], product [s, b, o]."""
-
-    def matmul_scatter(self, x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
-        """GEMM, then reduce-scatter: x [s, b, i], matrix [i, o] -> this rank's part [s/t, b, o] of the summed
-        product."""
+from megatron.training.hooks import Callback
+from megatron.training.initialize import Runtime
 
 
 class RingOverlap:
-    """Overlap by a ring of sends and receives between neighbours, for any backend and device.
+    """GEMMs fused with collectives, by a ring of sends and receives between neighbours, for any backend and device. All
+    ranks of the axis call them with the same shapes.
 
     A part is one rank's rows. While a part is multiplied, it is on its way to the next rank, or the sum so far arrives
     from the previous one. So a step takes as long as the longer of the two.
     """
 
     def gather_matmul(self, x: Tensor, matrix: Tensor, axis: Axis, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """All-gather, then GEMM: x [s/t, b, i], matrix [i, o], bias [o] -> gathered x [s, b, i], product [s, b, o]."""
         whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
         parts = whole.chunk(axis.size)
         parts[axis.rank].copy_(x)
@@ -64,6 +58,8 @@ class RingOverlap:
         return whole, y
 
     def matmul_scatter(self, x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
+        """GEMM, then reduce-scatter: x [s, b, i], matrix [i, o] -> this rank's part [s/t, b, o] of the summed
+        product."""
         parts = x.chunk(axis.size)
         arriving: RingExchange | None = None
         for step in range(axis.size):
@@ -83,7 +79,7 @@ def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 class SymmetricOverlap:
-    """Overlap by torch's symmetric-memory pipelines, for GPUs that access each other's memory (NVLink) under NCCL.
+    """The same by torch's symmetric-memory pipelines, for GPUs that access each other's memory (NVLink) under NCCL.
 
     Their copies between GPUs use no multiprocessors; NCCL's sends and receives do.
     """
@@ -109,7 +105,7 @@ class SymmetricOverlap:
         return self.fused_scatter(x, matrix, "sum", 0, axis.group.group_name)
 
 
-OVERLAPS: dict[str, Callable[[], Overlap]] = {"ring": RingOverlap, "symmetric": SymmetricOverlap}
+OVERLAPS: dict[str, type[RingOverlap | SymmetricOverlap]] = {"ring": RingOverlap, "symmetric": SymmetricOverlap}
 """Choices of --tp-comm-overlap-method."""
 
 
@@ -208,3 +204,25 @@ class OverlappedRowParallelLinear(Overlapped, RowParallelLinear):
     """`RowParallelLinear` with overlap: x [s, b, in/t] -> [s/t, b, out]; W [out, in/t]."""
 
     function = _RowFunction
+
+
+class SymmetricMemory(Callback):
+    """Refuses a run whose tensor-parallel ranks have no symmetric memory."""
+
+    def on_setup(self, runtime: Runtime) -> None:
+        if not has_symmetric_memory(runtime.state.tp, runtime.device):
+            raise ValueError(
+                "--tp-comm-overlap-method symmetric needs GPUs of one node, under nccl, that reach each other's "
+                f"memory, and those of the tensor-parallel ranks {', '.join(map(str, runtime.state.tp.ranks))} do not; "
+                "use ring"
+            )
+
+
+def has_symmetric_memory(axis: Axis, device: torch.device) -> bool:
+    """Whether the ranks of an axis are GPUs of one node that access each other's memory, under NCCL."""
+    if device.type != "cuda" or axis.group is None or "nccl" not in dist.get_backend(axis.group):
+        return False
+    if axis.ranks[-1] - axis.ranks[0] >= torch.cuda.device_count():  # on several nodes
+        return False
+    others = (number for number in range(torch.cuda.device_count()) if number != device.index)
+    return all(torch.cuda.can_device_access_peer(device, number) for number in others)

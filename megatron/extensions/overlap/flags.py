@@ -52,6 +52,6 @@ PASS_PAIRS.register(
 )
 CALLBACKS.register(
     "symmetric memory",
-    f"{HERE}.hooks:SymmetricMemory",
+    f"{HERE}.comm_overlap:SymmetricMemory",
     when=lambda config: config.options(OverlapFlags).tp_comm_overlap_method == "symmetric",
 )

@@ -35,48 +35,6 @@ class PhaseScheduler(OptimizerParamScheduler):
         return self.whole.weight_decay_at(samples)
 
 
-def whole_schedule(plan: RunPlan) -> OptimizerParamScheduler:
-    """The schedule that the flags say, over the whole run. Raises ValueError where a length does not fit the run."""
-    config, training = plan.base.optimizer, plan.base.training
-    if training.train_samples is not None or training.train_tokens is not None:
-        return OptimizerParamScheduler(config, ScheduleLength.of(config, 1, 0, plan.samples))
-    # Lengths in iterations, whose numbers of samples may differ.
-    at = plan.sizes.samples
-    decay = plan.iterations if config.lr_decay_iters is None else config.lr_decay_iters
-    warmup = float(at(config.lr_warmup_iters))
-    if config.lr_warmup_fraction is not None:
-        warmup = config.lr_warmup_fraction * at(decay)
-    anneal = at(decay) - at(max(0, decay - (config.lr_wsd_decay_iters or 0)))
-    length = ScheduleLength(warmup=warmup, decay=float(at(decay)), anneal=float(anneal), total=float(plan.samples))
-    return OptimizerParamScheduler(config, length)
-
-
-def schedule_of(plan: RunPlan, phase: FilePhase) -> OptimizerParamScheduler:
-    """The schedule of a phase: its own, or the run's."""
-    whole = whole_schedule(plan)
-    if phase.optimizer is None:
-        return whole
-    return PhaseScheduler(whole, phase.optimizer, phase.first_sample, phase.samples)
-
-
-def phase_lines(plan: RunPlan, phase: FilePhase) -> Iterator[str]:
-    """Where a phase begins, how long it is, and what it changes."""
-    training, length = phase.config.training, phase.config.model.seq_length
-    ending = min(plan.sizes.iterations(phase.first_sample + phase.samples), plan.iterations)
-    yield (
-        f"phase {phase.name}: from sample {phase.first_sample:,}, iteration {phase.first_iteration + 1:,}, token "
-        f"{phase.first_token:,}: {phase.samples:,} samples of {length:,}, {phase.samples * length:,} tokens, "
-        f"{ending - phase.first_iteration:,} iterations; global batch {training.global_batch_size}, micro-batch "
-        f"{training.micro_batch_size}"
-    )
-    schedule = schedule_of(plan, phase)
-    first, last = phase.first_sample, max(phase.first_sample, plan.sizes.samples(max(0, ending - 1)))
-    points = sorted({first, first + (last - first) // 2, last})
-    shown = ", ".join(f"{schedule.lr_at(point):.4g}" for point in points)
-    source = f"its own ({phase.optimizer.lr_decay_style})" if phase.optimizer is not None else "the run's"
-    yield f"    learning rate, {source}: {shown} at its beginning, middle and end"
-
-
 @dataclass(frozen=True)
 class PhasePlan(RunPlan):
     """The phases of a file."""
@@ -100,11 +58,45 @@ class PhasePlan(RunPlan):
         yield from (f"{self.flag}: {line}; {history.remedy}" for line in changes(self.phases, history))
 
     def schedule(self) -> OptimizerParamScheduler:
-        return whole_schedule(self)
+        """The schedule that the flags say, over the whole run. Raises ValueError where a length does not fit the
+        run."""
+        config, training = self.base.optimizer, self.base.training
+        if training.train_samples is not None or training.train_tokens is not None:
+            return OptimizerParamScheduler(config, ScheduleLength.of(config, 1, 0, self.samples))
+        # Lengths in iterations, whose numbers of samples may differ.
+        at = self.sizes.samples
+        decay = self.iterations if config.lr_decay_iters is None else config.lr_decay_iters
+        warmup = float(at(config.lr_warmup_iters))
+        if config.lr_warmup_fraction is not None:
+            warmup = config.lr_warmup_fraction * at(decay)
+        anneal = at(decay) - at(max(0, decay - (config.lr_wsd_decay_iters or 0)))
+        length = ScheduleLength(warmup=warmup, decay=float(at(decay)), anneal=float(anneal), total=float(self.samples))
+        return OptimizerParamScheduler(config, length)
+
+    def schedule_of(self, phase: FilePhase) -> OptimizerParamScheduler:
+        """The schedule of a phase: its own, or the run's."""
+        whole = self.schedule()
+        if phase.optimizer is None:
+            return whole
+        return PhaseScheduler(whole, phase.optimizer, phase.first_sample, phase.samples)
 
     def lines(self, phase: Phase) -> Iterator[str]:
+        """Where a phase begins, how long it is, and what it changes."""
         assert isinstance(phase, FilePhase)
-        return phase_lines(self, phase)
+        training, length = phase.config.training, phase.config.model.seq_length
+        ending = min(self.sizes.iterations(phase.first_sample + phase.samples), self.iterations)
+        yield (
+            f"phase {phase.name}: from sample {phase.first_sample:,}, iteration {phase.first_iteration + 1:,}, token "
+            f"{phase.first_token:,}: {phase.samples:,} samples of {length:,}, {phase.samples * length:,} tokens, "
+            f"{ending - phase.first_iteration:,} iterations; global batch {training.global_batch_size}, micro-batch "
+            f"{training.micro_batch_size}"
+        )
+        schedule = self.schedule_of(phase)
+        first, last = phase.first_sample, max(phase.first_sample, self.sizes.samples(max(0, ending - 1)))
+        points = sorted({first, first + (last - first) // 2, last})
+        shown = ", ".join(f"{schedule.lr_at(point):.4g}" for point in points)
+        source = f"its own ({phase.optimizer.lr_decay_style})" if phase.optimizer is not None else "the run's"
+        yield f"    learning rate, {source}: {shown} at its beginning, middle and end"
 
     def training_set(self, parts: Sequence[Dataset]) -> Dataset:
         from megatron.extensions.phases.phase_change import PhasedDataset
@@ -119,7 +111,7 @@ class PhasePlan(RunPlan):
         phase = self.at(run.progress.consumed_samples - self.base.training.skip_train)
         if run.config is not phase.config:
             assert isinstance(phase, FilePhase)
-            change_phase(run, phase, schedule_of(self, phase))
+            change_phase(run, phase, self.schedule_of(phase))
 
     def is_over(self, run: TrainingRun) -> bool:
         return run.config is not self.at(run.progress.consumed_samples).config

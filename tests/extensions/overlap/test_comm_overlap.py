@@ -26,9 +26,8 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.extensions.overlap.comm_overlap import OverlappedColumnParallelLinear, SymmetricOverlap
+from megatron.extensions.overlap.comm_overlap import OverlappedColumnParallelLinear, SymmetricMemory, SymmetricOverlap
 from megatron.extensions.overlap.flags import OverlapFlags
-from megatron.extensions.overlap.hooks import SymmetricMemory
 from megatron.testing.snapshot import first_difference
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections

@@ -14,7 +14,7 @@ from megatron.core.datasets.build import parse_blend
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.flags import PhasesConfig
-from megatron.extensions.phases.plan import PhasePlan, schedule_of
+from megatron.extensions.phases.plan import PhasePlan
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections, values_by_section
 from megatron.training.config.saved_flags import changed_lengths
@@ -107,14 +107,14 @@ def test_what_a_phase_changes(tmp_path: Path) -> None:
     assert (last.config.model.seq_length, last.config.model.rotary_base) == (16, 10000), "not what the one before said"
     assert plan.longest == long and plan.tokens(400) == 192 * 16 + 108 * 64 + 100 * 16
     assert (main.config.training.num_microbatches, long.config.training.num_microbatches) == (8, 2)
-    run, own = schedule_of(plan, main), schedule_of(plan, last)
-    assert run.lr_at(192) == schedule_of(plan, long).lr_at(192) == pytest.approx(1e-3 * (1 - 192 / 400))
+    run, own = plan.schedule_of(main), plan.schedule_of(last)
+    assert run.lr_at(192) == plan.schedule_of(long).lr_at(192) == pytest.approx(1e-3 * (1 - 192 / 400))
     assert [own.lr_at(x) for x in (290, 300, 308, 316, 358, 400)] == pytest.approx([1e-4, 1e-4, 3e-4, 5e-4, 2.5e-4, 0])
     by_tokens = made(tmp_path / "s.yaml", TWO, "--mock-data --train-tokens 11600")
     assert by_tokens.samples == 300 + (11600 - 192 * 16 - 108 * 64) // 16
     by_iterations = made(tmp_path / "s.yaml", TWO, "--mock-data --train-iters 60 --lr-warmup-iters 30")
     assert (by_iterations.iterations, by_iterations.samples) == (60, 192 + 108 + 9 * 8)
-    assert schedule_of(by_iterations, by_iterations.phases[0]).lr_at(216) == 1e-3, "30 iterations: 24 of 8, 6 of 4"
+    assert by_iterations.schedule_of(by_iterations.phases[0]).lr_at(216) == 1e-3, "30 iterations: 24 of 8, 6 of 4"
 
 
 def test_a_ramp_and_phases_go_together(tmp_path: Path) -> None:
