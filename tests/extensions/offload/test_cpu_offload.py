@@ -197,7 +197,7 @@ class LateQueue:
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.made = 0
 
-    def start_after(self, event: object) -> None: ...
+    def start_after(self, event: object = None) -> None: ...
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> LateEvent:
         self.waiting.append((source, target))

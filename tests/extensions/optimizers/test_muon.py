@@ -18,8 +18,6 @@ from megatron.extensions.optimizers import matrix_plan
 from megatron.extensions.optimizers.flags import MuonFlags
 from megatron.extensions.optimizers.muon import newton_schulz, scale
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS, coefficients
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve
 from megatron.training.progress import Progress
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
@@ -226,9 +224,8 @@ def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None
 def test_matrices_of_delta_nets() -> None:
     """Each channel of a convolution is a filter over tokens: it maps no vector to another. The input projection is one
     matrix, as in Megatron-LM."""
-    config = resolve(parse_args(f"{delta.BASE} {delta.DELTA} --optimizer muon".split()), 1)
     layer = GPTModel(delta.DELTA_NET, device="meta", initialize=False).decoder.layers[0].self_attention
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters()}
-    whole = config.optimizer.whole_roles
+    whole = OptimizerConfig("muon", lr=1e-2).whole_roles
     assert {name for name, meta in metas.items() if meta.role not in whole} == {"conv1d.weight"}
     assert len(list(matrix_plan.linear_maps(metas["in_proj.weight"]))) == 1

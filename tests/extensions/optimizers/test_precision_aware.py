@@ -16,7 +16,7 @@ from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import resolve
 from megatron.training.train_step import train_step
 from tests.extensions import installed
 from tests.harness import run_world
@@ -169,23 +169,6 @@ def test_a_compiled_sum_in_bf16_has_the_same_bits() -> None:
     assert not torch.equal(sums[0], total)
 
 
-@pytest.mark.parametrize(
-    ("flags", "rule"),
-    [
-        ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: needs --use-precision-aware-optimizer"),
-        (f"{AWARE}--optimizer sgd", "stores Adam's states, and --optimizer is sgd"),
-        (f"{AWARE}--no-use-distributed-optimizer", "cannot be combined with --no-use-distributed-optimizer"),
-        (f"{AWARE}--main-params-dtype fp16", "in fp32, the default they are the main parameters themselves"),
-        (f"{AWARE}--main-grads-dtype bf16 --fp64", "depend on the micro-batches of each rank"),
-        (f"{AWARE}--exp-avg-dtype fp8 --tp 2 --hidden-size 96", "cuts"),
-    ],
-)
-def test_what_does_not_combine_is_refused(flags: str, rule: str) -> None:
-    ranks = 2 if "--tp 2" in flags else 1
-    (problem,) = validate(resolve(parse_args((MODEL + flags).split()), ranks), ranks)
-    assert rule in str(problem)
-
-
 @pytest.mark.grid("update", ["--optimizer muon"], ["--optimizer muon", MOMENTS["fp8"]])
 @pytest.mark.skipif(not installed("fp8"), reason="fp8 is deleted")
 def test_strategies_compute_the_same_bits_in_fp8(update: str) -> None:
@@ -224,10 +207,3 @@ def test_states_in_few_bits_are_those_of_one_process(name: str) -> None:
     for strategy in SHARDED:
         found = train_in_world(2, f"{flags} {STRATEGY} {strategy}".split())
         assert first_difference(alone, found, 1e-9) is None, strategy
-
-
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_sums_in_bf16_are_refused(strategy: str) -> None:
-    flags = f"{MODEL} --bf16 {AWARE} --main-grads-dtype bf16 {STRATEGY} {strategy}"
-    (problem,) = validate(resolve(parse_args(flags.split()), 2), 2)
-    assert f"cannot be combined with {STRATEGY} {strategy}" in str(problem)
