@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.parallel_state import ParallelState
-from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
+from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
@@ -44,5 +44,4 @@ def tp_context(
 ) -> TPContext:
     """What a layer on the CPU is built with, in the layout `state`; `more` are other fields of `TPContext`."""
     more.setdefault("queue", WeightGradQueue())
-    more.setdefault("experts", ExpertAxes.of(state))
-    return TPContext(state.tp, sequence_parallel, dtype, torch.device("cpu"), **more)
+    return TPContext(state, sequence_parallel, dtype, torch.device("cpu"), **more)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -42,40 +42,38 @@ def start_run(run: TrainingRun, resources: ExitStack) -> None:
 
 def build_tasks(run: TrainingRun, log: RunLog, resources: ExitStack) -> list[Task]:
     """The periodic tasks of a run in the order in which they are performed, those of extensions before the save."""
-    collection = GarbageCollection(run.config.training, resources)
-    tasks = [*_after_each_step(run), *collection.tasks(), *_logging(run, log), *_evaluation(run, log)]
-    tasks += [task for callback in run.callbacks for task in callback.tasks(run, log)]
-    if run.config.checkpoint.save:
-        tasks.append(Task("save", run.config.checkpoint.save_interval, partial(save, run)))
-    tasks += _test(run, log)
-    return [collection.around(task) if task.evaluates else task for task in tasks]
-
-
-def _after_each_step(run: TrainingRun) -> Iterator[Task]:
-    first = run.progress.iteration + 1
-    minutes = run.config.parallel.distributed_timeout_minutes
+    config, first, over = run.config, run.progress.iteration + 1, partial(run.plan.is_over, run)
+    minutes = config.parallel.distributed_timeout_minutes
     limit = partial(limit_waits, run.runtime, run.pipeline.executor.p2p, "--distributed-timeout-minutes", minutes)
     after_first = lambda: run.progress.iteration == first  # noqa: E731
-    yield Task("limit of waits", None, limit, also=after_first, counts=True, reads_result=False)
-    yield Task("outcome of saves", 1, run.saver.report, counts=True, reads_result=False)
     watches = any(type(callback).on_step_end is not Callback.on_step_end for callback in run.callbacks)
-    yield Task("callbacks", 1, partial(_step_end, run), counts=True, reads_result=watches)
     give_back = partial(give_back_memory, run.runtime.device)
-    over = partial(run.plan.is_over, run)
-    yield Task("next phase", None, partial(run.plan.enter, run), also=over, counts=True, before_step=True)
-    yield Task("free memory", GIVE_BACK_INTERVAL, give_back, counts=True, reads_result=False)
+    collection = GarbageCollection(config.training, resources)
+    report, enter = partial(_report, run, log), partial(run.plan.enter, run)
+    tasks = [
+        Task("limit of waits", None, limit, also=after_first, counts=True, reads_result=False),
+        Task("outcome of saves", 1, run.saver.report, counts=True, reads_result=False),
+        Task("callbacks", 1, partial(_step_end, run), counts=True, reads_result=watches),
+        Task("next phase", None, enter, also=over, counts=True, before_step=True),
+        Task("free memory", GIVE_BACK_INTERVAL, give_back, counts=True, reads_result=False),
+        collection.task(),
+        Task("log", config.logging.log_interval, report, at_end=True, also=over, counts=True, may_stop=True),
+        Task("progress bar", 1, log.step, counts=True, reads_result=False),
+    ]
+    if run.data.valid:
+        validate, interval = partial(evaluate, run, "valid", log), config.training.eval_interval
+        tasks.append(Task("validation", interval, validate, at_end=True, may_stop=True, evaluates=True))
+    tasks += [task for callback in run.callbacks for task in callback.tasks(run, log)]
+    if config.checkpoint.save:
+        tasks.append(Task("save", config.checkpoint.save_interval, partial(save, run)))
+    if run.data.test is not None:
+        tasks.append(Task("test", None, partial(evaluate, run, "test", log), evaluates=True, at_finish=True))
+    return [collection.around(task) if task.evaluates else task for task in tasks]
 
 
 def _step_end(run: TrainingRun) -> None:
     for callback in run.callbacks:
         callback.on_step_end(run)
-
-
-def _logging(run: TrainingRun, log: RunLog) -> Iterator[Task]:
-    over = partial(run.plan.is_over, run)
-    interval = run.config.logging.log_interval
-    yield Task("log", interval, partial(_report, run, log), at_end=True, also=over, counts=True, may_stop=True)
-    yield Task("progress bar", 1, log.step, counts=True, reads_result=False)
 
 
 def _report(run: TrainingRun, log: RunLog) -> None:
@@ -89,19 +87,6 @@ def _report(run: TrainingRun, log: RunLog) -> None:
     for callback in run.callbacks:
         callback.on_log(run, record)
     run.interval = Interval()
-
-
-def _evaluation(run: TrainingRun, log: RunLog) -> Iterator[Task]:
-    if run.data.valid:
-        interval = run.config.training.eval_interval
-        validate = partial(evaluate, run, "valid", log)
-        yield Task("validation", interval, validate, at_end=True, may_stop=True, evaluates=True)
-
-
-def _test(run: TrainingRun, log: RunLog) -> Iterator[Task]:
-    if run.data.test is not None:
-        test = partial(evaluate, run, "test", log)
-        yield Task("test", None, test, evaluates=True, at_finish=True)
 
 
 def save(run: TrainingRun) -> None:
@@ -162,12 +147,9 @@ class GarbageCollection:
             resources.callback(gc.enable)
             gc.collect()
 
-    def tasks(self) -> Iterator[Task]:
+    def task(self) -> Task:
         """The collection between steps."""
-        yield Task("garbage collection", self.interval, self._collect, counts=True, reads_result=False)
-
-    def _collect(self) -> None:
-        gc.collect()
+        return Task("garbage collection", self.interval, gc.collect, counts=True, reads_result=False)
 
     def around(self, task: Task) -> Task:
         """The same task with a collection before and after it, under --manual-gc-eval."""

@@ -113,7 +113,7 @@ def overflow_run(rank, world, dims, distributed, bad_rank, name, kind):
         seed = optimizer.loss_scale / 16
         before = [piece.data.clone() for piece in optimizer.sharded_state()]
         params = [param.detach().clone() for param in ddp.params]
-        optimizer.zero_grad()
+        ddp.zero_grad_buffer()
         add_gradients(ddp, state, step)
         for buffer in ddp.buffers:
             buffer.grad_data.mul_(seed)
@@ -165,7 +165,7 @@ def one_factor_and_scaled_gradients_agree(rank, world, kind, dtype):
     for reduce in (reduce_model_grads, finalize_model_grads):
         ddp, optimizer = build(state, dtype=dtype, optimizer=kind, clip_grad=0.01)
         for step in range(3):
-            optimizer.zero_grad()
+            ddp.zero_grad_buffer()
             add_gradients(ddp, state, step)
             factor = reduce(ddp, global_token_count(torch.tensor(10.0), state), state, 64.0)
             norm = optimizer.step(LR, DECAY, factor=factor).grad_norm
@@ -191,7 +191,7 @@ def not_a_number_is_skipped(rank, world, kind):
     run_step(ddp, optimizer, state, 0)
     before = [param.detach().clone() for param in ddp.params]
     moments = [piece.data.clone() for piece in optimizer.sharded_state()]
-    optimizer.zero_grad()
+    ddp.zero_grad_buffer()
     if rank == world - 1:
         ddp.params[0].main_grad[0, 0] = math.nan
     finalize_model_grads(ddp, global_token_count(torch.tensor(3), state), state)

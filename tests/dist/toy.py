@@ -143,7 +143,7 @@ def build(state, distributed=True, dtype="fp64", bucket_size=100, **flags):
 
 def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
     """One step as a training loop makes it; each data-parallel rank has `tokens` + its rank valid tokens."""
-    optimizer.zero_grad()
+    ddp.zero_grad_buffer()
     add_gradients(ddp, state, step)
     if seed != 1.0:
         for buffer in ddp.buffers:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.collectives import Pending
 from megatron.core.dropout import random_bits
-from megatron.core.moe import dispatcher, layer, load_balancing, router
+from megatron.core.moe import dispatcher, load_balancing, router
 from megatron.core.moe.router import sinkhorn_bias
 from megatron.core.parallel_state import Axis
 from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
@@ -151,7 +151,9 @@ ON_DEVICE = [("mixtral", "ep2"), ("drop", "cp2-tp2-etp4"), ("deepseek", "etp2")]
 def test_layout_whose_counts_stay_on_the_device(model: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with grouped products."""
     monkeypatch.setattr(dispatcher, "on_device", lambda x: True)
-    monkeypatch.setattr(layer, "DispatchOptions", lambda _, *others: dispatcher.DispatchOptions(True, *others))
+    for name, kind in dispatcher.DISPATCHERS.items():
+        build = lambda experts, ctx, grouped, padded, kind=kind: kind(experts, ctx, True, padded)  # noqa: E731
+        monkeypatch.setitem(dispatcher.DISPATCHERS, name, build)
     compare(model, layout)
 
 

@@ -33,7 +33,7 @@ def test_it_goes_at_steps_of_the_interval(resources: ExitStack) -> None:
     collection = GarbageCollection(TrainingConfig(manual_gc=True, manual_gc_interval=3), resources)
     assert old() is None and not gc.isenabled()
     new = weakref.ref(Knot())
-    (task,) = collection.tasks()
+    task = collection.task()
     assert [iteration for iteration in range(1, 8) if task.at(iteration, last=False)] == [3, 6]
     assert new() is not None
     task.run()
@@ -52,12 +52,11 @@ def test_it_goes_around_evaluations(wanted: bool, resources: ExitStack) -> None:
 
     collection.around(Task("evaluation", 1, evaluate)).run()
     assert (during[0]() is None) == wanted
-    (between_steps,) = collection.tasks()
-    assert not between_steps.at(1, last=True)
+    assert not collection.task().at(1, last=True)
 
 
 def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
     collection = GarbageCollection(TrainingConfig(), resources)
     assert gc.isenabled()
-    (task,) = collection.tasks()
+    task = collection.task()
     assert not any(task.at(iteration, last=True) for iteration in range(1, 9))

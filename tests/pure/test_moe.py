@@ -28,9 +28,8 @@ from megatron.core.moe.experts import (
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.moe.router import within_capacity
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
-from megatron.core.tensor_parallel.layers import ExpertAxes
 from megatron.core.transformer.activations import FUNCTIONS, FusedActivation
 from tests.gpt_cases import FP64, logits_in_parts
 from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, balances_of, build_layer, context, written_out
@@ -186,7 +185,7 @@ def test_recomputation_adds_no_load() -> None:
 
 
 def test_a_schedule_that_runs_micro_batches_in_another_order_is_an_error() -> None:
-    loads = RunningLoads(ExpertAxes())
+    loads = RunningLoads(ParallelState())
     loads.start(1, torch.ones(2, 4))
     with pytest.raises(ValueError, match="backward pass of micro-batch 1 before the forward pass of micro-batch 0"):
         loads.shares(1)

@@ -130,18 +130,18 @@ class CoreAttention(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
         """`sinks`: the parameter of learned attention sinks [heads], if there is one."""
         super().__init__()
-        self.scale, self.span, self.cp = config.attention_scale, config.layer(ctx.layer).span, ctx.cp
+        self.scale, self.span, self.cp = config.attention_scale, config.layer(ctx.layer).span, ctx.state.cp
         self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, site_key(ctx.seed, f"{name}.attention_dropout")
         self.backend = backend = ctx.attention_backend
         self.fused = ATTENTION_BACKENDS[backend].causal(self.scale, ctx.device)
-        self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
+        self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if self.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
         self.local_heads, self.first_head = heads, heads * ctx.tp.rank
         first = self.first_head
         if self.across_ranks is ulysses_attention:
-            heads //= ctx.cp.size
-            self.first_head += heads * ctx.cp.rank
+            heads //= self.cp.size
+            self.first_head += heads * self.cp.rank
         self.slopes: Tensor | None = None
         if config.alibi:
             of_heads = alibi_slopes(config.num_attention_heads)[self.first_head : self.first_head + heads]

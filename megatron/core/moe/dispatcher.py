@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.host_to_device import HostCopy, integers_on
 from megatron.core.moe.experts import Segments
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.layers import ExpertAxes
+from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.weight_grad import add_rows_
 
 
@@ -122,23 +122,6 @@ class Routes:
         return self.of_tokens.transposed(rows)
 
 
-@dataclass(frozen=True)
-class DispatchOptions:
-    """How the experts of a layer are computed, as far as dispatch depends on it."""
-
-    grouped: bool = False
-    """Whether their kernels read the numbers of rows on the device."""
-
-    padded: bool = False
-    """Whether messages are padded to what an expert accepts at most."""
-
-    compiled: bool = False
-    """Whether torch.compile compiles regions."""
-
-    pair: PassPair = field(default_factory=PassPair)
-    """What all-to-alls hand over to while they are under way."""
-
-
 class Dispatcher(ABC):
     """Plans the dispatch of tokens from the experts that they chose.
 
@@ -146,10 +129,13 @@ class Dispatcher(ABC):
     many as there may be at most, those in use first.
     """
 
-    def __init__(self, num_experts: int, axes: ExpertAxes, options: DispatchOptions | None = None) -> None:
-        self.num_experts, self.axes, self.options = num_experts, axes, options or DispatchOptions()
-        self.local_experts = num_experts // axes.ep.size
-        self.first = axes.ep.rank * self.local_experts
+    def __init__(self, num_experts: int, ctx: TPContext, grouped: bool = False, padded: bool = False) -> None:
+        """`grouped`: whether the kernels of experts read the numbers of rows on the device. `padded`: whether messages
+        are padded to what an expert accepts at most."""
+        self.ep, self.expt_tp, self.both = (ctx.state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep"))
+        self.num_experts, self.local_experts = num_experts, num_experts // self.ep.size
+        self.first = self.ep.rank * self.local_experts
+        self.grouped, self.padded, self.compiled, self.pair = grouped, padded, ctx.compiled, ctx.pair
 
     @abstractmethod
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
@@ -172,8 +158,8 @@ class Dispatcher(ABC):
         self, assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int
     ) -> tuple[RowMap, RowMap]:
         """The maps of tokens and of assignments to slots; see `slot_map`."""
-        compiled = self.options.compiled
-        return slot_map(assignments, slots, valid, k, compiled), slot_map(assignments, slots, valid, 1, compiled)
+        of_tokens, of_assignments = (slot_map(assignments, slots, valid, each, self.compiled) for each in (k, 1))
+        return of_tokens, of_assignments
 
 
 SPARE_ROWS = 2
@@ -185,15 +171,15 @@ class AllGatherDispatcher(Dispatcher):
     """All-gathers the tokens; each rank picks those of its experts. For few experts, and k about as large as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
-        both, local = self.axes.both, self.local_experts
+        both, local = self.both, self.local_experts
         to_all = gather_map(both)
         tokens, k = chosen.shape[0] * both.size, chosen.shape[1]
         experts = local_numbers(all_gather(chosen, both), self.first, local)
         order, counts = sort_assignments(experts, local)
         rows = tokens * min(k, local) if most is None else min(tokens * k, most * both.size * local)
-        if on_device(chosen) and self.options.grouped and rows * self.axes.ep.size <= SPARE_ROWS * tokens * k:
+        if on_device(chosen) and self.grouped and rows * self.ep.size <= SPARE_ROWS * tokens * k:
             assignments, slots = order[:rows], inverse_of(order, order.shape[0])[0]
-            dropless = self.axes.ep.size == 1 and most is None
+            dropless = self.ep.size == 1 and most is None
             valid = None if dropless else experts.flatten() < local
             maps = self.copies_to_slots(assignments, slots, valid, k)
             routes = Routes(*behind(to_all, maps), Segments.of_counts(counts, spare=not dropless))
@@ -218,23 +204,23 @@ class AllToAllDispatcher(Dispatcher):
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         order, counts = sort_assignments(chosen, self.num_experts)
         # [ep * expt_tp, E]: the number of assignments from each rank of the group to each expert.
-        table = all_gather(counts[None], self.axes.both)
-        padded = most is not None and self.options.padded and self.axes.ep.size > 1
-        if padded or (self.axes.ep.size == 1 and on_device(chosen) and self.options.grouped):
+        table = all_gather(counts[None], self.both)
+        padded = most is not None and self.padded and self.ep.size > 1
+        if padded or (self.ep.size == 1 and on_device(chosen) and self.grouped):
             routes = self._by_bounds(chosen, order, table, most)
             return lambda: routes
-        share = even_shares(order.shape[0], self.num_experts) * self.axes.both.size
+        share = even_shares(order.shape[0], self.num_experts) * self.both.size
         sizes = HostCopy(table.flatten(), share)
         return lambda: self._by_sizes(chosen, order, np.array(sizes.read()))
 
     def _by_sizes(self, chosen: Tensor, order: Tensor, counts: np.ndarray) -> Routes:
         """Routes without spare rows: the host knows all numbers."""
-        ep, expt_tp = self.axes.ep, self.axes.expt_tp
+        ep, expt_tp = self.ep, self.expt_tp
         table = counts.reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)  # [expt_tp, ep, E]
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
         arriving = table[:, :, self.first : self.first + self.local_experts]  # [expt_tp, ep, local experts]
         sizes = arriving.sum((1, 2)).tolist()
-        exchange = Exchange(ep, mine, arriving[expt_tp.rank].sum(1).tolist(), self.options.pair)
+        exchange = Exchange(ep, mine, arriving[expt_tp.rank].sum(1).tolist(), self.pair)
         arrival = gather_uneven_map(expt_tp, sizes).then(sort_blocks_map(arriving, chosen.device))
         segments = Segments.of_sizes(arriving.sum((0, 1)).tolist(), chosen.device)
         return Routes(*self.copies(order[: sum(mine)], *chosen.shape), segments, exchange, arrival)
@@ -245,7 +231,7 @@ class AllToAllDispatcher(Dispatcher):
         Without all-to-all a rank's rows are its assignments as they are sorted. Otherwise `most` are sent to each
         expert. What arrives is sorted by expert, spare rows last.
         """
-        ep, expt_tp, local = self.axes.ep, self.axes.expt_tp, self.local_experts
+        ep, expt_tp, local = self.ep, self.expt_tp, self.local_experts
         k, valid = chosen.shape[1], None if most is None else chosen.flatten() < self.num_experts
         slots = inverse_of(order, order.shape[0])[0]
         arriving = table.view(ep.size, expt_tp.size, -1)[:, :, self.first : self.first + local].transpose(0, 1)
@@ -264,11 +250,11 @@ class AllToAllDispatcher(Dispatcher):
             experts = torch.where(within < arriving[..., None], numbers, local)  # [expt_tp, ep, local, most]
         segments = Segments.of_counts(arriving.sum((0, 1)), spare=most is not None)
         maps = self.copies_to_slots(assignments, slots, valid, k)
-        if self.axes.both.size == 1:
+        if self.both.size == 1:
             return Routes(*maps, segments)
         parts = [assignments.shape[0] // ep.size] * ep.size
         arrival = gather_map(expt_tp).then(permutation_map(experts.flatten().argsort(stable=True)))
-        return Routes(*maps, segments, Exchange(ep, parts, parts, self.options.pair), arrival)
+        return Routes(*maps, segments, Exchange(ep, parts, parts, self.pair), arrival)
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:

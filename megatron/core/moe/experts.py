@@ -256,7 +256,8 @@ def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
     plain = GROUPED if grouped else EACH
     if ctx.format is None:
         return plain
-    built: GroupedGemms = ctx.format.grouped(ctx.experts.expt_tp, cuts, grouped, ctx.compiled, plain.add_weight_grad_)
+    axis = ctx.state.axis("expt_tp")
+    built: GroupedGemms = ctx.format.grouped(axis, cuts, grouped, ctx.compiled, plain.add_weight_grad_)
     return built
 
 
@@ -356,7 +357,7 @@ class GroupedLinear(nn.Module):
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
         self.gemms, self.queue, self.compiled = _build_gemms(grouped, cuts, ctx), ctx.queue, ctx.compiled
-        self.first_column = ctx.experts.expt_tp.rank * bias[0].shape[1] if bias and cuts.inputs else 0
+        self.first_column = ctx.state.axis("expt_tp").rank * bias[0].shape[1] if bias and cuts.inputs else 0
 
     def forward(self, x: Tensor, segments: Segments, factors: Tensor | None = None) -> Tensor:
         """`factors` [n]: each row's factor of the bias; 1 by default"""
@@ -372,11 +373,11 @@ class Experts(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        widths = config.expert_io_size, config.moe_ffn_size // ctx.experts.expt_tp.size
+        widths = config.expert_io_size, config.moe_ffn_size // ctx.state.axis("expt_tp").size
         self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, ctx.device, *widths)
         if ctx.format is not None:
             self.grouped = self.grouped and ctx.format.groups_in_one_kernel(ctx.device)
-        cut = ctx.experts.expt_tp.size > 1
+        cut = ctx.state.axis("expt_tp").size > 1
         self.linear_fc1, self.linear_fc2 = (
             GroupedLinear(metas, cuts, self.grouped, ctx)
             for metas, cuts in zip(expert_metas(name, config), (Cuts(outputs=cut), Cuts(inputs=cut)), strict=True)

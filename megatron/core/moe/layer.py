@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.moe.dispatcher import DISPATCHERS, DispatchOptions
+from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.parameters import latent_projections, shared_gate_meta
 from megatron.core.moe.router import RouterFunction, TopKRouter
@@ -49,8 +49,8 @@ class MoELayer(nn.Module):
         self.fc1_latent_proj = nn.Identity() if down is None else ReplicatedParallelLinear(down, ctx)
         self.fc2_latent_proj = nn.Identity() if up is None else ReplicatedParallelLinear(up, ctx)
         padded = config.moe_pad_expert_input_to_capacity
-        options = DispatchOptions(self.experts.grouped, padded, ctx.compiled, ctx.pair)
-        self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts, options)
+        dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
+        self.dispatcher = dispatcher(config.num_experts, ctx, self.experts.grouped, padded)
         shared = config.moe_shared_expert_intermediate_size
         expert = GatedSharedExpert if config.moe_shared_expert_gate else SharedExpert
         self.shared_experts = expert(f"{name}.shared_experts", config, ctx) if shared else None

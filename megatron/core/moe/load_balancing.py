@@ -27,9 +27,9 @@ from megatron.core.batch import BatchContext
 from megatron.core.collectives import Pending, all_reduce_, start_all_reduce_
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.parameters import router_states
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
+from megatron.core.tensor_parallel.layers import TPContext
 
 EXTRA_COLUMNS = 3
 """Entries of a tally that are not per expert: balancing loss, z-loss, dropped assignments."""
@@ -46,8 +46,8 @@ class RunningLoads:
     it. Recomputation of a micro-batch finds the loads of its first pass.
     """
 
-    def __init__(self, axes: ExpertAxes) -> None:
-        self.stage, self.dp = axes.stage, axes.dp
+    def __init__(self, state: ParallelState) -> None:
+        self.stage, self.dp = state.axis("stage"), state.dp
         self.clear()
 
     def clear(self) -> None:
@@ -139,8 +139,8 @@ class Balance(nn.Module):
         )
         self.z_coefficient = config.moe_z_loss_coeff
         self.bias_rate = config.moe_router_bias_update_rate
-        self.sequence = ctx.experts.sequence
-        self.loads = RunningLoads(ctx.experts)
+        self.sequence = ctx.state.axis("tp_cp")
+        self.loads = RunningLoads(ctx.state)
         states = [make_state(meta, dtype, ctx) for meta, dtype in router_states(name, config)]
         self.expert_bias = states[0] if states else None
         self.tally = torch.zeros(PER_EXPERT * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)

@@ -147,7 +147,7 @@ class TopKRouter(nn.Module):
         self.random_logits = RandomLogits(f"{name}.random_logits", ctx.seed) if forced else None
         self.scaling = config.moe_router_topk_scaling_factor
         self.dtype = torch.float64 if ctx.dtype == torch.float64 else torch.float32
-        self.queue, self.sequence = ctx.queue, ctx.experts.sequence
+        self.queue, self.sequence = ctx.queue, ctx.state.axis("tp_cp")
         self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
         self.capacity_factor = config.moe_expert_capacity_factor
         in_evaluation = config.moe_eval_capacity_factor

@@ -21,7 +21,8 @@ ROW = 4096
 
 
 class GradNorm:
-    """What to add up on this rank, decided once, and the norm over the world."""
+    """What to add up on this rank, decided once, and the norm over the world: one collective, which adds up `sums` [n]
+    of each rank too."""
 
     def __init__(self, buckets: Sequence[Bucket], state: ParallelState, device: torch.device) -> None:
         self.world, self.device = state.world, device
@@ -40,13 +41,6 @@ class GradNorm:
                 view = bucket.grad_shard[start - bucket.shard_range[0] : stop - bucket.shard_range[0]]
                 (self.counted if counts else self.replicas).append(view)
 
-    def __call__(self, sums: Tensor | None = None, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(norm, overflow, sums) in float64 on the device, equal on all ranks: overflow is 1 if any gradient anywhere,
-        replicas included, is infinite or NaN, else 0. One collective over the world, which adds up `sums` [n] of each
-        rank too; they count for the overflow as well. With a `factor`, the norm is that of gradients multiplied by it.
-        """
-        return self.finish(self.start(self.own(sums)).wait(), factor)
-
     def own(self, sums: Tensor | None = None) -> Tensor:
         """[squares that count, squares of replicas, *sums] float64 of this rank."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
@@ -57,7 +51,9 @@ class GradNorm:
         return start_all_reduce_(own, self.world)
 
     def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """What a call returns, from the sum over the world."""
+        """(norm, overflow, sums) in float64 on the device, from the sum over the world: overflow is 1 if any gradient
+        anywhere, replicas included, or any of `sums` is infinite or NaN, else 0. With a `factor`, the norm is that of
+        gradients multiplied by it."""
         norm = summed[0].sqrt() if factor is None else summed[0].sqrt() * factor
         return norm, (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]
 

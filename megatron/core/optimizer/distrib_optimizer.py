@@ -295,10 +295,6 @@ class DistributedOptimizer:
             return set()
         return set(self.ddp.buckets) - {shard.bucket for shard in self.shards if shard.on_host}
 
-    def zero_grad(self) -> None:
-        """Forgets all gradients."""
-        self.ddp.zero_grad_buffer()
-
     @property
     def loss_scale(self) -> float:
         """Factor for the next step's losses; 1 but in fp16."""

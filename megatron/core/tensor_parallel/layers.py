@@ -52,43 +52,14 @@ from megatron.core.tensor_parallel.weight_grad import (
 
 
 @dataclass(frozen=True)
-class ExpertAxes:
-    """Process groups of mixture-of-experts layers."""
-
-    ep: Axis = field(default_factory=Axis)
-    """Expert parallelism: each rank holds some of the experts."""
-
-    expt_tp: Axis = field(default_factory=Axis)
-    """Expert tensor parallelism: each rank holds a part of each expert's matrices."""
-
-    both: Axis = field(default_factory=Axis)
-    """Both together: ranks that hold all experts between them."""
-
-    sequence: Axis = field(default_factory=Axis)
-    """Ranks that hold parts of the same sequences: "tp_cp"."""
-
-    dp: Axis = field(default_factory=Axis)
-    """Ranks that hold other samples of the same micro-batches."""
-
-    stage: Axis = field(default_factory=Axis)
-    """All ranks of the pipeline stage: `sequence` times `dp`."""
-
-    @classmethod
-    def of(cls, state: ParallelState) -> ExpertAxes:
-        return cls(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp", "dp", "stage")))
-
-
-@dataclass(frozen=True)
 class TPContext(Section):
     """Groups, dtype, device and options that all layers of a model share, those of extensions included."""
 
-    tp: Axis
+    state: ParallelState
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
     queue: WeightGradQueue
-    experts: ExpertAxes = field(default_factory=ExpertAxes)
-    cp: Axis = field(default_factory=Axis)
     cp_comm_type: str = "p2p"
     compiled: bool = False
     """Whether torch.compile compiles element-wise regions."""
@@ -110,6 +81,10 @@ class TPContext(Section):
 
     layer: int = 0
     """Number of the transformer layer that is being built."""
+
+    @property
+    def tp(self) -> Axis:
+        return self.state.tp
 
     def of_layer(self, number: int) -> TPContext:
         """Context of transformer layer `number`: without `format` where that layer stays in `dtype`."""
@@ -158,8 +133,7 @@ def row_boundary(ctx: TPContext) -> Boundary:
 
 def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
     """Creates an uninitialized parameter of this rank's shape, with its `meta`. `initialize_parameters_` fills it."""
-    axes = {"tp": ctx.tp, "ep": ctx.experts.ep, "expt_tp": ctx.experts.expt_tp}
-    _, shape = meta.box({name: (axis.rank, axis.size) for name, axis in axes.items()})
+    _, shape = meta.box(ctx.state.coords)
     parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
     parameter.meta = meta  # type: ignore[attr-defined]
     if ctx.lazy:

@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         parameters, own = delta_net_parameters(name, config), config.options(LinearAttentionFlags)
-        self.cp, self.layer, self.channels, self.eps = ctx.cp, ctx.layer, own.linear_channels, config.norm_epsilon
+        self.cp, self.layer, self.channels, self.eps = ctx.state.cp, ctx.layer, own.linear_channels, config.norm_epsilon
         self.value_width = own.linear_value_head_dim
         self.widths = own.linear_key_head_dim, self.value_width
         self.in_proj = column_parallel(parameters.in_proj, ctx)

@@ -19,7 +19,7 @@ from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
-from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
+from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts, build_format
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import ActivationStore
@@ -65,20 +65,18 @@ class GPTModel(nn.Module):
         layers = tuple(range(config.num_layers) if layers is None else layers)
         assert all(0 <= number < config.num_layers for number in layers), f"{layers} of {config.num_layers}"
         ctx = TPContext(
-            tp=state.tp,
+            state=state,
             sequence_parallel=parallel.sequence_parallel,
             dtype=getattr(torch, parallel.params_dtype),
             device=torch.device(device),
             queue=queue or WeightGradQueue(),
             pair=pair or PassPair(),
-            cp=state.cp,
             cp_comm_type=parallel.cp_comm_type,
             attention_backend=parallel.attention_backend,
             compiled=parallel.compiles(torch.device(device).type),
             format=build_format(parallel, config.num_layers, config.mtp_depths, casts or WeightCasts()),
             seed=seed,
             lazy=lazy,
-            experts=ExpertAxes.of(state),
             extension_options=parallel.extension_options,
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last

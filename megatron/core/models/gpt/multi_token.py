@@ -69,7 +69,7 @@ class MultiTokenPrediction(nn.Module):
         self.layers = nn.ModuleList(MultiTokenLayer(depth, config, ctx) for depth in depths)
         names = (f"{MULTI_TOKEN}.{depth}.embedding.dropout" for depth in depths)
         self.dropouts = nn.ModuleList(HiddenDropout(name, config.hidden_dropout, ctx) for name in names)
-        self.cp_size = ctx.cp.size
+        self.cp_size = ctx.state.cp.size
         self.weight = config.mtp_loss_scaling_factor / config.mtp_depths
         self.tally = torch.zeros(config.mtp_depths, 2, dtype=torch.float64, device=ctx.device)
         """[N, 2]: loss sum and number of tokens that count, by depth, of the step's micro-batches so far."""
