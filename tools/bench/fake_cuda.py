@@ -34,6 +34,7 @@ from unittest import mock
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,8 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megatron.core import compiled_regions
 from megatron.extensions.planner.device_file import DeviceFile, device_names, read_device
 from megatron.training.config.run_config import RunConfig
-from tools.bench.gpu import PRECISIONS, SHAPES, config_of
-from tools.bench.side_by_side import positive
+from tools.bench.gpu import SHAPES, add_model_flags, config_of, model_flags
 
 GUARD = r"""
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -109,30 +109,9 @@ def _build_guard() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-class _NoEvent:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, *args: Any) -> None: ...
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class _NoStream:
-    """Operations of fake tensors are in the order of the program, whatever stream they are launched on."""
-
-    def __init__(self, device: Any = None, **kwargs: Any) -> None:
-        self.device = torch.device("cuda", 0)
-
-    def record_event(self, event: Any = None) -> _NoEvent:
-        return _NoEvent()
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+def _zeros(x: Tensor) -> Any:
+    """`tolist` of a tensor without values."""
+    return np.zeros(tuple(x.shape), float if x.is_floating_point() else int).tolist()
 
 
 class _Answers(TorchDispatchMode):
@@ -142,7 +121,7 @@ class _Answers(TorchDispatchMode):
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
-            return 0.0 if args[0].is_floating_point() else 0
+            return _zeros(args[0])
         if func._overloadpacket is aten.addmm and func._overloadname.startswith("dtype"):
             out = kwargs.get("out")
             return args[1].new_empty(args[1].shape[0], args[2].shape[1], dtype=args[3]) if out is None else out
@@ -177,12 +156,10 @@ def _attention_by(kernel: str) -> Any:
         if attn_mask is not None or dropout_p:
             raise NotImplementedError("attention with a mask or dropout is not one of the kernels counted here")
         if kernel == "cudnn":
-            return torch.ops.aten._scaled_dot_product_cudnn_attention(
-                query, key, value, None, True, 0.0, is_causal, False, scale=scale
-            )[0]
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, is_causal, False, scale=scale
-        )[0]
+            of_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+            return of_cudnn(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, 0.0, is_causal, False, scale=scale)[0]
 
     return attention
 
@@ -230,6 +207,8 @@ def fake_cuda(device: DeviceFile, attention: str = "cudnn") -> Iterator[FakeTens
     worker = SimpleNamespace(
         get_device_properties=lambda device=None: properties, current_device=lambda: 0, set_device=lambda device: None
     )
+    # Operations of fake tensors are in the order of the program, whatever stream they are launched on.
+    stream = mock.MagicMock(device=torch.device("cuda", 0))
     create: Any = DeviceProperties.create
     deduce = UniformValueConstantFolder._deduce_value
 
@@ -249,16 +228,15 @@ def fake_cuda(device: DeviceFile, attention: str = "cudnn") -> Iterator[FakeTens
             device_count=lambda: 1,
             current_device=lambda: 0,
             set_device=lambda device: None,
-            get_device_name=lambda device=None: device_name,
+            get_device_name=lambda device=None: properties.name,
             get_device_capability=lambda device=None: capability,
             get_device_properties=lambda device=None: properties,
             synchronize=lambda device=None: None,
-            Event=_NoEvent,
-            Stream=_NoStream,
-            current_stream=lambda device=None: _NoStream(),
+            Event=mock.MagicMock,
+            Stream=lambda device=None, **kwargs: stream,
+            current_stream=lambda device=None: stream,
             stream=lambda stream: nullcontext(),
         )
-        device_name = device.name
         patch(
             CudaInterface,
             Worker=worker,
@@ -281,13 +259,6 @@ def fake_cuda(device: DeviceFile, attention: str = "cudnn") -> Iterator[FakeTens
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Answers())
         yield mode
-
-
-def _zeros(x: Tensor) -> Any:
-    """`tolist` of a tensor without values."""
-    if x.ndim == 0:
-        return 0.0 if x.is_floating_point() else 0
-    return [_zeros(row) for row in x]
 
 
 @dataclass
@@ -409,22 +380,17 @@ def run_step(config: RunConfig) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", choices=SHAPES, required=True)
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    parser.add_argument("--fp8-format", default="hybrid")
-    parser.add_argument("--fp8-recipe", default="delayed")
-    parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's flags, in quotes")
+    add_model_flags(parser)
     parser.add_argument("--device", default="h100", help=f"{', '.join(device_names())}, or a device file")
     parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="its kernel")
-    parser.add_argument("--layers", type=positive, default=2)
+    parser.set_defaults(layers=2)
     args = parser.parse_args(argv)
     if (problem := unavailable()) is not None:
         print(f"{Path(__file__).name} {problem}", file=sys.stderr)
         return 2
-    flags = f"{PRECISIONS[args.precision].format(format=args.fp8_format, recipe=args.fp8_recipe)} {args.flags}"
     try:
         device = read_device(args.device)
-        config = config_of(replace(SHAPES[args.config], micro_batches=2), args.layers, 1, flags)
+        config = config_of(replace(SHAPES[args.config], micro_batches=2), args.layers, 1, model_flags(args))
     except ValueError as error:
         parser.error(str(error))
     with fake_cuda(device, args.attention) as mode, watched_regions(mode) as uses:
