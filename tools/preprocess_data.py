@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     inputs = check(args)
     reading, prepare = Reading(tuple(args.json_keys), args.text_documents), partial(load_extensions, args.extension)
-    job = Job(config_of(TokenizerConfig, args), args.vocab_size, reading, args.append_eod, prepare=prepare)
+    job = Job(config_of(TokenizerConfig, args), args.vocab_size, reading, args.append_eod, prepare)
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     if job.append_eod and tokenizer.eod is None:
         raise ValueError(f"--append-eod: this {args.tokenizer_type} has no end-of-document token; use one that has")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.extensions.evaluation.task_file import FLAG, Task
+from megatron.extensions.text_data.formats import read_rows
 from megatron.extensions.text_data.inputs import FORMATS, TextFile, find_inputs
-from megatron.extensions.text_data.rows import read_rows
 
 BUILDERS = {"json": "jsonl", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "text"}
 """dataset_path of local files -> format of those whose name says nothing."""

@@ -28,10 +28,6 @@ CHUNK_BYTES = 1 << 18
 CHUNKS_IN_FLIGHT = 3  # for each worker
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Job:
     """What a worker needs to know."""
@@ -40,11 +36,11 @@ class Job:
     vocab_size: int | None
     reading: Reading
     append_eod: bool
+    prepare: Callable[[], object]
+    """Called first in a process of its own: registers tokenizers of the user's."""
+
     stand_in: bool = False
     """Whether gigatoken does the work of tokenizers."""
-
-    prepare: Callable[[], object] = _nothing
-    """Called first in a process of its own: registers tokenizers of the user's."""
 
 
 @dataclass

@@ -13,20 +13,22 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from typing import IO, Any
 
 from megatron.extensions.text_data.inputs import TextFile
 from megatron.extensions.text_data.streams import COMPRESSIONS, Damaged, decompressed, opened
 
 BOM = codecs.BOM_UTF8
-ROWS = 1024
-"""Rows of a table that are taken at a time."""
+ROWS, ROWS_BYTES = 1024, 1 << 20
+"""Rows of a table, and bytes of whole rows, that are taken at a time."""
 
 LONGEST_ESCAPE = 16
 """Characters at the end of what has been read in which a JSON error may be no error but the cut."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, Any] | ValueError
-"""A line; the values of the keys in a row; a JSON object; or what is wrong with a record."""
+"""A line; the values of the keys in a row; a JSON object or a whole row; or what is wrong with a record."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Reading:
     """What the flags say about how files are read."""
 
     keys: tuple[str, ...] = ("text",)
-    """Keys of JSON objects and columns of tables, a document each."""
+    """Keys of JSON objects and columns of tables, a document each; none for whole rows."""
 
     text_documents: str = "file"
     """What is a document of a plain text file: "file" or "line"."""
@@ -97,26 +99,53 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
 
 def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
     """The texts of a record, one for each key. Raises ValueError that says what is wrong with it."""
+    if isinstance(record, tuple):
+        return [_text(value, key) for key, value in zip(reading.keys, record, strict=True)]
+    row = _row(record, chunk)
+    if isinstance(row, str):
+        return [row]
+    for key in reading.keys:
+        if key not in row:
+            has = ", ".join(map(repr, list(row)[:8])) or "none"
+            raise ValueError(f"no key {key!r} ({reading.flag}); the keys are {has}")
+    return [_text(row[key], key) for key in reading.keys]
+
+
+def read_rows(file: TextFile) -> list[dict[str, Any]]:
+    """All rows of a small file, with the types that their values have; of plain text the lines, as {"text": line}.
+
+    Raises ValueError that names file and place where it is damaged or is not what its name says.
+    """
+    rows, reading = list[dict[str, Any]](), Reading((), text_documents="line")
+    for chunk in read_chunks([file], reading, ROWS_BYTES):
+        for number, record in enumerate(chunk.records, chunk.first):
+            if chunk.of_json and is_blank(record):
+                continue
+            try:
+                row = _row(record, chunk)
+            except ValueError as error:
+                raise ValueError(f"{file.path}: {chunk.unit} {number}: {error}") from None
+            rows.append({"text": row} if isinstance(row, str) else row)
+    return rows
+
+
+def _row(record: Any, chunk: Chunk) -> str | dict[str, Any]:
+    """The text of a record, or its object. Raises ValueError that says what is wrong with it."""
     if isinstance(record, ValueError):
         raise record
-    if isinstance(record, bytes) and not chunk.of_json:
-        return [_decoded(record, f"the {chunk.unit}")]
     if isinstance(record, bytes):
+        text = _decoded(record, f"the {chunk.unit}")
+        if not chunk.of_json:
+            return text
         try:
-            record = json.loads(_decoded(record, f"the {chunk.unit}"))
+            record = json.loads(text)
         except RecursionError:
             raise ValueError("JSON nested too deep") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error}") from None
-    if isinstance(record, tuple):
-        return [_text(value, key) for key, value in zip(reading.keys, record, strict=True)]
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object but {_type_name(record)}")
-    for key in reading.keys:
-        if key not in record:
-            has = ", ".join(map(repr, list(record)[:8])) or "none"
-            raise ValueError(f"no key {key!r} ({reading.flag}); the keys are {has}")
-    return [_text(record[key], key) for key in reading.keys]
+    return record
 
 
 def is_blank(record: Record) -> bool:
@@ -260,16 +289,14 @@ def _csv(stream: IO[bytes], reading: Reading, delimiter: str = ",") -> Iterator[
         for row in rows:
             if not row:
                 continue
-            if len(row) != len(header):
+            if not reading.keys:
+                yield dict(zip_longest(header, row))
+            elif len(row) != len(header):
                 yield ValueError(f"{len(row)} values where the first row names {len(header)}")
             else:
                 yield tuple(row[place] for place in places)
     finally:
         text.detach()
-
-
-def _tsv(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
-    return _csv(stream, reading, "\t")
 
 
 def _places(reading: Reading, names: Sequence[str]) -> list[int]:
@@ -285,9 +312,9 @@ def _parquet(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(seekable(stream), page_checksum_verification=True)
+        file = pq.ParquetFile(_seekable(stream), page_checksum_verification=True)
         _places(reading, file.schema_arrow.names)
-        yield from _columns(file.iter_batches(batch_size=ROWS, columns=list(reading.keys)), reading)
+        yield from _columns(file.iter_batches(batch_size=ROWS, columns=list(reading.keys) or None), reading)
     except (pa.ArrowException, ValueError) as error:
         raise Unreadable(f"not Parquet that can be read: {error}") from None
 
@@ -297,23 +324,16 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     import pyarrow as pa
 
     try:
-        reader = arrow_reader(seekable(stream))
+        source = _seekable(stream)
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         _places(reading, reader.schema.names)
-        of_file = hasattr(reader, "get_batch")
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if of_file else reader
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         slices = (batch.slice(start, ROWS) for batch in batches for start in range(0, batch.num_rows, ROWS))
         yield from _columns(slices, reading)
     except (pa.ArrowException, ValueError) as error:
         raise Unreadable(f"not Arrow that can be read: {error}") from None
-
-
-def arrow_reader(source: IO[bytes]) -> Any:
-    """pyarrow's reader of a file, or of a stream, which has no batches by number."""
-    import pyarrow as pa
-
-    is_file = source.read(6) == b"ARROW1"
-    source.seek(0)
-    return pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
 
 
 def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
@@ -321,6 +341,9 @@ def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
     import pyarrow as pa
 
     for batch in batches:
+        if not reading.keys:
+            yield from batch.to_pylist()
+            continue
         columns = []
         for key in reading.keys:
             column = batch.column(batch.schema.names.index(key))
@@ -336,7 +359,7 @@ def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
         yield from zip(*columns, strict=True)
 
 
-def seekable(stream: IO[bytes]) -> IO[bytes]:
+def _seekable(stream: IO[bytes]) -> IO[bytes]:
     """A stream in which a reader can jump: in memory where the file is compressed as a whole."""
     return stream if stream.seekable() else io.BytesIO(stream.read())
 
@@ -346,7 +369,7 @@ READERS: dict[str, tuple[str, Callable[[IO[bytes], Reading], Iterator[Record]]]]
     "json": ("record", _json_array),
     "text": ("document", _text_file),
     "csv": ("row", _csv),
-    "tsv": ("row", _tsv),
+    "tsv": ("row", partial(_csv, delimiter="\t")),
     "parquet": ("row", _parquet),
     "arrow": ("row", _arrow),
 }

@@ -30,9 +30,6 @@ FORMATS = {
 }
 """Suffix -> format, a key of `megatron.extensions.text_data.formats.READERS`."""
 
-SUFFIXES = tuple(known + packed for known in FORMATS for packed in ("", *COMPRESSIONS))
-"""Ends of the names of files of these formats, compressed or not."""
-
 
 @dataclass(frozen=True)
 class TextFile:
