@@ -24,8 +24,9 @@ from megatron.extensions.megatron_checkpoints.common_state import args_of, load_
 from megatron.extensions.megatron_checkpoints.legacy_states import FROZEN, Held, states_of
 from megatron.extensions.megatron_checkpoints.megatron_names import (
     LAYERS,
+    Way,
     current_name,
-    few,
+    find_ways,
     is_skipped,
     names_inside,
     their_shape,
@@ -98,34 +99,12 @@ class Layout:
                 raise ValueError(f"{self.folder(tp, pp, ep)} is missing; its arguments say {self}")
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to store one rank's box of a parameter: names of tensors, and the shape of each.
-
-    `transposed`: all experts are in one tensor, viewed as [experts, input channels, output channels].
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-    def copy(self, tensors: Sequence[Tensor], box: Tensor) -> None:
-        """Writes the tensors into a box of our parameter."""
-        if self.transposed:
-            box.copy_(tensors[0].reshape(box.shape[0], box.shape[-1], *box.shape[1:-1]).movedim(1, -1))
-        elif len(tensors) == 1:
-            box.copy_(tensors[0].reshape(box.shape))
-        else:
-            for part, tensor in zip(box, tensors, strict=True):
-                part.copy_(tensor.reshape(part.shape))
-
-
 Tables = Mapping[tuple[int, int], Mapping[str, Tensor]]
 """(TP, EP) rank -> tensors of all its stages by name, with layers numbered in the whole model."""
 
 
 class LegacyTensors:
-    """Our parameters in the files of all ranks: `Tensors` of a `MegatronSource`."""
+    """Our parameters in the files of all ranks, for a `MegatronSource`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -184,23 +163,8 @@ class LegacyTensors:
         present = {name for table in self.tables.values() for name in table}
         found = [name for name in states if name in present]
         self.metas = {meta.name: meta for meta in parameter_metas(model)} | {name: states[name] for name in found}
-        self.ways: dict[str, Way] = {}
-        problems, used = [], set(found)
-        if model.tied_embeddings:
-            used.add("output_layer.weight")
-        for name, meta in self.metas.items():
-            boxes = list(self._boxes(meta))
-            ways = list(_ways(meta, boxes[0][2]))
-            way = next((way for way in ways if present.issuperset(way.names)), None)
-            if way is None:
-                problems.append(f"{name} is missing")
-                continue
-            self.ways[name] = way
-            used |= {each for way in ways for each in way.names}
-            problems += self._misfits(way, [rank for rank, _, _ in boxes], meta.expert)
-        problems += [f"{name} is unknown" for name in sorted(present - used) if not is_skipped(name)]
-        if problems:
-            raise ValueError(few(problems))
+        used = {*found, "output_layer.weight"} if model.tied_embeddings else found
+        self.ways = find_ways(self.metas, self._ways, present, self._misfits, used)
         self.buffers = found
         return found
 
@@ -222,16 +186,34 @@ class LegacyTensors:
                 return [table[name] for name in way.names]
         return None
 
-    def _misfits(self, way: Way, ranks: list[tuple[int, int]], expert: bool) -> Iterator[str]:
-        for rank in ranks:
-            tensors = self._parts(self.tables, way, rank, expert)
+    def _misfits(self, meta: ParamMeta, way: Way) -> Iterator[str]:
+        for rank, _, _ in self._boxes(meta):
+            tensors, where = (
+                self._parts(self.tables, way, rank, meta.expert),
+                f"at TP rank {rank[0]}, EP rank {rank[1]}",
+            )
             if tensors is None:
-                yield f"{way.names[0]} is missing at TP rank {rank[0]}, EP rank {rank[1]}"
-                continue
-            for name, tensor in zip(way.names, tensors, strict=True):
+                yield f"{way.names[0]} is missing {where}"
+            for name, tensor in zip(way.names, tensors or (), strict=False):
                 if tuple(tensor.shape) != way.shape:
-                    where = f"at TP rank {rank[0]}, EP rank {rank[1]}"
                     yield f"{name} has shape {list(tensor.shape)} {where}, not {list(way.shape)}"
+
+    def _ways(self, meta: ParamMeta) -> Iterator[Way]:
+        """Every way in which a rank may store its box of a parameter."""
+        _, _, box = next(self._boxes(meta))
+        shape = their_shape(replace(meta, global_shape=box))
+        if not meta.expert:
+            for name in names_inside(meta.name):
+                yield Way((name,), shape)
+            return
+        experts, (front, linear) = range(box[0]), meta.name.rsplit("experts.", 1)
+        yield Way(tuple(f"{front}experts.local_experts.{expert}.{linear}" for expert in experts), shape[1:])
+        yield Way(tuple(f"{front}experts.{linear}{expert}" for expert in experts), shape[1:])
+        out, inner = shape[1:]
+        if linear == "linear_fc1.weight":
+            yield Way((f"{front}experts.weight1",), (inner, len(experts) * out), transposed=True)
+        else:
+            yield Way((f"{front}experts.weight2",), (len(experts) * inner, out), transposed=True)
 
     def dtype(self, name: str) -> torch.dtype:
         first = self.ways[name].names[0]
@@ -249,7 +231,7 @@ class LegacyTensors:
             if whole is None:
                 whole = torch.empty(meta.global_shape, dtype=tensors[0].dtype)
             box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            way.copy(tensors, whole[box])
+            _copy(way, tensors, whole[box])
         assert whole is not None
         return whole
 
@@ -316,6 +298,17 @@ def _tensors_of(model: Any, path: Path, prefix: str = "") -> Held:
     return found
 
 
+def _copy(way: Way, tensors: Sequence[Tensor], box: Tensor) -> None:
+    """Writes tensors into a box of our parameter."""
+    if way.transposed:
+        box.copy_(tensors[0].reshape(box.shape[0], box.shape[-1], *box.shape[1:-1]).movedim(1, -1))
+    elif len(tensors) == 1:
+        box.copy_(tensors[0].reshape(box.shape))
+    else:
+        for part, tensor in zip(box, tensors, strict=True):
+            part.copy_(tensor.reshape(part.shape))
+
+
 def _layer(name: str) -> int | None:
     """The number of a layer in the name of a tensor."""
     match = re.match(re.escape(LAYERS) + r"(\d+)\.", name)
@@ -337,20 +330,3 @@ def _renumbered(chunk: Held, first: int) -> Held:
         return name if layer is None else f"{LAYERS}{first + layer}.{name.removeprefix(LAYERS).split('.', 1)[1]}"
 
     return {renamed(name): tensor for name, tensor in chunk.items()}
-
-
-def _ways(meta: ParamMeta, box: tuple[int, ...]) -> Iterator[Way]:
-    """Every way in which a rank may store its box of a parameter."""
-    shape = their_shape(replace(meta, global_shape=box))
-    if not meta.expert:
-        for name in names_inside(meta.name):
-            yield Way((name,), shape)
-        return
-    experts, (front, linear) = range(box[0]), meta.name.rsplit("experts.", 1)
-    yield Way(tuple(f"{front}experts.local_experts.{expert}.{linear}" for expert in experts), shape[1:])
-    yield Way(tuple(f"{front}experts.{linear}{expert}" for expert in experts), shape[1:])
-    out, inner = shape[1:]
-    if linear == "linear_fc1.weight":
-        yield Way((f"{front}experts.weight1",), (inner, len(experts) * out), transposed=True)
-    else:
-        yield Way((f"{front}experts.weight2",), (len(experts) * inner, out), transposed=True)

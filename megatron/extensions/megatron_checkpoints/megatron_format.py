@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from megatron.extensions.megatron_checkpoints.flags import COMMON, iteration_fol
 from megatron.extensions.megatron_checkpoints.legacy_folder import LegacyTensors
 from megatron.extensions.megatron_checkpoints.legacy_states import FROZEN
 from megatron.extensions.megatron_checkpoints.megatron_args import config_of, progress_of
-from megatron.extensions.megatron_checkpoints.megatron_names import Part, find_places
+from megatron.extensions.megatron_checkpoints.megatron_names import find_ways, stacked_misfits, stacked_ways
 from megatron.extensions.megatron_checkpoints.megatron_target import TorchDistTarget
 from megatron.training.progress import Progress
 
@@ -34,49 +35,13 @@ KINDS = {
 """Our kinds of optimizer state -> theirs."""
 
 
-class TorchDistFolder:
-    """Tensors of a torch_dist checkpoint by name, each in its own shape.
-
-    Older versions stored optimizer states flattened: a tensor cut into a grid of blocks is kept as
-    [grid..., elements of a block]. The index has the shape of the whole.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        backend = Checkpoint(folder)
-        if (kind := backend.payload.get("sharded_backend")) != "torch_dist":
-            raise ValueError(f"{folder} is a checkpoint of format {kind!r:.40}; only torch_dist can be read")
-        flattened = getattr(backend.index, "mcore_data", None) or {}
-        self.checkpoint = backend
-        self.stored = {re.sub(r"^chained_\d+\.", "", key): key for key in backend.tensors}
-        self.shapes = {name: backend.tensors[key].shape for name, key in self.stored.items()}
-        self.whole: dict[str, tuple[int, ...]] = {}
-        for name, key in self.stored.items():
-            shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
-            if shape is not None:
-                self.whole[name] = self._unflattened(name, tuple(int(size) for size in shape))
-                self.shapes[name] = self.whole[name]
-
-    def _unflattened(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-        *grid, block = self.shapes[name]
-        fits = len(grid) == len(whole) and all(g and w % g == 0 for g, w in zip(grid, whole, strict=True))
-        if not fits or prod(whole) != prod(grid) * block:
-            raise ValueError(f"{name}: blocks {list(self.shapes[name])} do not make {list(whole)}")
-        return whole
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.checkpoint.tensors[self.stored[name]].dtype
-
-    def read(self, part: Part, prefix: str = "") -> Tensor:
-        """A tensor, or one entry of it along the first dim."""
-        name = prefix + part.key
-        key, whole = self.stored[name], self.whole.get(name)
-        if whole is None:
-            return self.checkpoint.read(key, part.layer)
-        *grid, _ = self.checkpoint.tensors[key].shape
-        if part.layer is not None and grid[0] == whole[0]:
-            return _from_blocks(self.checkpoint.read(key, part.layer)[None], [1, *grid[1:]], (1, *whole[1:]))[0]
-        tensor = _from_blocks(self.checkpoint.read(key), grid, whole)
-        return tensor if part.layer is None else tensor[part.layer]
+def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor that is stored in blocks. Raises ValueError if these do not make it."""
+    *grid, block = stored
+    fits = len(grid) == len(whole) and all(g and w % g == 0 for g, w in zip(grid, whole, strict=True))
+    if not fits or prod(whole) != prod(grid) * block:
+        raise ValueError(f"{name}: blocks {list(stored)} do not make {list(whole)}")
+    return whole
 
 
 def _from_blocks(blocks: Tensor, grid: Sequence[int], whole: tuple[int, ...]) -> Tensor:
@@ -87,37 +52,63 @@ def _from_blocks(blocks: Tensor, grid: Sequence[int], whole: tuple[int, ...]) ->
 
 
 class TorchDistTensors:
-    """Our parameters in a torch_dist checkpoint: `Tensors` of a `MegatronSource`."""
+    """Our parameters in a torch_dist checkpoint, for a `MegatronSource`.
+
+    Older versions stored optimizer states flattened: a tensor cut into a grid of blocks is kept as
+    [grid..., elements of a block]. The index has the shape of the whole.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self.arguments_file = folder / COMMON
         self.common: Mapping[str, Any] = load_pickle(self.arguments_file)
-        self.tensors = TorchDistFolder(folder)
-        shapes = self.tensors.shapes.values()
-        self.sizes: Sequence[int] = [len(shapes), *(size for shape in shapes for size in shape[:2])]
+        self.checkpoint = Checkpoint(folder)
+        if (kind := self.checkpoint.payload.get("sharded_backend")) != "torch_dist":
+            raise ValueError(f"{folder} is a checkpoint of format {kind!r:.40}; only torch_dist can be read")
+        flattened = getattr(self.checkpoint.index, "mcore_data", None) or {}
+        tensors = self.checkpoint.tensors
+        self.stored = {re.sub(r"^chained_\d+\.", "", key): key for key in tensors}
+        self.shapes = {name: tensors[key].shape for name, key in self.stored.items()}
+        self.whole: dict[str, tuple[int, ...]] = {}
+        for name, key in self.stored.items():
+            shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
+            if shape is not None:
+                self.whole[name] = _unflattened(name, self.shapes[name], tuple(int(size) for size in shape))
+        self.shapes |= self.whole
+        self.sizes: Sequence[int] = [len(self.shapes), *(n for shape in self.shapes.values() for n in shape[:2])]
         self.prefixes: dict[str, str] = {}
 
     def find(self, model: TransformerConfig) -> list[str]:
-        metas = {meta.name: meta for meta in parameter_metas(model)}
         states = {meta.name: meta for meta, _ in model_states(model)}
-        shapes = {k: shape for k, shape in self.tensors.shapes.items() if not k.startswith("optimizer.")}
+        shapes = {k: shape for k, shape in self.shapes.items() if not k.startswith("optimizer.")}
         found = {k: meta for k, meta in states.items() if _has(k, shapes)}
-        self.places = find_places(metas | found, shapes, model.num_layers)
+        self.metas = {meta.name: meta for meta in parameter_metas(model)} | found
+        misfits = partial(stacked_misfits, shapes, model.num_layers)
+        self.ways = find_ways(self.metas, stacked_ways, shapes, misfits)
         return list(found)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.tensors.dtype(self.places[name].parts[0].key)
+        return self.checkpoint.tensors[self.stored[self.ways[name].names[0]]].dtype
 
     def read(self, name: str, kind: str | None = None) -> Tensor:
-        place, prefix = self.places[name], "" if kind is None else self.prefixes[kind]
-        parts = [self.tensors.read(part, prefix) for part in place.parts]
+        way, prefix = self.ways[name], "" if kind is None else self.prefixes[kind]
+        parts = [self._read(prefix + key, way.layer) for key in way.names]
         whole = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
-        return whole.reshape(place.meta.global_shape)
+        return whole.reshape(self.metas[name].global_shape)
+
+    def _read(self, name: str, layer: int | None) -> Tensor:
+        """A tensor, or one entry of it along the first dim."""
+        key, whole = self.stored[name], self.whole.get(name)
+        if whole is None:
+            return self.checkpoint.read(key, layer)
+        *grid, _ = self.checkpoint.tensors[key].shape
+        if layer is not None and grid[0] == whole[0]:
+            return _from_blocks(self.checkpoint.read(key, layer)[None], [1, *grid[1:]], (1, *whole[1:]))[0]
+        tensor = _from_blocks(self.checkpoint.read(key), grid, whole)
+        return tensor if layer is None else tensor[layer]
 
     def find_states(self, names: Collection[str]) -> tuple[str, ...]:
         """Bucket by bucket they cannot be read: they depend on the run's layout."""
-        stored = [name for name in self.tensors.shapes if name.startswith("optimizer.")]
+        stored = [name for name in self.shapes if name.startswith("optimizer.")]
         if self.common.get("optimizer") is None and not stored:
             return ()
         for kind, theirs in KINDS.items():
@@ -133,50 +124,28 @@ class TorchDistTensors:
         return tuple(self.prefixes)
 
     def _check_state(self, kind: str, prefix: str, name: str) -> None:
-        for part in self.places[name].parts:
-            shape, expected = self.tensors.shapes.get(prefix + part.key), self.tensors.shapes[part.key]
+        for key in self.ways[name].names:
+            shape, expected = self.shapes.get(prefix + key), self.shapes[key]
             if shape != expected:
                 what = "is missing" if shape is None else f"has shape {list(shape)}, not {list(expected)}"
-                raise ValueError(f"{kind} of {name}: {prefix}{part.key} {what}{FROZEN if shape is None else ''}")
+                raise ValueError(f"{kind} of {name}: {prefix}{key} {what}{FROZEN if shape is None else ''}")
 
     def check_states(self) -> None:
         """Nothing: states have names."""
 
 
-class Tensors(Protocol):
-    """The tensors of a checkpoint under our names, whole and in our shapes. All methods raise ValueError."""
-
-    common: Mapping[str, Any]
-    """Everything of the checkpoint that is not a tensor."""
-
-    arguments_file: Path
-    sizes: Sequence[int]
-    """No count among the arguments of a true checkpoint is larger than all of these."""
-
-    def find(self, model: TransformerConfig) -> list[str]:
-        """Looks up all parameters of a model, and checks that shapes fit and that nothing else is there. Returns the
-        names of what the model keeps beside parameters and the checkpoint has."""
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def read(self, name: str, kind: str | None = None) -> Tensor:
-        """A parameter, or the optimizer's state of it of a kind."""
-
-    def find_states(self, names: Collection[str]) -> tuple[str, ...]:
-        """Looks up the optimizer's states of these parameters, and returns their kinds; none if it has no states."""
-
-    def check_states(self) -> None:
-        """Checks what can be seen only by reading states."""
-
-
 class MegatronSource(Source):
-    """An opened checkpoint of Megatron-LM. Names and shapes of all parameters are checked before one is read."""
+    """An opened checkpoint of Megatron-LM. Names and shapes of all parameters are checked before one is read.
+
+    `tensors` has them whole, under our names and in our shapes, by `find` and `read`; the states of the optimizer by
+    `find_states`, `check_states` and `read`; in `common` what is no tensor; in `sizes` numbers of which some are at
+    least as large as each count among the arguments of a true checkpoint.
+    """
 
     def __init__(self, path: Path, options: Options) -> None:
         self.folder = iteration_folder(path)
         legacy = any(self.folder.glob("mp_rank_*"))
-        kind: type[LegacyTensors] | type[TorchDistTensors] = LegacyTensors if legacy else TorchDistTensors
-        self.tensors: Tensors = kind(self.folder)
+        self.tensors = LegacyTensors(self.folder) if legacy else TorchDistTensors(self.folder)
         self.args = args_of(self.tensors.common, self.tensors.arguments_file)
         try:
             self.config = config_of(self.args, padding_counts=not options.weights_only)

@@ -7,7 +7,7 @@ of ours in another shape: query groups, heads and channels are one dim there, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,48 +24,44 @@ FUSED_NORMS = {
 }
 """A norm of ours -> the beginning of its names where it is fused with the linear layer behind it."""
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor of theirs, or one entry of it along the first dim."""
+class Way:
+    """A way to store a parameter, or one rank's box of it: names of tensors, which it consists of in order.
 
-    key: str
-    layer: int | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one of our parameters lies: parts that are concatenated, in order, and reshaped to its shape."""
-
-    meta: ParamMeta
-    parts: tuple[Part, ...]
-
-
-def find_places(metas: Mapping[str, ParamMeta], shapes: Shapes, num_layers: int) -> dict[str, Place]:
-    """The place of each parameter. Raises ValueError for all that is missing, unknown or of another shape.
-
-    `shapes`: those of all tensors of the model in the checkpoint, by name.
+    `shape`: that of each, in files of one rank. `layer`: the entry along their first dim. `transposed`: all experts are
+    in one tensor, viewed as [experts, input channels, output channels].
     """
-    places, problems, used = {}, [], set[str]()
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...] = ()
+    layer: int | None = None
+    transposed: bool = False
+
+
+def find_ways(
+    metas: Mapping[str, ParamMeta],
+    ways_of: Callable[[ParamMeta], Iterable[Way]],
+    present: Collection[str],
+    misfits: Callable[[ParamMeta, Way], Iterable[str]],
+    used: Iterable[str] = (),
+) -> dict[str, Way]:
+    """The first way of each parameter whose tensors are all present. Raises ValueError for all that is missing, of
+    another shape, or unknown: present and in no way, and not `used` either."""
+    found, problems, known = dict[str, Way](), [], set(used)
     for name, meta in metas.items():
-        found = next((parts for parts in _candidates(meta) if all(part.key in shapes for part in parts)), None)
-        if found is None:
+        ways = list(ways_of(meta))
+        way = next((way for way in ways if all(each in present for each in way.names)), None)
+        if way is None:
             problems.append(f"{name} is missing")
             continue
-        used |= {part.key for parts in _candidates(meta) for part in parts}
-        places[name] = Place(meta, found)
-        problems += _misfits(meta, found, shapes, num_layers)
-    problems += [f"{key} is unknown" for key in shapes if key not in used and not is_skipped(key)]
+        known |= {each for way in ways for each in way.names}
+        found[name] = way
+        problems += misfits(meta, way)
+    problems += [f"{name} is unknown" for name in sorted({*present} - known) if not is_skipped(name)]
     if problems:
-        raise ValueError(few(problems))
-    return places
-
-
-def few(problems: Sequence[str]) -> str:
-    """The first problems in one line, with the number of the others."""
-    return "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise ValueError("; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else ""))
+    return found
 
 
 def is_skipped(key: str) -> bool:
@@ -73,16 +69,17 @@ def is_skipped(key: str) -> bool:
     return key.endswith(EXTRA_STATE) or "rotary_pos_emb.inv_freq" in key or key.endswith("local_tokens_per_expert")
 
 
-def _misfits(meta: ParamMeta, parts: tuple[Part, ...], shapes: Shapes, num_layers: int) -> Iterator[str]:
-    expected = their_shape(meta)
-    for part in parts:
-        shape, stacked = shapes[part.key], () if part.layer is None else (num_layers,)
-        if len(parts) == 1:
-            wanted = (*stacked, *expected)
+def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta: ParamMeta, way: Way) -> Iterator[str]:
+    """What is wrong with the shapes of a parameter's tensors in torch_dist."""
+    expected, count = their_shape(meta), len(way.names)
+    for name in way.names:
+        shape = shapes[name]
+        if count == 1:
+            wanted = (*(() if way.layer is None else (num_layers,)), *expected)
             if shape != wanted:
-                yield f"{part.key} has shape {list(shape)}, not {list(wanted)}"
-        elif prod(shape) * len(parts) != meta.numel or shape[-1:] != expected[-1:]:
-            yield f"{part.key} has shape {list(shape)}, one of {len(parts)} parts of {list(expected)}"
+                yield f"{name} has shape {list(shape)}, not {list(wanted)}"
+        elif prod(shape) * count != meta.numel or shape[-1:] != expected[-1:]:
+            yield f"{name} has shape {list(shape)}, one of {count} parts of {list(expected)}"
 
 
 def their_shape(meta: ParamMeta) -> tuple[int, ...]:
@@ -146,26 +143,22 @@ def current_name(name: str) -> str:
     return name
 
 
-def _candidates(meta: ParamMeta) -> Iterator[tuple[Part, ...]]:
-    """Every way in which a parameter may be stored."""
+def stacked_ways(meta: ParamMeta) -> Iterator[Way]:
+    """Every way in which torch_dist may store a parameter."""
     if not meta.name.startswith(LAYERS):
-        yield (Part(meta.name),)
+        yield Way((meta.name,))
         return
     number, inside = meta.name.removeprefix(LAYERS).split(".", 1)
     for suffix in _suffixes(inside):
-        yield (Part(f"{LAYERS}{suffix}", int(number)),)
+        yield Way((f"{LAYERS}{suffix}",), layer=int(number))
         own = f"{LAYERS}{number}.{suffix}"
-        yield (Part(own),)
-        yield (Part(f"{own}_w"), Part(f"{own}_v"))
-        if meta.expert:
-            yield from _single_experts(meta.global_shape[0], f"{LAYERS}{number}.{suffix}")
-
-
-def _single_experts(count: int, name: str) -> Iterator[tuple[Part, ...]]:
-    """Experts under names of their own, whole or with gate (w) and up (v) apart."""
-    each = [name.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in range(count)]
-    yield tuple(Part(expert) for expert in each)
-    yield tuple(Part(f"{expert}_{half}") for expert in each for half in "wv")
+        yield Way((own,))
+        yield Way((f"{own}_w", f"{own}_v"))
+        if meta.expert:  # under names of their own, whole or with gate (w) and up (v) apart
+            experts = range(meta.global_shape[0])
+            each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
+            yield Way(tuple(each))
+            yield Way(tuple(f"{expert}_{half}" for expert in each for half in "wv"))
 
 
 def _suffixes(inside: str) -> Iterator[str]:

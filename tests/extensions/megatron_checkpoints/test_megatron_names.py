@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
-from megatron.extensions.megatron_checkpoints.megatron_names import find_places, names_in, their_shape
+from megatron.extensions.megatron_checkpoints.megatron_names import (
+    find_ways,
+    names_in,
+    stacked_misfits,
+    stacked_ways,
+    their_shape,
+)
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import LLAMA, STYLES
 from tests.pure.test_path_kind import LATEST, check_kind
@@ -21,8 +28,8 @@ def test_a_written_name_is_found_again(style: str) -> None:
     metas = {meta.name: meta for meta in parameter_metas(config)}
     written = {names_in(name, False, ())[0][0]: their_shape(meta) for name, meta in metas.items()}
     assert len(written) == len(metas)
-    places = find_places(metas, written, config.num_layers)
-    assert {part.key for place in places.values() for part in place.parts} == set(written)
+    ways = find_ways(metas, stacked_ways, written, partial(stacked_misfits, written, config.num_layers))
+    assert {each for way in ways.values() for each in way.names} == set(written)
 
 
 def test_a_sink_has_the_name_it_has_there() -> None:
