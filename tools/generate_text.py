@@ -15,6 +15,7 @@ prompt is printed as it comes. docs/generation.md has the fields of JSON lines.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ if not __package__:  # run as a file of a clone
 from megatron.extensions.inference.chat_template import chat, find_chat_template, pieces
 from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, eos_ids
 from megatron.extensions.inference.generation.engine import prompt_seed
-from megatron.extensions.inference.jsonl import answers, read_lines, written
+from megatron.extensions.inference.jsonl import answers, read_lines
 from megatron.extensions.inference.model import LoadedModel
 from megatron.training.reliability.launch import Launch
 
@@ -135,7 +136,7 @@ def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defa
         requests = read_lines(lines, model, defaults, lambda messages: template()(messages))
         for answer in answers(requests, engine, model.tokenizer, args.token_ids):
             bad += "error" in answer
-            print(written(answer), file=out, flush=True)
+            print(json.dumps(answer, ensure_ascii=False), file=out, flush=True)
     if bad:
         print(f"error: {bad} lines have an error in place of a text", file=sys.stderr)
     return 2 if bad else 0

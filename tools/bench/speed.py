@@ -177,14 +177,19 @@ def our_texts(dtype: str, rows: int) -> Round:
     import torch
 
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.extensions.inference.generation import generate
+    from megatron.extensions.inference.generation import Engine, Request, StageRunner
     from megatron.training.config.arguments import parse_args
     from megatron.training.config.validation import resolve_legal
 
     config = resolve_legal(parse_args(flags(GENERATION_STYLE, dtype)), 1)
     torch.manual_seed(1)
     model = GPTModel(config.model, config.parallel).eval()
-    return timed(lambda: generate(model, prompts(), NEW, rows=rows), 1, PROMPTS * NEW, time.process_time)
+    requests = [Request(prompt, NEW) for prompt in prompts()]
+
+    def texts() -> None:
+        assert all(found.error is None for found in Engine(StageRunner({0: model}), rows=rows).run(requests))
+
+    return timed(texts, 1, PROMPTS * NEW, time.process_time)
 
 
 def their_texts(dtype: str) -> Round:

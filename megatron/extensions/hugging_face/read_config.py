@@ -174,11 +174,14 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     if fields["position_embedding_type"] == "rope":
         fields |= _rotary_from_hf(hf, family)
     if "no_rope_layers" in family.defaults:
-        fields["no_rope_freq"] = _no_rope_from_hf(hf)
-    if family.rotary_layers != "all" and (hf.get("sliding_window") or family.rotary_layers == "windows"):
-        fields["no_rope_freq"] = _rope_in_windows_from_hf(hf)
+        fields["no_rope_freq"] = pattern_text([not rotated for rotated in _rotated_layers(hf)], usual=False)
+    if family.rotary_layers != "all" and hf.get("sliding_window"):
+        fields["no_rope_freq"] = pattern_text([not local for local in _windows(hf)], usual=False)
+    elif family.rotary_layers == "windows":
+        raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     if "full_attention_interval" in family.defaults:
-        fields["linear_attention_freq"] = _linear_from_hf(hf)
+        linear = _layers_of_kind(hf, LINEAR, lambda n: (n + 1) % hf["full_attention_interval"])
+        fields["linear_attention_freq"] = pattern_text(linear, usual=True)
     if "attention_chunk_size" in family.defaults:
         fields |= _chunks_from_hf(hf)
     if "attn_temperature_tuning" in family.defaults:
@@ -308,13 +311,6 @@ def _layers_of_kind(hf: Mapping[str, Any], other: str, usual: Callable[[int], An
     return [kind == other for kind in kinds]
 
 
-def _rope_in_windows_from_hf(hf: Mapping[str, Any]) -> str | None:
-    """The layers without rotary embedding, where only layers with a sliding window have it."""
-    if not hf.get("sliding_window"):
-        raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
-    return pattern_text([not local for local in _windows(hf)], usual=False)
-
-
 def _chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Chunked attention, and the layers that have it: by default those with a rotary embedding."""
     chunk, rotated = hf["attention_chunk_size"], [] if hf["layer_types"] else _rotated_layers(hf)
@@ -333,17 +329,6 @@ def _moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
     if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
         raise ValueError(f"config.json: moe_layers = {list(listed)} must be some of the {layers} layers")
     return pattern_text([layer in chosen for layer in range(layers)], usual=True) or "1"
-
-
-def _linear_from_hf(hf: Mapping[str, Any]) -> str | None:
-    """The layers with linear attention."""
-    interval = hf["full_attention_interval"]
-    return pattern_text(_layers_of_kind(hf, LINEAR, lambda n: (n + 1) % interval), usual=True)
-
-
-def _no_rope_from_hf(hf: Mapping[str, Any]) -> str | None:
-    """The layers without rotary embedding. A list has 1 for those with it."""
-    return pattern_text([not rotated for rotated in _rotated_layers(hf)], usual=False)
 
 
 def _rotated_layers(hf: Mapping[str, Any]) -> list[bool]:

@@ -198,8 +198,12 @@ class ApiServer:
                     found.cancel()
                     raise ClientDisconnect
                 event = found.result()
-                if error := failure(event, self.limits):
-                    raise error
+                if event.finish_reason == "timeout":
+                    seconds = self.limits.answer_seconds
+                    raise ApiError(408, f"the answer took more than {seconds:g} seconds; ask for fewer tokens")
+                if event.finish_reason == "error":
+                    why = event.error or "the text failed"
+                    raise ApiError(503 if "server" in why else 500, why)
                 open_texts -= event.finish_reason is not None
                 yield event
         finally:
@@ -239,12 +243,3 @@ def sent(body: dict[str, Any]) -> str:
 def refusal(error: ApiError, close: bool = False) -> Response:
     headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
     return JSONResponse(error.body(), error.status, headers | ({"Connection": "close"} if close else {}))
-
-
-def failure(event: Progress, limits: HttpLimits) -> ApiError | None:
-    """The error that a text ended with, if it did."""
-    if event.finish_reason == "timeout":
-        return ApiError(408, f"the answer took more than {limits.answer_seconds:g} seconds; ask for fewer tokens")
-    if event.finish_reason == "error":
-        return ApiError(503 if event.error and "server" in event.error else 500, event.error or "the text failed")
-    return None

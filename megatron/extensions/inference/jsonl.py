@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,7 +132,3 @@ def logprob_object(found: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
 def json_logprob(value: float) -> float:
     """JSON has no infinity."""
     return max(value, -9999.0)
-
-
-def written(answer: Mapping[str, Any]) -> str:
-    return json.dumps(answer, ensure_ascii=False)

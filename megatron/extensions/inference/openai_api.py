@@ -53,27 +53,19 @@ class Call:
 
     requests: list[Request]
     chat: bool
-    stream: bool = False
-    include_usage: bool = False
-    echo: bool = False
-    prompts: list[str] = field(default_factory=list)
+    stream: bool
+    include_usage: bool
+    echo: bool
+    prompts: list[str]
     """Texts of the prompts, one for each choice, if they are echoed."""
 
-    n: int = 1
-    id: str = ""
+    n: int
+    id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 SHARED = (
-    "model",
-    "n",
-    "max_tokens",
-    "stream",
-    "stream_options",
-    "stop",
-    "stop_token_ids",
-    "seed",
-    "user",
+    *("model", "n", "max_tokens", "stream", "stream_options", "stop", "stop_token_ids", "seed", "user"),
     *SAMPLING_FIELDS,
 )
 COMPLETION_FIELDS = (*SHARED, "prompt", "logprobs", "echo", "suffix", "best_of")
@@ -137,19 +129,17 @@ class OpenAIApi:
             if problem := self.why_refused(request):
                 code = "context_length_exceeded" if len(request.prompt) >= self.longest else None
                 raise ApiError(400, f"the prompt {problem}", "messages" if chat else "prompt", code)
-        n = len(requests) // max(1, len(prompts))
-        echo = not chat and body.get("echo") is True
-        detokenize = self.model.tokenizer.detokenize
-        texts = [each if isinstance(each, str) else detokenize(each) for each in prompts for _ in range(n)]
+        n, echo = len(requests) // max(1, len(prompts)), not chat and body.get("echo") is True
+        texts = (each if isinstance(each, str) else self.model.tokenizer.detokenize(each) for each in prompts)
         return Call(
             requests,
             chat,
-            body.get("stream") is True,
-            isinstance(options, dict) and options.get("include_usage") is True,
-            echo,
-            texts if echo else [],
-            n,
-            ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+            stream=body.get("stream") is True,
+            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            echo=echo,
+            prompts=[text for text in texts for _ in range(n)] if echo else [],
+            n=n,
+            id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         )
 
     def _requests(self, fields: Fields, prompts: list[Any], chat: bool) -> list[Request]:
@@ -221,43 +211,35 @@ class OpenAIApi:
 
     def answer(self, call: Call, found: Sequence[Generation]) -> dict[str, Any]:
         """The whole answer."""
-        choices = [self._choice(call, index, each) for index, each in enumerate(found)]
-        kind = "chat.completion" if call.chat else "text_completion"
-        return self._head(call, kind) | {"choices": choices, "usage": usage(call, [len(each.tokens) for each in found])}
+        choices = []
+        for index, each in enumerate(found):
+            text = (call.prompts[index] if call.echo else "") + each.text
+            logprobs = None
+            if each.request.logprobs is not None:
+                logprobs = self._chat_logprobs(each.logprobs) if call.chat else self.text_logprobs(call, each)
+            said = {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
+            choices.append(choice(index, said, logprobs, each.finish_reason))
+        return self._object(call, choices) | {"usage": usage(call, [len(each.tokens) for each in found])}
 
     def chunk(
         self, call: Call, index: int, text: str, tokens: Sequence[Logprob] | None, reason: str | None, first: bool
     ) -> dict[str, Any]:
         """A part of an answer: a piece of the text of a choice, log-probabilities of its tokens, why it ended."""
-        reason = openai_reason(reason)
-        if call.chat:
-            delta: dict[str, Any] = {"role": "assistant"} if first else {}
-            delta |= {"content": text} if text or first else {}
-            logprobs = None if tokens is None else self._chat_logprobs(tokens)
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            return self._head(call, "chat.completion.chunk") | {"choices": [choice]}
-        logprobs = None if tokens is None else self._completion_logprobs(tokens, 0)
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return self._head(call, "text_completion") | {"choices": [choice]}
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta |= {"content": text} if text or first else {}
+        logprobs = None
+        if tokens is not None:
+            logprobs = self._chat_logprobs(tokens) if call.chat else self._completion_logprobs(tokens, 0)
+        said = {"delta": delta} if call.chat else {"text": text}
+        return self._object(call, [choice(index, said, logprobs, reason)], ".chunk")
 
     def last_chunk(self, call: Call, counts: Sequence[int]) -> dict[str, Any]:
         """Counts of tokens, behind the text."""
-        kind = "chat.completion.chunk" if call.chat else "text_completion"
-        return self._head(call, kind) | {"choices": [], "usage": usage(call, counts)}
+        return self._object(call, [], ".chunk") | {"usage": usage(call, counts)}
 
-    def _head(self, call: Call, kind: str) -> dict[str, Any]:
-        return {"id": call.id, "object": kind, "created": call.created, "model": self.name}
-
-    def _choice(self, call: Call, index: int, found: Generation) -> dict[str, Any]:
-        reason = openai_reason(found.finish_reason)
-        asked = found.request.logprobs is not None
-        if call.chat:
-            message = {"role": "assistant", "content": found.text}
-            logprobs = self._chat_logprobs(found.logprobs) if asked else None
-            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        text = (call.prompts[index] if call.echo else "") + found.text
-        of_text = self.text_logprobs(call, found) if asked else None
-        return {"index": index, "text": text, "logprobs": of_text, "finish_reason": reason}
+    def _object(self, call: Call, choices: list[dict[str, Any]], part: str = "") -> dict[str, Any]:
+        kind = f"chat.completion{part}" if call.chat else "text_completion"
+        return {"id": call.id, "object": kind, "created": call.created, "model": self.name, "choices": choices}
 
     def text_logprobs(self, call: Call, found: Generation) -> dict[str, Any]:
         """Of a completion, with those of an echoed prompt, whose first token has none."""
@@ -301,6 +283,6 @@ def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": sum(counts), "total_tokens": prompts + sum(counts)}
 
 
-def openai_reason(reason: str | None) -> str | None:
-    """A finish_reason of the API."""
-    return "stop" if reason == "eos" else reason
+def choice(index: int, said: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    """One text of an answer, or a part of it."""
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": "stop" if reason == "eos" else reason}

@@ -14,10 +14,6 @@ from tests.forked import run_forked
 from tools.common import run_tool
 from tools.generate_text import main
 
-TRAINING = """--cpu --fp64 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --mock-data
-    --init-method-std 0.3 --tokenizer-type ByteTokenizer --train-iters 1 --lr 1e-3 --global-batch-size 2
-    --eval-iters 0 --num-workers 0"""
-
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "a longer prompt", "max_new_tokens": 5, "id": "first", "logprobs": 1, "token_ids": True},
     {"prompt": "né", "temperature": 1.5, "seed": 7, "top_p": 0.9, "id": 2},
@@ -45,13 +41,6 @@ WRONG: list[tuple[bytes, str]] = [
     (b'{"prompt": "' + b"x" * 60 + b'"}', "has 60 tokens, and the model reads at most 48"),
     (b'{"messages": [{"role": "user", "content": "hi"}]}', "has no chat template"),
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("run") / "checkpoints"
-    run_forked(1, [*TRAINING.split(), "--save", str(folder)], folder.with_name("screen"))
-    return str(folder)
 
 
 def answered(

@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.extensions.inference.conftest import TRAINING
 from tests.forked import run_forked
 from tools.common import run_tool
 from tools.generate_text import main
-
-TRAINING = """--cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --mock-data
-    --tokenizer-type ByteTokenizer --train-iters 2 --lr 1e-3 --global-batch-size 2 --eval-iters 0 --num-workers 0"""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("run") / "checkpoints"
-    run_forked(1, [*TRAINING.split(), "--save", str(folder)], folder.with_name("screen"))
-    return str(folder)
 
 
 def test_several_prompts(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,11 +42,11 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
     options = {"input": str(tmp_path / "a.txt"), "model_prefix": str(tmp_path / "m"), "vocab_size": 18}
     sentencepiece.SentencePieceTrainer.train(**options, minloglevel=2)
     named = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "m.model")]
-    flags = [flag for flag in TRAINING.split() if flag not in ("--tokenizer-type", "ByteTokenizer")]
+    flags = [flag for flag in TRAINING if flag not in ("--tokenizer-type", "ByteTokenizer")]
     run_forked(1, [*flags, *named, "--save", str(tmp_path / "run")], tmp_path / "screen")
     (tmp_path / "m.model").unlink()
     (tmp_path / "run").rename(tmp_path / "moved")
-    for load in ("moved", "moved/iter_0000002"):
+    for load in ("moved", "moved/iter_0000001"):
         assert main(["--load", str(tmp_path / load), "--device", "cpu", "--prompt", "one two"]) == 0
         assert capsys.readouterr().out.startswith("one two")
 

@@ -11,12 +11,14 @@ import torch
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
-from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, StageRunner, generate
+from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, StageRunner
+from megatron.extensions.inference.generation.engine import prompt_seed
 from megatron.extensions.inference.generation.text import TextStream
 from tests.extensions import needs
 from tests.gpt_cases import FP64, STYLES
 from tests.moe_cases import MIXTRAL
 
+GREEDY = Sampling()
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
 
 
@@ -33,11 +35,25 @@ def continued(model: GPTModel, prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
+def generate(
+    model: GPTModel,
+    prompts: list[list[int]],
+    count: int,
+    sampling: Sampling = GREEDY,
+    *,
+    seed: int = 1234,
+    first: int = 0,
+) -> list[list[int]]:
+    """The new tokens of each prompt, whose number counts from `first`."""
+    requests = [Request(each, count, sampling, prompt_seed(seed, n)) for n, each in enumerate(prompts, first)]
+    return [found.tokens for found in Engine(StageRunner({0: model}), rows=3).run(requests)]
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
     model = model_of(style)
     prompts = [*PROMPTS, [8, 8, 9], [4, 5]]
-    found = generate(model, prompts, 8, rows=3)
+    found = generate(model, prompts, 8)
     assert found == [continued(model, prompt, 8) for prompt in prompts]
     assert len({token for tokens in found for token in tokens}) > 4
 
@@ -88,13 +104,9 @@ def assert_same_logprobs(one: Generation, other: Generation) -> None:
         assert [token for token, _ in a.top] == [token for token, _ in b.top] and len(a.top) == 3
 
 
-def test_text_ends_at_a_stop_token_and_at_the_last_position() -> None:
+def test_text_ends_at_the_last_position() -> None:
     model = model_of("gpt")
-    full = generate(model, PROMPTS, 100)
-    assert [len(tokens) for tokens in full] == [16 - len(prompt) for prompt in PROMPTS]
-    stop = full[0][4]
-    for tokens, found in zip(full, generate(model, PROMPTS, 100, stop=[stop]), strict=True):
-        assert found == (tokens[: tokens.index(stop)] if stop in tokens else tokens)
+    assert [len(tokens) for tokens in generate(model, PROMPTS, 100)] == [16 - len(prompt) for prompt in PROMPTS]
     assert generate(model, PROMPTS, 0) == [[], [], []]
 
 
@@ -145,8 +157,8 @@ def test_user_errors_say_what_to_do() -> None:
         ValueError, match=r"no tokens.*\nmax_new_tokens -1 .*\na stop string must not be empty.*\nlogprobs"
     ):
         Request([], -1, stop=("a", ""), logprobs=101)
-    with pytest.raises(ValueError, match=r"prompt 1 has no tokens(.|\n)*prompt 2 has 16 tokens.*at most 16"):
-        generate(GPTModel(STYLES["gpt"]), [[], [1] * 16], 3)
+    (found,) = Engine(StageRunner({0: GPTModel(STYLES["gpt"])})).run([Request([1] * 16, 3)])
+    assert str(found.error).startswith("has 16 tokens, and the model reads at most 16")
 
 
 def test_a_penalty_makes_tokens_of_the_text_less_likely() -> None:
@@ -252,5 +264,3 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
     assert [each.finish_reason for each in found] == ["error", "length", "error", "length"]
     assert "logits behind token 2 are not finite" in str(found[0].error)
     assert [found[1].tokens, found[3].tokens] == clean
-    with pytest.raises(ValueError, match="prompt 2: the model's logits"):
-        generate(model, [[1, 2, 3], [77]], 5)

@@ -25,7 +25,7 @@ from megatron.extensions.inference.chat_template import ChatTemplate
 from megatron.extensions.inference.generation import Engine, Request, Sampling, StageRunner
 from megatron.extensions.inference.http_server import ApiServer, HttpLimits
 from megatron.extensions.inference.model import LoadedModel
-from megatron.extensions.inference.openai_api import Limits, OpenAIApi, openai_reason
+from megatron.extensions.inference.openai_api import Limits, OpenAIApi, choice
 from megatron.extensions.inference.serving import EngineLoop, Progress
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import FP64, LLAMA
@@ -158,12 +158,12 @@ def test_streams_are_the_answers_in_pieces(served: Served) -> None:
         served.ask(COMPLETIONS, body | {"stream": True, "stream_options": {"include_usage": True}})[1]
     )
     assert last["choices"] == [] and last["usage"] == whole["usage"]
-    for choice in whole["choices"]:
-        of_choice = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
-        assert "".join(each["text"] for each in of_choice) == choice["text"]
-        tokens = [token for each in of_choice if each["logprobs"] for token in each["logprobs"]["tokens"]]
-        assert tokens == choice["logprobs"]["tokens"] and len(of_choice) > 5
-        assert [each["finish_reason"] for each in of_choice if each["finish_reason"]] == ["length"]
+    for text in whole["choices"]:
+        of_text = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == text["index"]]
+        assert "".join(each["text"] for each in of_text) == text["text"]
+        tokens = [token for each in of_text if each["logprobs"] for token in each["logprobs"]["tokens"]]
+        assert tokens == text["logprobs"]["tokens"] and len(of_text) > 5
+        assert [each["finish_reason"] for each in of_text if each["finish_reason"]] == ["length"]
 
 
 def test_chat(served: Served) -> None:
@@ -171,16 +171,16 @@ def test_chat(served: Served) -> None:
     body = {"messages": messages, "max_completion_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 2}
     status, found = served.ask(CHAT, body)
     assert status == 200 and found["object"] == "chat.completion"
-    (choice,) = found["choices"]
-    assert choice["message"]["role"] == "assistant" and len(choice["logprobs"]["content"]) == 6
-    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+    (answer,) = found["choices"]
+    assert answer["message"]["role"] == "assistant" and len(answer["logprobs"]["content"]) == 6
+    assert len(answer["logprobs"]["content"][0]["top_logprobs"]) == 2
     assert found["usage"]["prompt_tokens"] == len("<user>hi<assistant>")
     same = {"prompt": "<user>hi<assistant>", "max_tokens": 6, "seed": 1}
-    assert served.ask(COMPLETIONS, same)[1]["choices"][0]["text"] == choice["message"]["content"]
+    assert served.ask(COMPLETIONS, same)[1]["choices"][0]["text"] == answer["message"]["content"]
     chunks = events(served.ask(CHAT, body | {"stream": True})[1])
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant" and all("role" not in delta for delta in deltas[1:])
-    assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == answer["message"]["content"]
 
 
 def test_ends_of_texts(served: Served) -> None:
@@ -191,12 +191,12 @@ def test_ends_of_texts(served: Served) -> None:
     assert served.ask(COMPLETIONS, {"prompt": "a"} | odd)[0] == 200
     body = {"prompt": "ab", "temperature": 0, "max_tokens": 10**9}
     free = served.ask(COMPLETIONS, body)[1]
-    (choice,) = free["choices"]
-    assert choice["finish_reason"] == "length" and free["usage"]["completion_tokens"] == LENGTH - 2
-    assert openai_reason("eos") == openai_reason("stop") == "stop"
-    stop = next(choice["text"][i : i + 2] for i in range(3, 60) if "\ufffd" not in choice["text"][i : i + 2])
+    (found,) = free["choices"]
+    assert found["finish_reason"] == "length" and free["usage"]["completion_tokens"] == LENGTH - 2
+    assert {choice(0, {}, None, reason)["finish_reason"] for reason in ("eos", "stop")} == {"stop"}
+    stop = next(found["text"][i : i + 2] for i in range(3, 60) if "\ufffd" not in found["text"][i : i + 2])
     (cut,) = served.ask(COMPLETIONS, body | {"stop": stop})[1]["choices"]
-    assert cut["finish_reason"] == "stop" and cut["text"] == choice["text"][: choice["text"].index(stop)]
+    assert cut["finish_reason"] == "stop" and cut["text"] == found["text"][: found["text"].index(stop)]
     nothing = served.ask(COMPLETIONS, {"prompt": "", "max_tokens": 0})[1]
     assert nothing["choices"][0]["text"] == "" and nothing["usage"]["completion_tokens"] == 0
     scored = served.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0})[1]

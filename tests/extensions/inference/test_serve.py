@@ -16,21 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.forked import forked_ranks, join, run_forked
+from tests.forked import forked_ranks, join
 from tests.limits import HANG
 from tools.common import run_tool
 from tools.serve import main
-
-TRAINING = """--cpu --fp64 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --mock-data
-    --init-method-std 0.3 --tokenizer-type ByteTokenizer --train-iters 1 --lr 1e-3 --global-batch-size 2
-    --eval-iters 0 --num-workers 0"""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("run") / "checkpoints"
-    run_forked(1, [*TRAINING.split(), "--save", str(folder)], folder.with_name("screen"))
-    return str(folder)
 
 
 @contextmanager

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron.core.init import site_key
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import Tokenizer
-from megatron.extensions.inference.generation.runner import Outputs, Pass, StageRunner, token_logprobs
+from megatron.extensions.inference.generation.runner import Pass, StageRunner, token_logprobs
 from megatron.extensions.inference.generation.sampling import Sampling
 from megatron.extensions.inference.generation.text import TextStream
 
@@ -173,9 +172,7 @@ class Engine:
     def step(self) -> list[Generation]:
         """Reads the prompts of waiting requests if rows are free, then adds a token to every growing text. Returns
         those that changed."""
-        changed = []
-        if self.waiting and len(self.growing) < self.rows:
-            changed += self._admit()
+        changed = self._admit() if self.waiting and len(self.growing) < self.rows else []
         if self.growing:
             tokens = tuple(((each.tokens or each.request.prompt)[-1],) for each in self.growing)
             changed += self._advance(Pass(0, tokens, self._dropped()), list(self.growing))
@@ -230,7 +227,9 @@ class Engine:
         outputs = self.runner.run(step)
         assert outputs is not None
         if outputs.prompt is not None:
-            self._note_prompt(rows[0], outputs)
+            (generation,) = rows
+            prompt = zip(generation.request.prompt[1:], outputs.prompt.tolist(), strict=True)
+            generation.prompt_logprobs = [logprob_of(token, found) for token, found in prompt]
         finite = outputs.logits.amax(-1).isfinite().tolist()  # the largest of logits with a NaN is NaN
         live = [row for row, each in enumerate(rows) if finite[row] and each.budget]
         for row, generation in enumerate(rows):
@@ -281,13 +280,6 @@ class Engine:
         if len(generation.tokens) >= generation.budget:
             self._end(generation, "length")
 
-    def _note_prompt(self, generation: Generation, outputs: Outputs) -> None:
-        assert outputs.prompt is not None
-        prompt = generation.request.prompt[1:]
-        generation.prompt_logprobs = [
-            logprob_of(token, found) for token, found in zip(prompt, outputs.prompt.tolist(), strict=True)
-        ]
-
     def _end(self, generation: Generation, reason: str) -> None:
         generation.finish_reason = reason
         if generation.stream is not None:
@@ -306,52 +298,9 @@ class Engine:
 
 def logprob_of(token: int, found: Sequence[float]) -> Logprob:
     """From a row of `token_logprobs`."""
-    own, *best = found
-    count = len(best) // 2
-    return Logprob(
-        token, own, tuple((int(each), value) for each, value in zip(best[:count], best[count:], strict=True))
-    )
-
-
-def generate(
-    model: GPTModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    *,
-    seed: int = 1234,
-    first: int = 0,
-    stop: Collection[int] = (),
-    rows: int | None = None,
-) -> list[list[int]]:
-    """Continues each prompt, until a token of `stop` (not returned), `max_new_tokens`, or the longest text that the
-    model can be run on. Returns the new tokens.
-
-    What a prompt gets depends on the seed, on the prompt and on its number, `first` for the first of them, but not on
-    the other prompts. At most `rows` run at once, by default all.
-    Raises ValueError for a prompt that is empty or leaves no room for a token, and for logits that are not finite.
-    """
-    engine, problems, requests = Engine(StageRunner({0: model}), rows=rows or max(1, len(prompts))), [], []
-    for number, prompt in enumerate(prompts):
-        try:
-            each = Request(
-                prompt,
-                max_new_tokens,
-                sampling or Sampling(),
-                prompt_seed(seed, first + number),
-                stop_ids=frozenset(stop),
-            )
-            problem = engine.why_refused(each)
-        except ValueError as error:
-            problem = str(error)
-        problems += [] if problem is None else [f"prompt {number + 1} {problem}"]
-        requests += [] if problem else [each]
-    if problems:
-        raise ValueError("\n".join(problems))
-    found = list(engine.run(requests))
-    if problems := [f"prompt {number}: {each.error}" for number, each in enumerate(found, 1) if each.error]:
-        raise ValueError("\n".join(problems))
-    return [each.tokens for each in found]
+    count = len(found) // 2
+    best = zip(map(int, found[1 : 1 + count]), found[1 + count :], strict=True)
+    return Logprob(token, found[0], tuple(best))
 
 
 def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
