@@ -163,110 +163,46 @@ def test_a_run_starts_from_converted_weights_and_resumes(llama: Path, tmp_path: 
 # Inputs that lie or attack
 
 
-def no_layers(folder: Path) -> None:
-    change_json(folder / "config.json", num_hidden_layers=4)
+Damage = Callable[[Path], object]
+SAFE = "model.safetensors"
 
 
-def fewer_layers(folder: Path) -> None:
-    change_json(folder / "config.json", num_hidden_layers=2)
+def config(**values: Any) -> Damage:
+    return lambda folder: change_json(folder / "config.json", **values)
 
 
-def a_billion_layers(folder: Path) -> None:
-    change_json(folder / "config.json", num_hidden_layers=10**9)
+def content(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: (folder / SAFE).write_bytes(change((folder / SAFE).read_bytes()))
 
 
-def other_vocabulary(folder: Path) -> None:
-    change_json(folder / "config.json", vocab_size=84)
-
-
-def other_heads(folder: Path) -> None:
-    change_json(folder / "config.json", num_attention_heads=8)
-
-
-def layers_in_words(folder: Path) -> None:
-    change_json(folder / "config.json", num_hidden_layers="three")
-
-
-def scaling_without_factor(folder: Path) -> None:
-    scaling = {"rope_type": "llama3", "rope_theta": 1e4}
-    change_json(folder / "config.json", rope_parameters=scaling, rope_scaling=None)
-
-
-def other_activation(folder: Path) -> None:
-    change_json(folder / "config.json", hidden_act="gelu")
-
-
-def quantized(folder: Path) -> None:
-    change_json(folder / "config.json", quantization_config={"quant_method": "gptq"})
-
-
-def unknown_family(folder: Path) -> None:
-    change_json(folder / "config.json", model_type="mamba")
-
-
-def config_of_brackets(folder: Path) -> None:
-    (folder / "config.json").write_text("[" * 100_000)
-
-
-def no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def truncated(folder: Path) -> None:
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-1])
-
-
-def empty_file(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
-
-
-def endless_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-
-
-def overlapping(folder: Path) -> None:
-    data = (folder / "model.safetensors").read_bytes()
+def overlapping(data: bytes) -> bytes:
+    """Two tensors at the same place."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    header["model.layers.0.input_layernorm.weight"] |= {
-        "data_offsets": header["model.layers.1.input_layernorm.weight"]["data_offsets"]
-    }
+    first, second = (header[f"model.layers.{layer}.input_layernorm.weight"] for layer in range(2))
+    first["data_offsets"] = second["data_offsets"]
     text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-def other_shape(folder: Path) -> None:
-    tensors = weights_in(folder)
-    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 55)
-    save_file(tensors, folder / "model.safetensors")
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        found = weights_in(folder)
+        change(found)
+        save_file(found, folder / SAFE)
+
+    return damage
 
 
-def one_missing(folder: Path) -> None:
-    tensors = weights_in(folder)
-    del tensors["model.layers.1.self_attn.k_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
+def index(place: str, *more: str) -> Damage:
+    """An index by which all weights, and `more`, are in one file."""
 
+    def damage(folder: Path) -> None:
+        shutil.copy(folder / SAFE, folder.parent / "outside.safetensors")
+        places = {"weight_map": dict.fromkeys([*more, *weights_in(folder)], place)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(places))
 
-def one_too_many(folder: Path) -> None:
-    save_file({**weights_in(folder), "model.adapter.weight": torch.zeros(1)}, folder / "model.safetensors")
-
-
-def index_of(folder: Path, **places: str) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-
-
-def absent_shard(folder: Path) -> None:
-    index_of(folder, **dict.fromkeys(weights_in(folder), "absent.safetensors"))
-
-
-def shard_outside(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
-    index_of(folder, **dict.fromkeys(weights_in(folder), "../outside.safetensors"))
-
-
-def index_that_lies(folder: Path) -> None:
-    index_of(folder, **dict.fromkeys(["model.extra", *weights_in(folder)], "model.safetensors"))
+    return damage
 
 
 class Attack:
@@ -279,58 +215,75 @@ class Attack:
         return os.system, (self.command,)
 
 
-def pickle_that_executes(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": Attack(folder)}, folder / "pytorch_model.bin")
+def pickled(save: Callable[[Path, Path], object]) -> Damage:
+    """In place of the weights a .bin file that `save` writes, given the folder and its path."""
+
+    def damage(folder: Path) -> None:
+        (folder / SAFE).unlink()
+        save(folder, folder / "pytorch_model.bin")
+
+    return damage
 
 
-def plain_pickle_that_executes(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Attack(folder)))
-
-
-def bin_without_tensors(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": "text"}, folder / "pytorch_model.bin")
-
-
-DAMAGES: dict[Callable[[Path], None], str] = {
-    no_layers: "model.layers.3.input_layernorm.weight is missing",
-    fewer_layers: "model.layers.2.input_layernorm.weight is unknown",
-    a_billion_layers: "config.json says num_hidden_layers = 1000000000, and there are",
-    other_vocabulary: "model.embed_tokens.weight of shape [83, 32] do not fit",
-    other_heads: "model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj.weight",
-    layers_in_words: "num_hidden_layers = 'three' must be a whole number above 0",
-    scaling_without_factor: "'factor'",
-    other_activation: "hidden_act = 'gelu', supported: 'silu'",
-    quantized: "quantization_config is given",
-    unknown_family: "model_type 'mamba' is not supported",
-    config_of_brackets: "config.json cannot be read",
-    no_weights: "holds no weights",
-    truncated: "model.safetensors is cut short",
-    empty_file: "model.safetensors is not a safetensors file, or is cut short: it has 0 bytes",
-    endless_header: "model.safetensors is not a safetensors file",
-    overlapping: "model.safetensors is damaged",
-    other_shape: "model.layers.1.mlp.down_proj.weight of shape [32, 55]",
-    one_missing: "model.layers.1.self_attn.k_proj.weight is missing",
-    one_too_many: "model.adapter.weight is unknown",
-    absent_shard: "absent.safetensors is missing; model.safetensors.index.json names it",
-    shard_outside: "names '../outside.safetensors', which is not a file of this folder",
-    index_that_lies: "model.safetensors lacks model.extra",
-    pickle_that_executes: "pytorch_model.bin is refused",
-    plain_pickle_that_executes: "pytorch_model.bin is refused",
-    bin_without_tensors: "pytorch_model.bin must hold tensors by name",
+NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no_layers": (config(num_hidden_layers=4), "model.layers.3.input_layernorm.weight is missing"),
+    "fewer_layers": (config(num_hidden_layers=2), "model.layers.2.input_layernorm.weight is unknown"),
+    "a_billion_layers": (config(num_hidden_layers=10**9), "config.json says num_hidden_layers = 1000000000, and there"),
+    "other_vocabulary": (config(vocab_size=84), "model.embed_tokens.weight of shape [83, 32] do not fit"),
+    "other_heads": (config(num_attention_heads=8), "layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj"),
+    "layers_in_words": (
+        config(num_hidden_layers="three"),
+        "num_hidden_layers = 'three' must be a whole number above 0",
+    ),
+    "scaling_without_factor": (
+        config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}, rope_scaling=None),
+        "'factor'",
+    ),
+    "other_activation": (config(hidden_act="gelu"), "hidden_act = 'gelu', supported: 'silu'"),
+    "quantized": (config(quantization_config={"quant_method": "gptq"}), "quantization_config is given"),
+    "unknown_family": (config(model_type="mamba"), "model_type 'mamba' is not supported"),
+    "config_of_brackets": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "config.json cannot be read",
+    ),
+    "no_weights": (lambda folder: (folder / SAFE).unlink(), "holds no weights"),
+    "truncated": (content(lambda data: data[:-1]), "model.safetensors is cut short"),
+    "empty_file": (content(lambda data: b""), "is not a safetensors file, or is cut short: it has 0 bytes"),
+    "endless_header": (content(lambda data: b"\xff" * 64), "model.safetensors is not a safetensors file"),
+    "overlapping": (content(overlapping), "model.safetensors is damaged"),
+    "other_shape": (tensors(lambda found: found.update({DOWN: torch.zeros(32, 55)})), f"{DOWN} of shape [32, 55]"),
+    "one_missing": (tensors(lambda found: found.pop(DOWN)), f"{DOWN} is missing"),
+    "one_too_many": (
+        tensors(lambda found: found.update({"model.adapter.weight": torch.zeros(1)})),
+        "model.adapter.weight is unknown",
+    ),
+    "absent_shard": (index("absent.safetensors"), "absent.safetensors is missing; model.safetensors.index.json names"),
+    "shard_outside": (index("../outside.safetensors"), "names '../outside.safetensors', which is not a file of this"),
+    "index_that_lies": (index(SAFE, "model.extra"), "model.safetensors lacks model.extra"),
+    "pickle_that_executes": (
+        pickled(lambda folder, file: torch.save({NORM: Attack(folder)}, file)),
+        "pytorch_model.bin is refused",
+    ),
+    "plain_pickle_that_executes": (
+        pickled(lambda folder, file: file.write_bytes(pickle.dumps(Attack(folder)))),
+        "pytorch_model.bin is refused",
+    ),
+    "bin_without_tensors": (
+        pickled(lambda folder, file: torch.save({NORM: "text"}, file)),
+        "pytorch_model.bin must hold tensors by name",
+    ),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
-    damage: Callable[[Path], None], llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = shutil.copytree(llama, tmp_path / "model")
-    damage(folder)
+    folder, (damaged, message) = shutil.copytree(llama, tmp_path / "model"), DAMAGES[damage]
+    damaged(folder)
     before = sorted(tmp_path.iterdir())
-    assert DAMAGES[damage] in refused(capsys, "--input", folder, "--output", tmp_path / "ours")
+    assert message in refused(capsys, "--input", folder, "--output", tmp_path / "ours")
     assert sorted(tmp_path.iterdir()) == before
 
 

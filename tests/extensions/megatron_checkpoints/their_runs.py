@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import tarfile
+from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +21,7 @@ from megatron.core.parallel_state import Axis
 from megatron.training.checkpointing import load_whole_model
 from tests.forked import run_forked
 from tools import convert_checkpoint
+from tools.common import run_tool
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron_checkpoints"
 
@@ -70,3 +75,20 @@ def losses_of_a_run(name: str, start: Path, folder: Path, *flags: str) -> dict[i
     run_forked(2, [str(word) for word in words], folder / "screen")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+
+
+class Attack:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.mkdir, ("executed",)  # type: ignore[return-value]
+
+
+def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The line by which the conversion of a checkpoint, alone in its folder, is refused. It leaves nothing."""
+    with chdir(folder.parent), pytest.raises(SystemExit) as error:
+        run_tool(lambda: convert_checkpoint.main(["--input", str(folder), "--output", "ours"]))
+    assert error.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    return line

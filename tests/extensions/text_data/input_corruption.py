@@ -65,17 +65,18 @@ TEXTS = [
 
 
 def json_lines(texts: Sequence[str]) -> bytes:
-    return b"".join(json.dumps({"text": text}, ensure_ascii=n % 2 > 0).encode() + b"\n" for n, text in enumerate(texts))
+    rows = enumerate(texts)
+    return b"".join(json.dumps({"id": n, "text": text}, ensure_ascii=n % 2 > 0).encode() + b"\n" for n, text in rows)
 
 
 def json_array(texts: Sequence[str]) -> bytes:
-    return json.dumps([{"text": text} for text in texts], indent=1, ensure_ascii=False).encode()
+    return json.dumps([{"id": n, "text": text} for n, text in enumerate(texts)], indent=1, ensure_ascii=False).encode()
 
 
-def table(texts: Sequence[str]) -> bytes:
+def table(texts: Sequence[str], delimiter: str = ",") -> bytes:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([("id", "text"), *enumerate(texts)])
-    return text.getvalue().encode()
+    csv.writer(text, delimiter=delimiter).writerows([("id", "text"), *enumerate(texts)])
+    return text.getvalue().encode("utf-8-sig")
 
 
 def parquet(texts: Sequence[str]) -> bytes:
@@ -83,7 +84,8 @@ def parquet(texts: Sequence[str]) -> bytes:
     import pyarrow.parquet as pq
 
     out = io.BytesIO()
-    pq.write_table(pa.table({"text": list(texts)}), out, row_group_size=7, write_page_checksum=True)
+    rows = pa.table({"id": range(len(texts)), "text": list(texts)})
+    pq.write_table(rows, out, row_group_size=7, write_page_checksum=True)
     return out.getvalue()
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bz2
-import csv
 import gzip
 import io
-import json
 import lzma
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import find_inputs
 from megatron.extensions.text_data.tokenized import TextData
+from tests.extensions.text_data.input_corruption import arrow, json_array, json_lines, parquet, table
 from tests.pure.test_path_kind import check_kind
 from tools.preprocess_data import main as preprocess
 
@@ -42,34 +42,11 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def json_lines(texts: list[str]) -> bytes:
-    return b"".join(
-        json.dumps({"id": n, "text": text}, ensure_ascii=n % 2 > 0).encode() + b"\n" for n, text in enumerate(texts)
-    )
+def arrow_file(texts: list[str]) -> bytes:
+    import pyarrow as pa
 
-
-def json_array(texts: list[str]) -> bytes:
-    return json.dumps([{"id": n, "text": text} for n, text in enumerate(texts)], indent=1, ensure_ascii=False).encode()
-
-
-def table(texts: list[str], delimiter: str) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text, delimiter=delimiter).writerows([("id", "text"), *enumerate(texts)])
-    return text.getvalue().encode("utf-8-sig")
-
-
-def parquet(texts: list[str]) -> bytes:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    out = io.BytesIO()
-    rows = pa.table({"id": range(len(texts)), "text": texts})
-    pq.write_table(rows, out, row_group_size=7, write_page_checksum=True)
-    return out.getvalue()
-
-
-def arrow(texts: list[str], stream: bool) -> bytes:
-    pa = pytest.importorskip("pyarrow")
     rows, out = pa.table({"text": pa.array(texts, pa.large_string())}), io.BytesIO()
-    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(out, rows.schema) as writer:
+    with pa.ipc.new_file(out, rows.schema) as writer:
         writer.write_table(rows)
     return out.getvalue()
 
@@ -77,11 +54,11 @@ def arrow(texts: list[str], stream: bool) -> bytes:
 FORMATS: dict[str, Callable[[list[str]], bytes]] = {
     "jsonl": json_lines,
     "json": json_array,
-    "csv": lambda texts: table(texts, ","),
-    "tsv": lambda texts: table(texts, "\t"),
+    "csv": table,
+    "tsv": partial(table, delimiter="\t"),
     "parquet": parquet,
-    "arrow": lambda texts: arrow(texts, True),
-    "feather": lambda texts: arrow(texts, False),
+    "arrow": arrow,
+    "feather": arrow_file,
 }
 
 
@@ -161,7 +138,9 @@ def test_what_is_not_what_its_name_says(tmp_path: Path, name: str, content: byte
 
 
 def test_a_row_that_is_bad_spoils_no_other(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     values = pa.Array.from_buffers(pa.string(), 4, pa.array([b"one", b"\xff", None, b"four"], pa.binary()).buffers())
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_bytes(b"text,id\none,1\n\ntwo\nfour,4\n")
@@ -233,7 +212,7 @@ def test_samples_of_text_are_those_of_the_dataset_it_would_become(tmp_path: Path
     if name == "folder":
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.json").write_bytes(json_array(TEXTS[:9]))
-        (tmp_path / name / "2.csv").write_bytes(table(TEXTS[9:], ","))
+        (tmp_path / name / "2.csv").write_bytes(table(TEXTS[9:]))
     else:
         of_format = FORMATS[name.split(".")[1]](TEXTS)
         (tmp_path / name).write_bytes(COMPRESS[Path(name).suffix if name.count(".") > 1 else ""](of_format))
