@@ -19,22 +19,17 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
         yield Problem("--export-hf-interval", wanted, rule, remedy)
-    yield from exportable(c)
-
-
-def exportable(c: RunConfig) -> Iterator[Problem]:
-    """What no Hugging Face folder can express, before a run is trained whose exports would all fail."""
-    value = c.options(HuggingFaceConfig).export_hf_interval
-    if value is None or c.model.num_layers < 1:
+    # What no folder can express, before a run is trained whose exports would all fail.
+    if wanted is None or c.model.num_layers < 1:
         return
     flag, remedy = "--export-hf-interval", "change the model or remove the flag"
     if own := extension_parts(c.model):
         rule = f"parts of extensions cannot be exported, and the model has {', '.join(own)}"
-        yield Problem(flag, value, rule, remedy)
+        yield Problem(flag, wanted, rule, remedy)
         return
     try:
         choose_family(c.model)
     except ArithmeticError:
         return  # sizes that do not fit: other rules say which
     except ValueError as error:
-        yield Problem(flag, value, str(error), remedy)
+        yield Problem(flag, wanted, str(error), remedy)

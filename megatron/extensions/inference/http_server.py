@@ -51,18 +51,6 @@ class Connection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
 
-class Events:
-    """Progress from the engine's thread to the server's."""
-
-    def __init__(self) -> None:
-        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Progress]()
-        self.get = self._queue.get
-
-    def put(self, progress: Progress) -> None:
-        with suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, progress)
-
-
 class ApiServer:
     """Serves an API from the engine of a loop, in a thread of its own. Raises OSError if it cannot listen."""
 
@@ -148,10 +136,15 @@ class ApiServer:
             raise ApiError(400, f"the body {error}") from None
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
-        events = Events()
+        events, here = asyncio.Queue[Progress](), asyncio.get_running_loop()
+
+        def tell(progress: Progress) -> None:
+            with suppress(RuntimeError):  # this loop has ended
+                here.call_soon_threadsafe(events.put_nowait, progress)
+
         try:
             call = await run_in_threadpool(self.api.call, values, "chat" in request.url.path)
-            job = self.loop.submit(call.requests, self.limits.answer_seconds, events)
+            job = self.loop.submit(call.requests, self.limits.answer_seconds, tell)
         except Busy as error:
             raise ApiError(503 if self.loop.stopping.is_set() else 429, str(error)) from None
         except ApiError:
@@ -187,7 +180,9 @@ class ApiServer:
             raise ApiError(413, f"the body has {size} bytes; this server reads at most {most}")
         return b"".join(parts)
 
-    async def _progress(self, request: Request, call: Call, job: Job, events: Events) -> AsyncIterator[Progress]:
+    async def _progress(
+        self, request: Request, call: Call, job: Job, events: asyncio.Queue[Progress]
+    ) -> AsyncIterator[Progress]:
         """Until every text has ended. Raises ApiError if one fails, ClientDisconnect when the client has gone."""
         gone, open_texts = asyncio.ensure_future(request.receive()), len(call.requests)
         try:

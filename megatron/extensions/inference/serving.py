@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megatron.extensions.inference.generation import Engine, Generation, Request
 
@@ -25,19 +25,13 @@ class Progress(NamedTuple):
     error: str | None = None
 
 
-class Events(Protocol):
-    """Takes progress from the engine's thread."""
-
-    def put(self, progress: Progress, /) -> None: ...
-
-
 @dataclass(eq=False)
 class Job:
-    """Requests that are answered together. `events` get the progress of each of them."""
+    """Requests that are answered together. `tell` gets the progress of each of them, from the engine's thread."""
 
     requests: Sequence[Request]
     deadline: float
-    events: Events
+    tell: Callable[[Progress], object]
     generations: list[Generation] = field(default_factory=list)
     """Belongs to the thread of the engine until all of them have a finish_reason."""
 
@@ -55,7 +49,6 @@ class EngineLoop:
     def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
         self.engine, self.most_waiting, self.grace = engine, most_waiting, grace
         self._inbox: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
-        self._jobs: list[Job] = []
         self._owner: dict[Generation, tuple[Job, int]] = {}
         self._pending, self._lock = 0, threading.Lock()
         """Texts that have been asked for and have not ended."""
@@ -63,7 +56,7 @@ class EngineLoop:
         self.failure: str | None = None
         """Why the engine has ended."""
 
-    def submit(self, requests: Sequence[Request], seconds: float, events: Events) -> Job:
+    def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
         """From any thread. Raises Busy if too many texts wait, or the server ends."""
         with self._lock:
             if self.stopping.is_set():
@@ -73,7 +66,7 @@ class EngineLoop:
                     f"{self._pending} texts are growing or waiting, and {len(requests)} more are too many; try later"
                 )
             self._pending += len(requests)
-        job = Job(requests, time.monotonic() + seconds, events)
+        job = Job(requests, time.monotonic() + seconds, tell)
         self._inbox.put(("submit", job))
         return job
 
@@ -97,7 +90,7 @@ class EngineLoop:
             while not self.stopping.is_set():
                 self._turn(HEARTBEAT)
             until = time.monotonic() + self.grace
-            while self._jobs and time.monotonic() < until:
+            while self._owner and time.monotonic() < until:
                 self._turn(0.1)
         except Exception as error:
             self.failure = str(error)
@@ -105,17 +98,16 @@ class EngineLoop:
         finally:
             self.stopping.set()
             self._take(0)
-            for job in self._jobs:
-                for index, found in enumerate(job.generations):
-                    if found.finish_reason is None:
-                        why = "the server was stopped" if self.failure is None else "the server has failed"
-                        job.events.put(Progress(index, found.text, len(found.tokens), "error", why))
+            for found in list(self._owner):
+                self._tell(
+                    found, "error", "the server was stopped" if self.failure is None else "the server has failed"
+                )
 
     def _turn(self, seconds: float) -> None:
         if not self._take(seconds if self.engine.idle else 0) and self.engine.idle:
             self.engine.beat()
         now = time.monotonic()
-        for job in [job for job in self._jobs if job.deadline < now]:
+        for job in dict.fromkeys(job for job, _ in self._owner.values() if job.deadline < now):
             self._end(job, "timeout")
         if not self.engine.idle:
             for found in self.engine.step():
@@ -135,11 +127,10 @@ class EngineLoop:
             what, job = asked
             if what == "submit":
                 self._begin(job)
-            elif job in self._jobs:
+            else:
                 self._end(job, "cancelled")
 
     def _begin(self, job: Job) -> None:
-        self._jobs.append(job)
         job.generations += [self.engine.submit(request) for request in job.requests]
         for index, found in enumerate(job.generations):
             self._owner[found] = job, index
@@ -147,24 +138,20 @@ class EngineLoop:
             if found.finish_reason is not None:
                 self._tell(found)
 
-    def _tell(self, found: Generation) -> None:
+    def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
+        """Tells who asked for a text how far it is; with a reason, that it has ended."""
         if found not in self._owner:  # it was cancelled
             return
         job, index = self._owner[found]
-        if found.finish_reason is not None:  # before its owner hears of it, and asks how many are pending
-            self._forget(job, found)
-        job.events.put(Progress(index, found.text, len(found.tokens), found.finish_reason, found.error))
+        reason = reason or found.finish_reason
+        if reason is not None:  # before its owner hears of it, and asks how many are pending
+            del self._owner[found]
+            with self._lock:
+                self._pending -= 1
+        job.tell(Progress(index, found.text, len(found.tokens), reason, error or found.error))
 
     def _end(self, job: Job, reason: str) -> None:
-        for index, found in enumerate(job.generations):
+        for found in job.generations:
             if found in self._owner:
                 self.engine.cancel(found)
-                self._forget(job, found)
-                job.events.put(Progress(index, found.text, len(found.tokens), reason))
-
-    def _forget(self, job: Job, found: Generation) -> None:
-        del self._owner[found]
-        with self._lock:
-            self._pending -= 1
-        if all(each not in self._owner for each in job.generations) and job in self._jobs:
-            self._jobs.remove(job)
+                self._tell(found, reason)

@@ -31,10 +31,6 @@ class Accepted:
 
     feature: str = "something"
 
-    @property
-    def legal(self) -> str:
-        return " or ".join(self.values)
-
 
 @dataclass(frozen=True)
 class SameAs:
@@ -57,9 +53,6 @@ class Exchange:
     """The value to replace, or "any"."""
 
     after: str
-
-    def replaces(self, value: str) -> bool:
-        return self.before in ("any", value)
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,8 @@ class ForeignFlags:
             rule = f"takes {'one value' if entry.arity else 'no value'}"
             reader.refuse(name, texts, rule, "correct it, or remove the flag: it has no effect")
         elif entry.values and texts[0] not in entry.values:
-            reader.refuse(name, texts, f"asks for {entry.feature}, which is not built", f"only {entry.legal} is")
+            legal = " or ".join(entry.values)
+            reader.refuse(name, texts, f"asks for {entry.feature}, which is not built", f"only {legal} is")
         else:
             _no_effect(reader, name, texts, entry.reason)
         return True
@@ -206,7 +200,7 @@ def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:
     """Replaces a value that a switch of its own replaces, wherever it comes from."""
     flag, _ = spelling_table()[entry.flag]
     value = reader.values.get(flag.field, flag.default)
-    if not entry.replaces(value):
+    if entry.before not in ("any", value):
         _no_effect(reader, name, (), f"{entry.flag} is {value}")
         return
     if flag.field in reader.values and value != entry.after:

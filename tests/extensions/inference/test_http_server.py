@@ -351,7 +351,7 @@ def test_a_text_is_no_longer_pending_when_its_end_is_told(end: str) -> None:
 
     with serving() as served:
         served.may_step.clear()
-        job = served.loop.submit([Request([97], 3)], HANG, SimpleNamespace(put=tell))
+        job = served.loop.submit([Request([97], 3)], HANG, tell)
         if end == "cancelled":
             served.loop.cancel(job)
         served.may_step.set()
