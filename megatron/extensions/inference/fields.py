@@ -88,14 +88,13 @@ class Fields:
         }
         if values["top_k"] is not None and values["top_k"] < 1:  # as elsewhere, for no limit
             values["top_k"] = None
-        found: dict[str, Any] = {}
-        for name, value in values.items():
-            try:
-                Sampling(**{name: value})
-                found[name] = value
-            except ValueError as error:
-                self.refuse(name, str(error).partition(" ")[2])
-        return Sampling(**found)
+        try:
+            return Sampling(**values)
+        except ValueError as error:
+            for line in str(error).splitlines():
+                flag, _, problem = line.partition(" ")
+                self.refuse(flag.removeprefix("--").replace("-", "_"), problem)
+            return default
 
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -37,6 +37,14 @@ WITHOUT_EQUAL = {
 }
 """Argument -> the part of the model it asks for, which this program has not."""
 
+LACKING = (
+    *("embed_layernorm", "parallel_residual", "attention_chunk_size", "attention_temperature_coeff", "softmax_scale"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_word_embeddings", "value_channels"),
+    *("attention_value_scale", "final_logit_softcapping", "attn_logit_softcapping", "window_rotary_base"),
+    *("window_rotary_percent", "window_softmax_type", "window_num_attention_heads", "window_num_query_groups"),
+)
+"""Fields of the model which Megatron-LM has not: with another value than the default it cannot be expressed."""
+
 POSITIONS = ("learned_absolute", "rope", "none")
 
 
@@ -86,29 +94,12 @@ def refuse_inexpressible(config: RunConfig) -> None:
     if model.mtp_depths:
         flag = f"--mtp-num-layers {model.mtp_depths}"
         raise ValueError(f"--to megatron: modules of multi-token prediction ({flag}) cannot be converted; use --to hf")
-    problems = {
-        "--embed-layernorm": model.embed_layernorm,
-        "--attention-chunk-size": model.attention_chunk_size,
-        "--attention-temperature-coeff": model.attention_temperature_coeff,
+    lacking = (flag for flag in flags_of("model") if flag.field in LACKING)
+    problems = {flag.name: value_of(config, flag) != flag.default for flag in lacking} | {
         "--qk-l2-norm in some layers": model.qk_l2_norm and not all(model.rope_pattern),
         "--norm-placement": not model.norms_inputs or model.norms_outputs,
-        "--parallel-residual": model.parallel_residual,
         "--qk-layernorm-scope all": model.qk_layernorm and model.qk_layernorm_scope == "all",
-        "--softmax-scale": model.softmax_scale,
-        "--embedding-multiplier": model.embedding_multiplier != 1,
-        "--residual-multiplier": model.residual_multiplier != 1,
-        "--logits-scaling": model.logits_scaling != 1,
-        "--final-logit-softcapping": model.final_logit_softcapping,
-        "--attn-logit-softcapping": model.attn_logit_softcapping,
-        "--window-rotary-base": model.window_rotary_base,
-        "--value-channels": model.value_channels,
-        "--attention-value-scale": model.attention_value_scale != 1,
-        "--window-num-attention-heads": model.window_num_attention_heads,
-        "--window-num-query-groups": model.window_num_query_groups,
-        "--window-softmax-type": model.window_softmax_type,
-        "--window-rotary-percent": model.window_rotary_percent,
         "--position-embedding-type alibi": model.alibi,
-        "--scale-word-embeddings": model.scale_word_embeddings,
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
     }
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
