@@ -55,4 +55,6 @@ def test_the_notice_is_what_experts_find_on_cpu(width: int, precision: str) -> N
 def test_one_loss_of_an_older_file_is_read() -> None:
     saved = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
     model = config_of_sections({"model": saved}).model
-    assert model.moe_balancing_coeff("seq_aux_loss") == 0.1 and not model.moe_running_loss_coeff
+    assert model.moe_balancing_coeff("seq_aux_loss") == 0.1 and not model.moe_balancing_coeff(
+        "aux_loss", "global_aux_loss"
+    )

@@ -25,7 +25,8 @@ def random_heads(length: int = 12, channels: int = 8) -> torch.Tensor:
 def test_interleaved_rotation_is_that_of_gptj(percent: float) -> None:
     gptj = pytest.importorskip("transformers.models.gptj.modeling_gptj")
     x, channels = random_heads(), int(8 * percent)
-    cos, sin = RotaryEmbedding(replace(ROPE, rotary_percent=percent), CPU, torch.float64)(torch.arange(12))
+    config = replace(ROPE, rotary_percent=percent)
+    cos, sin = RotaryEmbedding(config, CPU, torch.float64, config.rotation)(torch.arange(12))
     found = apply_rotary_interleaved(x, cos, sin)
     tables = torch.cat((sin, cos), dim=-1).squeeze(2).transpose(0, 1)  # [1, s, channels], as GPT-J has them
     torch.testing.assert_close(tables[0].float(), gptj.create_sinusoidal_positions(12, channels), rtol=1e-6, atol=1e-6)
@@ -36,7 +37,7 @@ def test_interleaved_rotation_is_that_of_gptj(percent: float) -> None:
 
 def test_interleaved_rotation_is_the_other_one_of_channels_in_another_order() -> None:
     x = random_heads()
-    tables = RotaryEmbedding(ROPE, CPU, torch.float64)(torch.arange(12))
+    tables = RotaryEmbedding(ROPE, CPU, torch.float64, ROPE.rotation)(torch.arange(12))
     halves = [0, 2, 4, 6, 1, 3, 5, 7]
     assert torch.equal(apply_rotary_interleaved(x, *tables)[..., halves], apply_rotary(x[..., halves], *tables))
 
@@ -46,8 +47,9 @@ def test_interpolated_positions_are_divided(scaled: bool) -> None:
     """Position 4i under a factor of 4 is position i, also where Llama 3.1 scales frequencies."""
     config = replace(ROPE, use_rope_scaling=scaled, rope_scaling_original_max_position_embeddings=16)
     at = torch.arange(6)
-    plain = RotaryEmbedding(config, CPU, torch.float64)(at)
-    stretched = RotaryEmbedding(replace(config, rotary_seq_len_interpolation_factor=4), CPU, torch.float64)(4 * at)
+    longer = replace(config, rotary_seq_len_interpolation_factor=4)
+    plain = RotaryEmbedding(config, CPU, torch.float64, config.rotation)(at)
+    stretched = RotaryEmbedding(longer, CPU, torch.float64, config.rotation)(4 * at)
     for one, other in zip(plain, stretched, strict=True):
         assert torch.equal(one, other)
 

@@ -135,16 +135,16 @@ def test_bubble_of_zero_bubble_schedules(p, more, uneven, schedule_k):
     found = simulate(build_schedule(schedule, p, m), StageCosts(forward, input_grad, weight_grad))
     idle = (p - 1) * (forward + input_grad - k * weight_grad)
     assert max(found.spans) == pytest.approx(m * 3 + idle)
-    assert found.bubble_of_ranks == pytest.approx(idle / (m * 3 + idle))
+    assert found.busy == pytest.approx([m * 3] * p)
     assert found.peak_activations == [k * (p - 1) + 1] * p
 
 
 @given(st.integers(1, 10), st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
-def test_zb_v_has_no_bubble_of_ranks_and_the_memory_of_1f1b(p, more):
+def test_zb_v_has_no_idle_ranks_and_the_memory_of_1f1b(p, more):
     m = 2 * p - 1 + more
     found = simulate(build_schedule("zb-v", p, m), StageCosts(1, 1, 1, activation=0.5))
-    assert found.bubble_of_ranks == 0
+    assert sum(found.busy) == p * max(found.spans)
     assert max(found.peak_activations) <= p
 
 

@@ -32,7 +32,7 @@ def test_yarn_frequencies(scaling: dict[str, Any]) -> None:
     del fields["factor"]
     fields["yarn_correction_range_round_to_int"] = fields.pop("truncate", True)
     config = replace(STYLES["llama"], hidden_size=64, num_attention_heads=2, rope_type="yarn", **fields)
-    ours = RotaryEmbedding(config, torch.device("cpu"), torch.float32)
+    ours = RotaryEmbedding(config, torch.device("cpu"), torch.float32, config.rotation)
     torch.testing.assert_close(ours.frequencies, frequencies, rtol=1e-6, atol=0)
     assert ours.mscale == pytest.approx(factor, rel=1e-12)
     cos, _ = ours(torch.zeros(1))
@@ -41,5 +41,8 @@ def test_yarn_frequencies(scaling: dict[str, Any]) -> None:
 
 def test_yarn_of_factor_one_changes_nothing() -> None:
     plain, yarn = STYLES["llama"], replace(STYLES["llama"], rope_type="yarn")
-    tables = [RotaryEmbedding(config, torch.device("cpu"), torch.float32)(torch.arange(9)) for config in (plain, yarn)]
+    tables = [
+        RotaryEmbedding(config, torch.device("cpu"), torch.float32, config.rotation)(torch.arange(9))
+        for config in (plain, yarn)
+    ]
     torch.testing.assert_close(tables[0], tables[1], rtol=0, atol=1e-6)

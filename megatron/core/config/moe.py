@@ -118,11 +118,6 @@ class MoEConfig:
         return sum(coefficient for kind, coefficient in pairs if kind in types)
 
     @property
-    def moe_running_loss_coeff(self) -> float:
-        """Coefficient of the auxiliary loss over the samples of the global batch up to each one."""
-        return self.moe_balancing_coeff("aux_loss", "global_aux_loss")
-
-    @property
     def moe_sinkhorn(self) -> bool:
         """Whether the choice of experts is balanced, without a loss."""
         return "sinkhorn" in self.moe_router_load_balancing_type

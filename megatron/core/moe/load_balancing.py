@@ -129,7 +129,7 @@ class Balance(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
-        self.running_coeff = config.moe_running_loss_coeff
+        self.running_coeff = config.moe_balancing_coeff("aux_loss", "global_aux_loss")
         self.sequence_coeff = config.moe_balancing_coeff("seq_aux_loss")
         self.of_sequences = "seq_aux_loss" in config.moe_router_load_balancing_type
         both = self.running_coeff + self.sequence_coeff

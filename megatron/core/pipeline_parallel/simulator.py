@@ -138,15 +138,7 @@ class Simulation:
     def bubble(self) -> float:
         """Idle share of a step: no rank updates its parameters before the gradient norm is known, which needs the
         gradients of all ranks, so that a step lasts from the first start to the last end of all of them."""
-        return self._idle(self.makespan)
-
-    @property
-    def bubble_of_ranks(self) -> float:
-        """Idle share of the longest span: the bubble if no rank waited for the others between two steps, as
-        arXiv 2401.10241 counts it (section 5.2)."""
-        return self._idle(max(self.spans, default=0.0))
-
-    def _idle(self, time: float) -> float:
+        time = self.makespan
         return 1 - sum(self.busy) / len(self.timeline) / time if time else 0.0
 
     @property

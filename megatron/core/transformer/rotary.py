@@ -14,12 +14,11 @@ from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
 
 
-def rotary_frequencies(config: TransformerConfig, rotation: Rotation | None = None) -> Tensor:
-    """[rotary_dim / 2] fp32: radians per position of each pair of channels; by default of full attention.
+def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
+    """[rotary_dim / 2] fp32: radians per position of each pair of channels.
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3); dividing the frequencies is the same.
     """
-    rotation = rotation or config.rotation
     channels = config.rotated_channels(rotation.percent)
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     frequencies = 1.0 / (rotation.base**exponents)
@@ -71,11 +70,9 @@ class RotaryEmbedding:
     Angles are fp32 whatever the model's dtype, as the published models were trained and are run.
     """
 
-    def __init__(
-        self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, rotation: Rotation | None = None
-    ) -> None:
+    def __init__(self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, rotation: Rotation) -> None:
         self.frequencies = rotary_frequencies(config, rotation).to(device)
-        self.mscale = config.rotary_mscale if rotation is None or rotation.scaled else 1.0
+        self.mscale = config.rotary_mscale if rotation.scaled else 1.0
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
