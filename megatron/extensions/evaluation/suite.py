@@ -242,15 +242,14 @@ def table(scores: Sequence[TaskScore]) -> str:
         error = "N/A" if score.error is None else f"{score.error:.4f}"
         name = score.task, score.version, score.filter, shots, score.metric
         rows.append([*name, arrow, f"{score.value:.4f}", "±", error])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["|" + "|".join(_cell(row, column, widths) for column in range(len(HEAD))) + "|" for row in rows]
-    rules = ["-" * (width - 1) + ("-" if column in LEFT or width < 2 else ":") for column, width in enumerate(widths)]
-    rule = "|" + "|".join(rules) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
+    columns = [(max(map(len, column)), place in LEFT) for place, column in enumerate(zip(*rows, strict=True))]
 
+    def line(cells: Sequence[str]) -> str:
+        aligned = zip(cells, columns, strict=True)
+        return "|" + "|".join(cell.ljust(width) if left else cell.rjust(width) for cell, (width, left) in aligned) + "|"
 
-def _cell(row: Sequence[str], column: int, widths: Sequence[int]) -> str:
-    return row[column].ljust(widths[column]) if column in LEFT else row[column].rjust(widths[column])
+    rule = line(["-" * (width - 1) + ("-" if left or width < 2 else ":") for width, left in columns])
+    return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
 
 
 def record_of(scores: Sequence[TaskScore]) -> dict[str, Any]:

@@ -33,16 +33,9 @@ LLAMA3_SCALING = {
 }
 
 
-LOCAL = "sliding_attention"
-"""In layer_types of config.json, a layer with a sliding window."""
-
-
-CHUNKED = "chunked_attention"
-"""In layer_types of config.json, a layer with chunked attention."""
-
-
-LINEAR = "linear_attention"
-"""In layer_types of config.json, a layer with linear attention."""
+FULL, LOCAL, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+"""In layer_types of config.json, a layer that sees all earlier tokens, and those with a sliding window, chunked
+attention or linear attention."""
 
 
 MULTIMODAL = {"llama4": "language_model."}
@@ -180,7 +173,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     elif family.rotary_layers == "windows":
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     if "full_attention_interval" in family.defaults:
-        linear = _layers_of_kind(hf, LINEAR, lambda n: (n + 1) % hf["full_attention_interval"])
+        linear = _listed(hf, "layer_types", (FULL, LINEAR), lambda n: (n + 1) % hf["full_attention_interval"])
         fields["linear_attention_freq"] = pattern_text(linear, usual=True)
     if "attention_chunk_size" in family.defaults:
         fields |= _chunks_from_hf(hf)
@@ -204,13 +197,9 @@ def fields_of(config: TransformerConfig) -> dict[str, Any]:
 def _experts_from_hf(hf: Mapping[str, Any]) -> str:
     """--moe-layer-freq: by a list of all layers if there is one, else all but the first layers have experts."""
     dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
-    if not (kinds := hf.get("mlp_layer_types")):
+    if not hf.get("mlp_layer_types"):
         return f"([0]*{dense}+[1]*{layers - dense})" if dense else "1"
-    if unknown := set(kinds) - {"dense", "sparse"}:
-        raise ValueError(f"config.json: mlp_layer_types has {', '.join(map(repr, unknown))}, which is not supported")
-    if len(kinds) != layers:
-        raise ValueError(f"config.json: mlp_layer_types has {len(kinds)} entries for {layers} layers")
-    return pattern_text([kind == "sparse" for kind in kinds], usual=True) or "1"
+    return pattern_text(_listed(hf, "mlp_layer_types", ("dense", "sparse")), usual=True) or "1"
 
 
 def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -219,10 +208,10 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     merged = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     local_base, local_percent = hf.get("rope_local_base_freq"), None
     usual_percent = _rotated_fraction(hf)
-    if "full_attention" in merged:
+    if FULL in merged:
         if "rope_local_base_freq" not in family.defaults:
             raise ValueError("config.json: rope_parameters by kind of layer are not supported")
-        local, merged = merged[LOCAL], merged["full_attention"]
+        local, merged = merged[LOCAL], merged[FULL]
         if local.get("rope_type", "default") != "default" and local != merged:
             raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
         local_base = None if local == merged else float(local["rope_theta"])
@@ -297,24 +286,26 @@ def _windows(hf: Mapping[str, Any]) -> list[bool]:
     """Whether each layer of a model with a sliding window has it: by layer_types, or as follows from a period."""
     first = hf.get("max_window_layers", 0) if hf.keys() & {"use_sliding_window", "sliding_window_pattern"} else 0
     period = hf.get("sliding_window_pattern") or 0
-    return _layers_of_kind(hf, LOCAL, lambda n: n >= first and not (period and not (n + 1) % period))
+    return _listed(hf, "layer_types", (FULL, LOCAL), lambda n: n >= first and not (period and not (n + 1) % period))
 
 
-def _layers_of_kind(hf: Mapping[str, Any], other: str, usual: Callable[[int], Any]) -> list[bool]:
-    """Whether each layer is of a kind other than full attention: by layer_types, else by its number as `usual` says."""
+def _listed(
+    hf: Mapping[str, Any], key: str, kinds: tuple[Any, Any], usual: Callable[[int], Any] = lambda n: True
+) -> list[bool]:
+    """Whether each layer is of the second of two kinds: by a list of all layers, else by its number as `usual` says."""
     layers = hf.get("num_hidden_layers", 0)
-    kinds = list(hf.get("layer_types") or (other if usual(n) else "full_attention" for n in range(layers)))
-    if unknown := set(kinds) - {"full_attention", other}:
-        raise ValueError(f"config.json: layer_types has {', '.join(map(repr, unknown))}, which is not supported")
-    if len(kinds) != layers:
-        raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
-    return [kind == other for kind in kinds]
+    found = list(hf.get(key) or (kinds[bool(usual(number))] for number in range(layers)))
+    if unknown := set(found) - {*kinds}:
+        raise ValueError(f"config.json: {key} has {', '.join(map(repr, unknown))}, which is not supported")
+    if len(found) != layers:
+        raise ValueError(f"config.json: {key} has {len(found)} entries for {layers} layers")
+    return [each == kinds[1] for each in found]
 
 
 def _chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Chunked attention, and the layers that have it: by default those with a rotary embedding."""
     chunk, rotated = hf["attention_chunk_size"], [] if hf["layer_types"] else _rotated_layers(hf)
-    local = _layers_of_kind(hf, CHUNKED, lambda n: rotated[n])
+    local = _listed(hf, "layer_types", (FULL, CHUNKED), lambda n: rotated[n])
     if chunk is None or not any(local):
         return {"attention_chunk_size": None}
     _check_count("attention_chunk_size", chunk)
@@ -333,11 +324,8 @@ def _moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
 
 def _rotated_layers(hf: Mapping[str, Any]) -> list[bool]:
     """By layer, whether it has a rotary embedding: by a list, or all but each so many-th."""
-    layers, interval = hf.get("num_hidden_layers", 0), hf.get("no_rope_layer_interval") or 0
-    rotated = hf.get("no_rope_layers") or [not interval or (number + 1) % interval for number in range(layers)]
-    if len(rotated) != layers:
-        raise ValueError(f"config.json: no_rope_layers has {len(rotated)} entries for {layers} layers")
-    return [bool(item) for item in rotated]
+    interval = hf.get("no_rope_layer_interval") or 0
+    return _listed(hf, "no_rope_layers", (0, 1), lambda number: not interval or (number + 1) % interval)
 
 
 def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:

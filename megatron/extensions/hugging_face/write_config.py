@@ -14,6 +14,7 @@ from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.read_config import (
     CHUNKED,
+    FULL,
     LINEAR,
     LLAMA3_SCALING,
     LOCAL,
@@ -78,12 +79,12 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
             hf["use_sliding_window"] = config.window_size is not None
             hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
         if 0 < sum(config.local_pattern) < config.num_layers or "sliding_window_pattern" in family.defaults:
-            hf["layer_types"] = [LOCAL if local else "full_attention" for local in config.local_pattern]
+            hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
     if "full_attention_interval" in family.defaults:
-        hf["layer_types"] = [LINEAR if linear else "full_attention" for linear in config.linear_pattern]
+        hf["layer_types"] = [LINEAR if linear else FULL for linear in config.linear_pattern]
     if "attention_chunk_size" in family.defaults:
         hf["attention_chunk_size"] = config.attention_chunk_size
-        hf["layer_types"] = [CHUNKED if local else "full_attention" for local in config.local_pattern]
+        hf["layer_types"] = [CHUNKED if local else FULL for local in config.local_pattern]
     if "attn_temperature_tuning" in family.defaults:
         coeff = config.attention_temperature_coeff
         hf |= {"attn_temperature_tuning": coeff > 0, "attn_scale": coeff or family.defaults["attn_scale"]}
@@ -150,7 +151,7 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
         percent = hf.pop("partial_rotary_factor", config.rotary_percent)
         full, local = ({**each, "partial_rotary_factor": percent} for each in (full, local))
         local["partial_rotary_factor"] = config.window_rotary_percent or percent
-    return hf | {"rope_parameters": {"full_attention": full, LOCAL: local}}
+    return hf | {"rope_parameters": {FULL: full, LOCAL: local}}
 
 
 def _stretches(config: TransformerConfig) -> bool:
