@@ -10,11 +10,11 @@ from torch import nn
 
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
+from megatron.core.distributed.finalize_model_grads import global_token_count
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_parallel_state
 from megatron.core.param_meta import ParamMeta
-from tests.dist.toy import noise
+from tests.dist.toy import finalize_model_grads, noise
 from tests.harness import run_world
 
 FP64 = ModelParallelConfig(fp64=True)

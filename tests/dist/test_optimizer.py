@@ -12,15 +12,11 @@ import torch._dynamo  # torch.optim needs it: once here, not in every forked ran
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import (
-    finalize_model_grads,
-    global_token_count,
-    reduce_model_grads,
-)
+from megatron.core.distributed.finalize_model_grads import global_token_count, reduce_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from tests.dist.toy import DECAY, KINDS, LR, Oracle, ToyStage, add_gradients, build, run_step
+from tests.dist.toy import DECAY, KINDS, LR, Oracle, ToyStage, add_gradients, build, finalize_model_grads, run_step
 from tests.harness import run_world
 
 LAYOUTS = [

@@ -141,6 +141,11 @@ def build(state, distributed=True, dtype="fp64", bucket_size=100, **flags):
     return ddp, DistributedOptimizer(config, ddp, state)
 
 
+def finalize_model_grads(ddp, total_tokens, state, seed=1.0):
+    """Makes the owned part of every `main_grad` the gradient of the mean loss per valid token."""
+    ddp.scale_grads_(reduce_model_grads(ddp, total_tokens, state, seed))
+
+
 def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
     """One step as a training loop makes it; each data-parallel rank has `tokens` + its rank valid tokens."""
     ddp.zero_grad_buffer()

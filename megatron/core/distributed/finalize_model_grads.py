@@ -1,7 +1,8 @@
 """Final gradient of a step, after the last micro-batch: remaining reductions, and one division by the token count.
 
-Losses are token sums, and so are gradients until `finalize_model_grads` divides them, once, by the number of valid
-tokens in the global batch. So it cannot matter how the batch was split: micro-batches, data, context, pipeline.
+Losses are token sums, and so are gradients until the factor of `reduce_model_grads` divides them, once, by the number
+of valid tokens in the global batch. So it cannot matter how the batch was split: micro-batches, data, context,
+pipeline.
 
 Sums over data-parallel ranks come first: they may have started during backward, and they leave each rank its shards.
 The other sums commute with them and then run over the shards only: gradients that are partial over a model axis, and
@@ -21,22 +22,16 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.parallel_state import Axis, ParallelState
 
 
-def finalize_model_grads(
-    ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
-) -> None:
-    """Turns the owned part of every `main_grad` into the gradient of the mean loss per valid token.
-
-    `total_tokens` is the `global_token_count`. Every loss sum was multiplied by `seed` before backward; the factor is
-    divided out here. A batch without valid tokens has gradient zero. Collective over the world.
-    """
-    ddp.scale_grads_(reduce_model_grads(ddp, total_tokens, state, seed))
-
-
 def reduce_model_grads(
     ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
 ) -> Tensor:
-    """`finalize_model_grads` without its division: returns the factor that is left to be multiplied with, a float64
-    scalar on the device, for `DistributedOptimizer.step`, which does not need a pass of its own for it."""
+    """Sums the owned part of every `main_grad`, and returns the factor that makes it the gradient of the mean loss per
+    valid token: a float64 scalar on the device, for `DistributedOptimizer.step`, which needs no pass of its own for it,
+    or `scale_grads_` of `ddp`.
+
+    `total_tokens` is the `global_token_count`. Every loss sum was multiplied by `seed` before backward, which the
+    factor divides out. A batch without valid tokens has gradient zero. Collective over the world.
+    """
     ddp.finish_grad_sync()
     _sum_partial_grads(ddp, state)
     _sum_shared_grads(ddp, state)

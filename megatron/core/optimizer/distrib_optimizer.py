@@ -220,8 +220,8 @@ class DistributedOptimizer:
         step_state: Callable[[], Sequence[Tensor]] = tuple,
         read: bool = True,
     ) -> StepResult:
-        """One update from the finished gradients (`finalize_model_grads`), or from those of `reduce_model_grads` and
-        its `factor`. That and clipping scale them in place, fused optimizers as they read them.
+        """One update from finished gradients, or from those of `reduce_model_grads` and its `factor`. That and
+        clipping scale them in place, fused optimizers as they read them.
 
         `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
         `judge` may refuse the update. `decoupled_lr` is that of parameters with a learning rate of their own.
