@@ -8,7 +8,7 @@ the files of a tokenizer in the folder of a model, as Hugging Face names them. N
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,6 +111,11 @@ class Source(ABC):
     @abstractmethod
     def check_data(self) -> None:
         """Raises ValueError for what can be seen only by reading weights."""
+
+
+def few(problems: Sequence[str], limit: int) -> str:
+    """The first problems in one line, with the number of the others."""
+    return "; ".join(problems[:limit]) + (f"; and {len(problems) - limit} more" if len(problems) > limit else "")
 
 
 Written = Callable[[int], None]

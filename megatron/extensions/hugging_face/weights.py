@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, model_states, parameter_metas
 from megatron.core.param_meta import ParamMeta
+from megatron.extensions.conversion.formats import few
 from megatron.extensions.hugging_face.families import Family, Rule
 from megatron.extensions.hugging_face.layouts import LAYOUTS, Box, Layout
 from megatron.extensions.hugging_face.read_config import family_of
@@ -72,7 +73,7 @@ class HFWeights:
             further = {name for each in placements(whole, model_type) for name in each.theirs} if stored else set()
             problems += [f"{name} is unknown" for name in unknown if name not in further]
         if problems:
-            raise ValueError(f"weights of model_type {model_type}: {_few(problems)}")
+            raise ValueError(f"weights of model_type {model_type}: {few(problems, 8)}")
 
     def _misfit(self, placement: Placement) -> list[str]:
         """The problem with the tensors of a parameter, if there is one."""
@@ -218,11 +219,6 @@ def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family
         for ours, count in counts.items()
         if count > len(tensors)
     ]
-
-
-def _few(problems: list[str], limit: int = 8) -> str:
-    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
-    return "; ".join(problems[:limit]) + more
 
 
 def _names(rule: Rule, layer: str, config: TransformerConfig) -> Iterator[str]:

@@ -57,20 +57,21 @@ def found_tokenizer(config: TokenizerConfig, checkpoints: Path) -> TokenizerConf
     return config
 
 
+def _named(config: TokenizerConfig) -> dict[str, str]:
+    """Field -> path of the files that a configuration names."""
+    return {field: path for field in FIELDS if (path := getattr(config, field)) is not None}
+
+
 def _present(config: TokenizerConfig) -> bool:
-    named = [path for field in FIELDS if (path := getattr(config, field)) is not None]
     if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
         return bool(_files(config))
-    return all(os.path.exists(path) for path in named)
+    return all(map(os.path.exists, _named(config).values()))
 
 
 def _kept(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     if config.tokenizer_type == "HuggingFaceTokenizer":
         return replace(config, tokenizer_model=str(folder))
-    kept: dict[str, Any] = {}
-    for field in FIELDS:
-        path = getattr(config, field)
-        kept[field] = None if path is None else str(folder / Path(path).name)
+    kept: dict[str, Any] = {field: str(folder / Path(path).name) for field, path in _named(config).items()}
     return replace(config, **kept)
 
 
@@ -82,5 +83,4 @@ def _files(config: TokenizerConfig) -> list[Path]:
         except ValueError:
             return []
         return [file, *(path for name in BESIDE if (path := file.parent / name).is_file())]
-    named = (getattr(config, field) for field in FIELDS)
-    return [Path(path) for path in named if path is not None and os.path.isfile(path)]
+    return [Path(path) for path in _named(config).values() if os.path.isfile(path)]

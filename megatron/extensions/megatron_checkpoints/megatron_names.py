@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.core.param_meta import ParamMeta
+from megatron.extensions.conversion.formats import few
 
 EXTRA_STATE = "_extra_state"
 """Ends the names of what Transformer Engine keeps for fp8."""
@@ -60,7 +61,7 @@ def find_ways(
         problems += misfits(meta, way)
     problems += [f"{name} is unknown" for name in sorted({*present} - known) if not is_skipped(name)]
     if problems:
-        raise ValueError("; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else ""))
+        raise ValueError(few(problems, 6))
     return found
 
 
