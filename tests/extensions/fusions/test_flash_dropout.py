@@ -31,8 +31,7 @@ from megatron.core.dropout import attention_dropout
 from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.fusions.attention import flash_dropout
-from megatron.extensions.fusions.attention.bands import band_of
-from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
+from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, band_of
 from tests.triton_cases import compiled, run_apart
 
 SCALE = 0.3

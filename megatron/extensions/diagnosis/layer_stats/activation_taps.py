@@ -58,34 +58,30 @@ class ActivationTaps:
             if model.embedding is not None and model.tp.size > 1:
                 table = model.embedding.word_embeddings
                 for rank in range(table.axis.size):
-                    self._sum(LOOKED_UP, rank)
-                    self._sum(LOOKUPS, rank)
+                    self._begin(self.sums, LOOKED_UP, rank)
+                    self._begin(self.sums, LOOKUPS, rank)
                 table.register_forward_hook(self._lookup)
 
     def _watch(self, block: TransformerBlock, number: int, layer: nn.Module) -> None:
-        block.watch[id(layer)] = partial(self._output, self._sum(OUTPUT, number))
+        block.watch[id(layer)] = partial(self._output, self._begin(self.sums, OUTPUT, number))
         for name, module in layer.named_children():
             if any(parameter.meta.matrix for parameter in module.parameters()):  # type: ignore[attr-defined]
-                key = self._sum(f"{name.removeprefix('self_')}_output_rms", number)
+                key = self._begin(self.sums, f"{name.removeprefix('self_')}_output_rms", number)
                 module.register_forward_hook(partial(self._module_output, key))
         for module in layer.modules():
             if isinstance(module, CoreAttention):
                 if module.note_max_logits():
                     self.noted[number] = module
-                    self._maximum(LOGITS, number)
+                    self._begin(self.maxima, LOGITS, number)
                 else:
-                    keys = self._maximum(QUERIES, number), self._maximum(KEYS, number)
+                    keys = self._begin(self.maxima, QUERIES, number), self._begin(self.maxima, KEYS, number)
                     module.register_forward_pre_hook(partial(self._heads, keys))
             elif isinstance(module, Balance):
                 self.balances[number] = module
-                module.register_forward_pre_hook(partial(self._probabilities, self._sum(ENTROPY, number)))
+                module.register_forward_pre_hook(partial(self._probabilities, self._begin(self.sums, ENTROPY, number)))
 
-    def _sum(self, statistic: str, number: int) -> Key:
-        self.sums[statistic, number] = torch.zeros((), dtype=torch.float64, device=self.device)
-        return statistic, number
-
-    def _maximum(self, statistic: str, number: int) -> Key:
-        self.maxima[statistic, number] = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _begin(self, table: dict[Key, Tensor], statistic: str, number: int) -> Key:
+        table[statistic, number] = torch.zeros((), dtype=torch.float64, device=self.device)
         return statistic, number
 
     def begin(self, active: bool) -> None:

@@ -54,17 +54,13 @@ class _Rows:
     @classmethod
     def of(cls, taps: ActivationTaps, stages: Mapping[int, GPTModel], state: ParallelState) -> _Rows:
         """Collective over the world."""
-        own = _parameters(stages), list(taps.sums), list(taps.maxima), list(taps.balances)
-        parameters: dict[str, Parameter] = {}
-        sums, maxima, routers = set[Key](), set[Key](), set[int]()
-        for of_rank in gather_objects(own, state.world):
-            parameters |= of_rank[0]
-            sums.update(of_rank[1])
-            maxima.update(of_rank[2])
-            routers.update(of_rank[3])
-        names = sorted(parameters, key=_natural)
-        ordered = {name: parameters[name] for name in names}
-        return cls(ordered, tuple(sorted(sums)), tuple(sorted(maxima)), tuple(sorted(routers)))
+        own = _parameters(stages), set(taps.sums), set(taps.maxima), set(taps.balances)
+        of_ranks = gather_objects(own, state.world)
+        parameters = {name: parameter for found, *_ in of_ranks for name, parameter in found.items()}
+        ordered = {name: parameters[name] for name in sorted(parameters, key=_natural)}
+        sums, maxima = (tuple(sorted(set[Key]().union(*(of_rank[i] for of_rank in of_ranks)))) for i in (1, 2))
+        routers = tuple(sorted(set[int]().union(*(of_rank[3] for of_rank in of_ranks))))
+        return cls(ordered, sums, maxima, routers)
 
 
 class LayerStatistics(Callback, Meter):

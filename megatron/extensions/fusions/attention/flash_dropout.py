@@ -6,16 +6,23 @@ Its twin in torch is `TorchKernel` (`megatron.core.attention.tile_kernels`): the
 Forward as FlashAttention-2 (arXiv 2307.08691). The backward is two passes without atomic sums, one for queries and one
 for keys and values, so its bits are the same in every run. Dropout masks are hashed where the scores are, and never
 stored.
+
+Tiles are taken as bands: for each query the range of keys that it sees, and for each key the queries. Rows are in
+ascending order of positions, and a query sees an interval of positions: from the beginning of its document or window to
+its own. So its keys are adjacent rows, whatever the tiles: documents, windows, and the two chunks of a rank under
+context parallelism. Both ends of the range never decrease from one query to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -24,8 +31,72 @@ from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import add_sinks_, sinks_grad
 from megatron.core.dropout import bits_of_columns
 from megatron.core.host_to_device import integers_on
-from megatron.extensions.fusions.attention.bands import Band, band_of
 from megatron.extensions.fusions.kernel_choice import gpu_operator
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """Ranges of rows that see each other, counted from the first row of `queries` and of `keys`. The samples are one
+    where all are alike."""
+
+    queries: range
+    """Rows of queries that have a key, and those between them."""
+    keys: range
+    of_queries: tuple[Integers, Integers]
+    """For each query [samples, n] its first key, and the one behind its last; equal where it sees none."""
+    of_keys: tuple[Integers, Integers]
+    """For each key [samples, m] its first query, and the one behind its last."""
+    query_places: Integers
+    """Positions [n] in the whole sequence."""
+    key_places: Integers
+    """Positions [m] in the whole sequence."""
+    diagonal: bool
+    """Whether each query attends to its own position."""
+
+    @property
+    def tile(self) -> Tile:
+        """The rows of the band."""
+        places = int(self.query_places[0]), int(self.key_places[0])
+        return Tile(None, self.queries, self.keys, *places, diagonal=self.diagonal)
+
+
+@lru_cache(maxsize=64)
+def band_of(tiles: tuple[Tile, ...]) -> Band:
+    """The pairs of tiles that `causal_tiles` makes, as one band."""
+    queries, keys = _covered([tile.queries for tile in tiles]), _covered([tile.keys for tile in tiles])
+    samples = 1 + max(tile.sample or 0 for tile in tiles)
+    first = np.full((samples, len(queries)), len(keys))
+    stop, seen, own = (np.zeros((samples, len(queries)), np.int64) for _ in range(3))
+    query_places, key_places = np.zeros(len(queries), np.int64), np.zeros(len(keys), np.int64)
+    for tile in tiles:
+        sample = 0 if tile.sample is None else tile.sample
+        rows = slice(tile.queries.start - queries.start, tile.queries.stop - queries.start)
+        begin, n, m = tile.keys.start - keys.start, np.arange(len(tile.queries)), len(tile.keys)
+        low = begin + (0 * n if tile.window is None else np.maximum(0, n + tile.offset - tile.window + 1))
+        high = begin + (np.minimum(m, n + tile.offset + 1) if tile.diagonal else 0 * n + m)
+        first[sample, rows] = np.minimum(first[sample, rows], low)
+        stop[sample, rows] = np.maximum(stop[sample, rows], high)
+        seen[sample, rows] += high - low
+        own[sample, rows] |= tile.diagonal
+        query_places[rows] = tile.first_query + n
+        key_places[begin : begin + m] = tile.first_key + np.arange(m)
+    some = seen > 0
+    assert (np.where(some, stop - first, 0) == seen).all(), "the keys of a query are not adjacent"
+    stop = np.maximum.accumulate(stop, axis=1)
+    first = np.where(some, first, stop)
+    assert (np.diff(first) >= 0).all(), "the keys of a query begin before those of the query before it"
+    key = np.arange(len(keys))
+    first_query = np.stack([np.searchsorted(row, key, side="right") for row in stop])
+    stop_query = np.stack([np.searchsorted(row, key, side="right") for row in first])
+    of_keys = first_query, np.maximum(first_query, stop_query)
+    return Band(queries, keys, (first, stop), of_keys, query_places, key_places, bool(own.all()))
+
+
+def _covered(ranges: Sequence[range]) -> range:
+    return range(min(rows.start for rows in ranges), max(rows.stop for rows in ranges))
+
 
 WIDEST = 256
 """Channels of the widest heads that the kernel takes."""
@@ -47,14 +118,14 @@ class FlashDropoutKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         if tiles:
-            tile = _band(tuple(tiles)).tile
+            tile = band_of(tuple(tiles)).tile
             yield tile, self.attend(query_rows(q, tile), _keys(k, tile), _keys(v, tile), tuple(tiles))
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
         if tiles:
-            tile = _band(tuple(tiles)).tile
+            tile = band_of(tuple(tiles)).tile
             part = Rows(*(query_rows(x, tile) for x in (rows.grad, rows.out, rows.lse)))
             yield tile, self.gradients(part, query_rows(q, tile), _keys(k, tile), _keys(v, tile), tuple(tiles))
 
@@ -137,14 +208,9 @@ class _BandOnDevice(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _band(tiles: tuple[Tile, ...]) -> Band:
-    return band_of(tiles)
-
-
-@lru_cache(maxsize=64)
 def _on_device(tiles: tuple[Tile, ...], device: torch.device) -> _BandOnDevice:
     """All layers and passes of a micro-batch share one copy."""
-    band = _band(tiles)
+    band = band_of(tiles)
     bits = bits_of_columns(torch.from_numpy(band.key_places)).numpy()
     arrays = np.stack(band.of_queries), np.stack(band.of_keys), band.query_places, bits
     flat = integers_on(device, np.concatenate([array.ravel() for array in arrays]), torch.int32)

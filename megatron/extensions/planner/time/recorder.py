@@ -25,7 +25,7 @@ from megatron.core.attention.varlen import Lengths, Window
 from megatron.core.config.layers import Span
 from megatron.core.moe.experts import Segments
 from megatron.extensions.fp8.casts import Scaled
-from megatron.extensions.fusions.attention.bands import band_of
+from megatron.extensions.fusions.attention.flash_dropout import band_of
 from megatron.extensions.planner.as_on_gpus import FakeKernel, PlannedDropoutKernel, statistics_of
 from megatron.extensions.planner.fake_stage import done
 from megatron.extensions.planner.time.replay import Attention, Collective, Event, Move, Product, Wait
