@@ -111,26 +111,23 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
             break
     else:
         yield from _uneven_heads(c, rank, f"must be a multiple of {cut} under {under}")
-    rule = f"must be a multiple of {cut} under {under}"
     if _kinds(c).dense and (wrong := next((width for width in _widths(c) if width % rank), None)):
         pattern = m.ffn_hidden_size_pattern
         flag = "--ffn-hidden-size-pattern" if pattern else "--ffn-hidden-size"
+        rule = f"must be a multiple of {cut} under {under}"
         of_flag = f"has a layer of {wrong}, which {rule}" if pattern else rule
         yield Problem(flag, pattern or wrong, of_flag, multiples(wrong, rank))
-    latent = m.moe_latent_size
-    if latent is not None and latent % ALIGNMENT:
-        of_latent = f"must be a multiple of {ALIGNMENT} under --fp8-format"
-        yield Problem("--moe-latent-size", latent, of_latent, multiples(latent, ALIGNMENT))
-    shared = m.moe_shared_expert_intermediate_size
-    if shared and shared > 0 and shared % rank:
-        rule = f"must be a multiple of {cut} under {under}"
-        yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, rank))
-    etp = p.expert_tp
-    if etp > 0 and m.moe_ffn_size > 0 and _kinds(c).experts:
+    widths = [
+        ("--moe-latent-size", m.moe_latent_size, ALIGNMENT, f"{ALIGNMENT} under --fp8-format"),
+        ("--moe-shared-expert-intermediate-size", m.moe_shared_expert_intermediate_size, rank, f"{cut} under {under}"),
+    ]
+    if (etp := p.expert_tp) > 0 and _kinds(c).experts:
         alignment, under = alignment_of(c.parallel, etp)
-        if m.moe_ffn_size % (alignment * etp):
-            rule = f"must be a multiple of {alignment} * --expert-tensor-parallel-size {etp} under {under}"
-            yield Problem("--moe-ffn-hidden-size", m.moe_ffn_size, rule, multiples(m.moe_ffn_size, alignment * etp))
+        of_experts = f"{alignment} * --expert-tensor-parallel-size {etp} under {under}"
+        widths.append(("--moe-ffn-hidden-size", m.moe_ffn_size, alignment * etp, of_experts))
+    for flag, width, step, of_step in widths:
+        if width is not None and width > 0 and width % step:
+            yield Problem(flag, width, f"must be a multiple of {of_step}", multiples(width, step))
     if own.fp8_recipe == "blockwise" and cp > 1 and m.seq_length % (2 * cp) == 0:
         # A context-parallel rank has two pieces of the sequence.
         each, tile = m.seq_length // (2 * cp) * b, TILE // gcd(TILE, b)

@@ -13,6 +13,7 @@ from megatron.extensions.fp8.casts import E4M3
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.extensions.fp8.recipes import Fp8Context
+from tests.extensions.fp8.test_gemms import by_rows, fp64, in_blocks
 
 CPU = torch.device("cpu")
 SIZES = (37, 0, 16, 11)
@@ -20,18 +21,9 @@ SPARE = 5
 IN, OUT = 144, 160
 
 
-def in_fp8(x: Tensor, in_blocks: bool, rows: int = 1) -> Tensor:
+def in_fp8(x: Tensor, blockwise: bool, rows: int = 1) -> Tensor:
     """x [n, k] cast by rows, or by blocks of `rows` x 128 with multipliers that are powers of two. fp64."""
-    found = torch.empty(x.shape, dtype=torch.float64)
-    if not x.shape[0]:
-        return found
-    width = 128 if in_blocks else x.shape[1]
-    for out_rows, x_rows in zip(found.split(rows), x.float().split(rows), strict=True):
-        for out, block in zip(out_rows.split(width, 1), x_rows.split(width, 1), strict=True):
-            multiplier = 448.0 / block.abs().max()
-            multiplier = multiplier.log2().floor().exp2() if in_blocks else multiplier
-            out.copy_((block * multiplier).to(E4M3).double() / multiplier)
-    return found
+    return in_blocks(x, rows, E4M3) if blockwise and len(x) else fp64(by_rows(x, E4M3))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +11,10 @@ from torch import Tensor, nn
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.offload.host_update import CopyQueue
 from megatron.extensions.offload.saved_activations import ActivationOffload, HostPool
 from megatron.testing.snapshot import differences
 from tests.extensions import needs
+from tests.extensions.offload.test_cpu_offload import LateQueue
 from tests.gpt_cases import LLAMA, with_dropout
 from tests.harness import train_in_world
 
@@ -76,30 +74,9 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-class LateCopies(CopyQueue):
-    """Copies that are made at the last moment at which they may be, as those of a busy GPU: when somebody waits for
-    them. Until then what they write to holds NaN."""
-
-    def __init__(self) -> None:
-        self.queue: list[Callable[[], Any]] = []
-        self.done = 0
-
-    def wait(self, event: Any = None) -> None:
-        while event is not None and self.done < event:
-            self.queue[self.done]()
-            self.done += 1
-
-    start_after = wait
-
-    def copy(self, source: Tensor, target: Tensor) -> Any:
-        target.fill_(255)
-        self.queue.append(lambda: target.copy_(source))
-        return len(self.queue)
-
-
 def offload_with_late_copies() -> ActivationOffload:
     offload = ActivationOffload(2, 1, "cpu")
-    offload.to_host = offload.to_device = LateCopies()
+    offload.to_host = offload.to_device = LateQueue(offload.device)
     return offload
 
 

@@ -190,16 +190,22 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
             assert order == sorted(order, key=lambda kinds: (True not in kinds, False in kinds))
 
 
-class LateQueue:
-    """Makes each copy as late as its events allow, as a GPU's copy engine may."""
+class LateQueue(host_update.CopyQueue):
+    """Makes each copy as late as its events allow, as a GPU's copy engine may. Until then what it writes to holds other
+    numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.made = 0
 
-    def start_after(self, event: object = None) -> None: ...
+    def wait(self, event: LateEvent | None = None) -> None:  # type: ignore[override]
+        if event is not None:
+            event.synchronize()
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> LateEvent:
+    start_after = wait  # type: ignore[assignment]
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> LateEvent:  # type: ignore[override]
+        target.fill_(255)
         self.waiting.append((source, target))
         return LateEvent(self, self.made + len(self.waiting))
 
