@@ -125,9 +125,9 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
         alignment, under = alignment_of(c.parallel, etp)
         of_experts = f"{alignment} * --expert-tensor-parallel-size {etp} under {under}"
         widths.append(("--moe-ffn-hidden-size", m.moe_ffn_size, alignment * etp, of_experts))
-    for flag, width, step, of_step in widths:
-        if width is not None and width > 0 and width % step:
-            yield Problem(flag, width, f"must be a multiple of {of_step}", multiples(width, step))
+    for flag, size, step, of_step in widths:
+        if size is not None and size > 0 and size % step:
+            yield Problem(flag, size, f"must be a multiple of {of_step}", multiples(size, step))
     if own.fp8_recipe == "blockwise" and cp > 1 and m.seq_length % (2 * cp) == 0:
         # A context-parallel rank has two pieces of the sequence.
         each, tile = m.seq_length // (2 * cp) * b, TILE // gcd(TILE, b)

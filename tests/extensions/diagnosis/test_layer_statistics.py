@@ -10,14 +10,11 @@ from torch import nn
 
 from megatron.core.moe.router import TopKRouter
 from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
-from megatron.testing.local_run import local_run
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve_legal
 from megatron.training.metrics.summary import summarize
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
-from tests.harness import run_world
+from tests.harness import run_world, running
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 90 --lr 1e-2 --fp64 --cpu "
@@ -30,8 +27,7 @@ UNFUSED = MODEL + "--attention-backend unfused --optimizer sgd "
 
 def recorded(rank: int, world_size: int, flags: str, steps: int = 2) -> list[dict[str, Any]]:
     """The records of so many steps."""
-    config = resolve_legal(parse_args(flags.split()), world_size)
-    with local_run(config, rank, world_size) as run:
+    with running(flags.split(), rank, world_size) as run:
         for _ in range(steps):
             train_step(run)
         summarize(run)
@@ -87,7 +83,7 @@ def test_every_layout_records_what_one_process_does(flags: str, layouts: dict[st
 
 
 def losses(rank: int, world_size: int, flags: str) -> list[float]:
-    with local_run(resolve_legal(parse_args(flags.split()), world_size), rank, world_size) as run:
+    with running(flags.split(), rank, world_size) as run:
         interval = run.interval = Interval()
         for _ in range(3):
             train_step(run)
@@ -101,7 +97,6 @@ def test_the_run_is_that_without_statistics() -> None:
 
 def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float], set[str]]:
     """(the record of a step, the same counted plainly, statistics of layers)."""
-    config = resolve_legal(parse_args(flags.split()), world_size)
     plain: dict[str, float] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
     choices: dict[int, list[torch.Tensor]] = {}
@@ -109,7 +104,7 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
     def keep(name: str, of: nn.Module) -> None:
         of.register_forward_hook(lambda module, args, out: outputs.setdefault(name, []).append(out.detach()))
 
-    with local_run(config, rank, world_size) as run:
+    with running(flags.split(), rank, world_size) as run:
         (model,) = run.stages.values()
         for number, layer in enumerate(model.decoder.layers):
             for name, module in (("", layer), ("attention_", layer.self_attention), ("mlp_", layer.mlp)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve_legal
 from megatron.training.hooks import Callback, RunView
 from megatron.training.run import TrainingRun
-from megatron.training.tasks import start_run
-from megatron.training.training import train
-from tests.harness import local_run, run_world
+from tests.harness import run_world, train_to_the_end
 
 MODEL = (
     "--cpu --num-layers 3 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --mock-data "
@@ -123,18 +119,11 @@ BUGS = {
 }
 
 
-def trained(rank: int, world_size: int, flags: str, plant: Plant, first: int) -> None:
-    config = resolve_legal(parse_args(flags.split()), world_size)
-    with local_run(config, rank, world_size) as run, ExitStack() as resources:
-        plant(run, first)
-        start_run(run, resources)
-        train(run)
-
-
 def records(path: Path, ranks: int, flags: str, plant: Plant, first: int) -> list[dict[str, Any]]:
     """Trains, and returns the records that are written to `path`."""
     layout = f"--tp {ranks} --sequence-parallel" if ranks > 1 else ""
-    run_world(ranks, trained, f"{flags} {layout} --metrics-file {path}", plant, first)
+    argv = f"{flags} {layout} --metrics-file {path}".split()
+    run_world(ranks, train_to_the_end, argv, partial(plant, first=first))
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +12,9 @@ import pytest
 import torch
 
 from megatron.extensions.diagnosis.profiler import Profiler
-from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from megatron.training.tasks import start_run
-from megatron.training.training import train
-from tests.harness import run_world
+from tests.harness import run_world, train_to_the_end
 
 RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --cpu "
@@ -26,12 +23,7 @@ RUN = (
 
 
 def profiled(rank: int, size: int, flags: str, folder: str) -> None:
-    config = resolve(
-        parse_args([*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder]), size
-    )
-    with local_run(config, rank, size) as run, ExitStack() as resources:
-        start_run(run, resources)
-        train(run)
+    train_to_the_end(rank, size, [*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder])
 
 
 def updates(trace: Path) -> int:

@@ -4,7 +4,6 @@ that was stopped and resumed is the run that was not, bit for bit."""
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
-from megatron.training.tasks import start_run
-from megatron.training.training import train
-from tests.harness import local_run, run_world
+from tests.harness import run_world, train_to_the_end
 from tools.inspect_checkpoint import differences
 
 MODEL = (
@@ -26,15 +21,6 @@ MODEL = (
     "--eval-iters 0 --log-interval 1 --split 1,0,0"
 ).split()
 DOCUMENTS = [list(range(n % 40, n % 40 + 3 + n % 9)) for n in range(60)]
-
-
-def train_here(rank: int, world_size: int, argv: list[str]) -> None:
-    config = resolve(parse_args(argv), world_size)
-    assert not validate(config, world_size), validate(config, world_size)
-    with ExitStack() as resources:
-        run = resources.enter_context(local_run(config, rank, world_size))
-        start_run(run, resources)
-        train(run)
 
 
 @pytest.fixture
@@ -49,7 +35,9 @@ def data(tmp_path: Path) -> list[str]:
 def log_of(folder: Path, data: list[str], world_size: int, flags: str) -> Path:
     """Trains and returns the log. The folder has the checkpoints too."""
     log = folder / "samples.jsonl"
-    run_world(world_size, train_here, [*MODEL, *data, "--sample-log", str(log), "--save", str(folder), *flags.split()])
+    run_world(
+        world_size, train_to_the_end, [*MODEL, *data, "--sample-log", str(log), "--save", str(folder), *flags.split()]
+    )
     return log
 
 

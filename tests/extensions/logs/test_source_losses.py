@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,10 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
 from megatron.training.progress import Step
-from megatron.training.tasks import start_run
-from megatron.training.training import train
+from megatron.training.run import TrainingRun
 from tests.gpt_cases import token_losses
-from tests.harness import local_run, run_world
+from tests.harness import run_world, train_to_the_end
 
 MODEL = (
     "--cpu --fp64 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --lr 1e-2 "
@@ -37,26 +33,23 @@ def data(tmp_path: Path) -> list[str]:
 
 def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[list[dict], dict[str, float]]:
     """The log of a run, and the loss of each source in its first step by the losses of tokens, on one process."""
-    config = resolve(parse_args([*argv, "--metrics-file", str(folder / "metrics.jsonl")]), world_size)
-    assert not validate(config, world_size), validate(config, world_size)
     expected: dict[str, float] = {}
-    with ExitStack() as resources:
-        run = resources.enter_context(local_run(config, rank, world_size))
-        if world_size == 1:
-            rows = {0: [0.0, 0.0], 1: [0.0, 0.0]}
-            run.stages[0].eval()
-            for batch in run.data.read_batches(Step(1, 0, 8)):
-                with torch.no_grad():
-                    losses = token_losses(run.stages[0], batch)
-                for number, loss, mask in zip(
-                    (batch.tokens[:, 0] >= 25).long().tolist(), losses, batch.loss_mask, strict=True
-                ):
-                    rows[number][0] += float((loss * mask).sum())
-                    rows[number][1] += float(mask.sum())
-            run.stages[0].train()
-            expected = {name: rows[number][0] / rows[number][1] for number, name in enumerate(("one", "two"))}
-        start_run(run, resources)
-        train(run)
+
+    def look(run: TrainingRun) -> None:
+        rows = {0: [0.0, 0.0], 1: [0.0, 0.0]}
+        run.stages[0].eval()
+        for batch in run.data.read_batches(Step(1, 0, 8)):
+            with torch.no_grad():
+                losses = token_losses(run.stages[0], batch)
+            sources = (batch.tokens[:, 0] >= 25).long().tolist()
+            for number, loss, mask in zip(sources, losses, batch.loss_mask, strict=True):
+                rows[number][0] += float((loss * mask).sum())
+                rows[number][1] += float(mask.sum())
+        run.stages[0].train()
+        expected.update({name: rows[number][0] / rows[number][1] for number, name in enumerate(("one", "two"))})
+
+    argv = [*argv, "--metrics-file", str(folder / "metrics.jsonl")]
+    train_to_the_end(rank, world_size, argv, *([look] if world_size == 1 else []))
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if rank == 0 else []
     return found, expected
 

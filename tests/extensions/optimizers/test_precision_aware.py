@@ -12,14 +12,12 @@ from megatron.core.dropout import uniform_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, rounding_sum
 from megatron.extensions.optimizers.precision_aware import PackedShard
 from megatron.extensions.optimizers.state_formats import FORMATS, StoredState, join_master, split_master
-from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve
 from megatron.training.train_step import train_step
 from tests.extensions import installed
-from tests.harness import run_world
+from tests.harness import run_world, running
 
 STRATEGY = "--data-parallel-sharding-strategy"
 SHARDED = ("optim_grads", "optim_grads_params")
@@ -122,7 +120,7 @@ def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
 
 def _skip_a_step(rank: int, world_size: int) -> None:
     flags = f"{MODEL} --bf16 {AWARE}--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
-    with local_run(resolve(parse_args(flags.split()), 1), rank, world_size) as run:
+    with running(flags.split(), rank, world_size) as run:
         train_step(run)
         tensors = [tensor for shard in run.optimizer.shards for tensor in _stored(shard)]
         before = [tensor.clone() for tensor in tensors]

@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from megatron.extensions.optimizers.qk_clip import of_elements
-from megatron.testing.local_run import local_run
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve
 from megatron.training.train_step import train_step
-from tests.harness import run_world
+from tests.harness import run_world, running
 
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-9 --fp64 --cpu "
@@ -29,7 +26,7 @@ TAU = 0.1
 def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
     """Largest logits of the initial weights, and of the same samples after a step that changes nothing but by its
     clip."""
-    with local_run(resolve(parse_args(flags.split()), world_size), rank, world_size) as run:
+    with running(flags.split(), rank, world_size) as run:
         (clip,), found = run.optimizer._hooks, []
         true = clip.largest
         clip.largest = lambda: found.append(true()) or found[-1]  # type: ignore[method-assign]
