@@ -55,7 +55,7 @@ class _Rows:
     def of(cls, taps: ActivationTaps, stages: Mapping[int, GPTModel], state: ParallelState) -> _Rows:
         """Collective over the world."""
         own = _parameters(stages), set(taps.sums), set(taps.maxima), set(taps.balances)
-        of_ranks = gather_objects(own, state.world)
+        of_ranks: list[Any] = gather_objects(own, state.world)
         parameters = {name: parameter for found, *_ in of_ranks for name, parameter in found.items()}
         ordered = {name: parameters[name] for name in sorted(parameters, key=_natural)}
         sums, maxima = (tuple(sorted(set[Key]().union(*(of_rank[i] for of_rank in of_ranks)))) for i in (1, 2))
