@@ -22,7 +22,7 @@ from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 from tests.extensions import needs
 from tests.extensions.phases import test_phases as phases
-from tests.harness import local_run, run_world
+from tests.harness import run_world, running
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data --lr 1e-2 "
@@ -51,8 +51,7 @@ class FakeRecorder:
 
 def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
     """Loss sums of five steps and the weights after them, and how often was recorded and replayed."""
-    config = resolve(parse_args([*MODEL.split(), "--cpu", *flags.split()]), world_size)
-    with local_run(config, rank, world_size) as run:
+    with running([*MODEL.split(), "--cpu", *flags.split()], rank, world_size) as run:
         recorder = FakeRecorder()
         assert run.pipeline.graph is None, "nothing is recorded on CPU"
         if graphs:

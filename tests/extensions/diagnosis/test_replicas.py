@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from megatron.extensions.diagnosis.check_replicas import ReplicaError, bit_hash, check_replicas
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
-from tests.harness import local_run, run_world
+from tests.harness import run_world, running
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 "
@@ -22,8 +20,7 @@ FLAGS = (
 
 
 def _check(rank: int, world_size: int, argv: list[str], damage: Callable[[TrainingRun, int], None]) -> int | str:
-    config = resolve(parse_args(argv), world_size)
-    with local_run(config, rank, world_size) as run:
+    with running(argv, rank, world_size) as run:
         train_step(run)
         compared = check_replicas(run.stages.values(), run.optimizer, run.runtime.state)
         damage(run, rank)

@@ -21,13 +21,11 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.parallel_state import Axis
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 from megatron.training.train_step import BadStepError, train_step
 from tests.extensions import needs
-from tests.harness import Snapshot, local_run, train_in_world
+from tests.harness import Snapshot, running, train_in_world
 
 BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100 "
@@ -137,12 +135,6 @@ def test_layers_kept_in_bf16_have_no_histories() -> None:
     assert layers == {"1"}
 
 
-def build(rank: int, world_size: int, flags: list[str], resources: ExitStack) -> TrainingRun:
-    config = resolve(parse_args(flags), world_size)
-    run = resources.enter_context(local_run(config, rank, world_size))
-    return run
-
-
 def states(run: TrainingRun) -> dict[str, Tensor]:
     """Weights and histories of this rank's stages."""
     run.optimizer.finish_param_sync()
@@ -156,14 +148,14 @@ def interrupted(rank: int, world_size: int, folder: Path, layout: str) -> None:
     """Four steps, with a checkpoint after two, and the last two again from there."""
     flags = flags_of("delayed", f"{layout} --save {folder} --load {folder} --no-async-save")
     with ExitStack() as resources:
-        run = build(rank, world_size, flags, resources)
+        run = resources.enter_context(running(flags, rank, world_size))
         for step in range(4):
             if step == 2:
                 save(run)
                 saved = states(run)
             train_step(run)
         run.saver.finish()
-        again = build(rank, world_size, flags, resources)
+        again = resources.enter_context(running(flags, rank, world_size))
         assert again.progress.iteration == 2
         loaded = states(again)
         for _ in range(2):
@@ -176,8 +168,7 @@ def interrupted(rank: int, world_size: int, folder: Path, layout: str) -> None:
 
 
 def loaded_histories(rank: int, world_size: int, flags: list[str]) -> dict[str, Tensor]:
-    with ExitStack() as resources:
-        run = build(rank, world_size, flags, resources)
+    with running(flags, rank, world_size) as run:
         assert run.progress.iteration == 2
         train_step(run)
         return {name: value for name, value in states(run).items() if name.endswith("amax_history")}
@@ -200,8 +191,7 @@ def test_resuming_is_bitwise_and_histories_fit_any_layout(tmp_path: Path) -> Non
 
 def broken(rank: int, world_size: int, recipe: str) -> bool:
     """Whether a weight that is not finite was seen, and what was noted of that step forgotten."""
-    with ExitStack() as resources:
-        run = build(rank, world_size, flags_of(recipe), resources)
+    with running(flags_of(recipe), rank, world_size) as run:
         train_step(run)
         before = states(run)
         with torch.no_grad():
@@ -300,8 +290,7 @@ def gathered_bytes(rank: int, world_size: int, flags: list[str]) -> int:
         found.append(out.nbytes)
         return start(x, axis, out)
 
-    with ExitStack() as resources, pytest.MonkeyPatch.context() as patched:
-        run = build(rank, world_size, flags, resources)
+    with running(flags, rank, world_size) as run, pytest.MonkeyPatch.context() as patched:
         patched.setattr(param_and_grad_buffer, "start_all_gather", counted)
         train_step(run)
         total = sum(found)

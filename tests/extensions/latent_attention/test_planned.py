@@ -37,41 +37,20 @@ DEEPSEEK: dict[str, Any] = {
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
 }
-# Counted by transformers' DeepseekV3ForCausalLM and DeepseekV2ForCausalLM on the meta device.
 PUBLISHED = {
-    "DeepSeek-V3": (
-        with_fields(
-            TransformerConfig(**shape(61, 7168, 128, 18432, 129280)),
-            {
-                **DEEPSEEK,
-                "q_lora_rank": 1536,
-                "num_experts": 256,
-                "moe_layer_freq": "([0]*3+[1]*58)",
-                "moe_ffn_hidden_size": 2048,
-                "moe_shared_expert_intermediate_size": 2048,
-            },
-        ),
-        671_026_404_352,
-    ),
-    "DeepSeek-V2-Lite": (
-        with_fields(
-            TransformerConfig(**shape(27, 2048, 16, 10944, 102400)),
-            {
-                **DEEPSEEK,
-                "num_experts": 64,
-                "moe_layer_freq": "([0]*1+[1]*26)",
-                "moe_ffn_hidden_size": 1408,
-                "moe_shared_expert_intermediate_size": 2816,
-            },
-        ),
-        15_706_484_224,
-    ),
+    "DeepSeek-V3": (shape(61, 7168, 128, 18432, 129280), {"q_lora_rank": 1536}, (256, 3, 2048, 2048), 671_026_404_352),
+    "DeepSeek-V2-Lite": (shape(27, 2048, 16, 10944, 102400), {}, (64, 1, 1408, 2816), 15_706_484_224),
 }
+"""Sizes, the latent of queries, (experts, dense layers, widths of an expert and of the shared ones), and the parameters
+that transformers' DeepseekV3ForCausalLM and DeepseekV2ForCausalLM have on the meta device."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_published_models(name: str) -> None:
-    config, parameters = PUBLISHED[name]
+    sizes, more, (experts, dense, width, shared), parameters = PUBLISHED[name]
+    of_experts = {"num_experts": experts, "moe_layer_freq": f"([0]*{dense}+[1]*{sizes['num_layers'] - dense})"}
+    widths = {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": shared}
+    config = with_fields(TransformerConfig(**sizes), DEEPSEEK | more | of_experts | widths)
     assert count_parameters(config).total == parameters
 
 

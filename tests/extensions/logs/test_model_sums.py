@@ -7,11 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.extensions.logs.meters import ModelSums
-from megatron.testing.local_run import local_run
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve
 from megatron.training.train_step import train_step
-from tests.harness import run_world
+from tests.harness import run_world, running
 
 # Without biases: those of keys have gradients that are zero but for rounding.
 MODEL = (
@@ -25,8 +22,7 @@ EXPERTS = MODEL + "--num-experts 4 --moe-aux-loss-coeff 0.01 "
 
 def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float]]:
     """(what is logged after a step, the same counted parameter by parameter, which is right in one process)."""
-    config = resolve(parse_args(flags.split()), world_size)
-    with local_run(config, rank, world_size) as run:
+    with running(flags.split(), rank, world_size) as run:
         train_step(run)
         (meter,) = (meter for meter in run.meters if isinstance(meter, ModelSums))
         sums = meter.take()
