@@ -65,15 +65,6 @@ def growing_weight(run: TrainingRun, first: int) -> None:
     EachStep(run, first, lambda: weight.mul_(RATE))
 
 
-def growing_output(run: TrainingRun, first: int) -> None:
-    """The output of a layer is multiplied by one more `RATE` in each step; all weights stay as they are."""
-
-    def scaled(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return out * RATE ** max(0, run.progress.iteration - first + 2)
-
-    _layer(run).register_forward_hook(scaled)
-
-
 def scaled_embeddings(run: TrainingRun, first: int) -> None:
     """Tensor-parallel rank 1 multiplies its rows of the embedding by `SCALE`, once."""
     embedding = next(iter(run.stages.values())).embedding
@@ -110,7 +101,6 @@ def shared_seed(run: TrainingRun, first: int) -> None:
 
 BUGS = {
     "gain of a norm grows": Bug(1, growing_weight, f"layer {LAYER} is out of line"),
-    "output of a layer grows": Bug(1, growing_output, f"layer {LAYER} is out of line"),
     "embeddings of TP rank 1 scaled": Bug(2, scaled_embeddings, "rank 1 is out of line: the weight_norm of its part"),
     "lookups of TP rank 1 scaled": Bug(
         2, scaled_lookup, "tensor-parallel rank 1 is out of line: the output_norm of its part"
