@@ -85,18 +85,16 @@ def _in_fp32(own: Callable[..., Any], product: Callable[..., Any], operands: int
         found = product(keys, *(x.float() for x in args[:operands]), *args[operands:], **kwargs)
         if out is not None:
             return out.resize_(found.shape).copy_(found)
-        return found.to(dtype) if isinstance(found, Tensor) else tuple(map(_rounded(dtype), found))
+        if isinstance(found, Tensor):
+            return found.to(dtype)
+        # Of attention [b, heads, n, d]; its log-sum-exps [b, heads, n] stay in fp32.
+        return tuple(x.to(dtype) if x.ndim == 4 else x for x in found)
 
     return run
 
 
 def _few_rows(x: Tensor, matrix: Tensor) -> bool:
     return matrix.ndim == 2 and x.shape[0] <= _FEW_ROWS and matrix.stride(0) == 1
-
-
-def _rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Rounds what attention returns [b, heads, n, d], and leaves its log-sum-exps [b, heads, n] in fp32."""
-    return lambda x: x.to(dtype) if x.ndim == 4 else x
 
 
 def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:

@@ -83,10 +83,7 @@ class Slots:
 def _threads(number: int | None) -> Iterator[None]:
     """Sets the number of threads of torch's operations on the host; torchrun leaves one to each rank."""
     before = torch.get_num_threads()
-    if number in (None, before):
-        yield
-        return
-    torch.set_num_threads(number)
+    torch.set_num_threads(number or before)
     try:
         yield
     finally:

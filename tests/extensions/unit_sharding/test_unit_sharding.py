@@ -14,7 +14,7 @@ from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
 from megatron.extensions.unit_sharding.unit_sharding import Order
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import notices, resolve_legal, validate
+from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.test_collective_counts import recorded
@@ -231,16 +231,5 @@ def test_a_model_to_be_sharded_is_built_without_memory() -> None:
     assert live.peak - live.now <= max(parameter.nbytes for parameter in built.parameters())
 
 
-def test_rules() -> None:
-    def problems(flags: str) -> str:
-        read = parse_args(f"{MODEL} --global-batch-size 2 {flags}".split())
-        return "; ".join(map(str, validate(read, 2)))
-
-    three = sharding("optim_grads_params")
-    assert problems(three) == problems(sharding("no_shard")) == ""
-    assert "cannot be combined with --no-use-distributed-optimizer" in problems(
-        f"{three} --no-use-distributed-optimizer"
-    )
+def test_a_run_that_shards_nothing_has_no_distributed_optimizer() -> None:
     assert not config(f"--global-batch-size 2 {sharding('no_shard')}", 2).optimizer.use_distributed_optimizer
-    told = notices(parse_args(f"{MODEL} --global-batch-size 2 {three} --overlap-grad-reduce".split()), 2)
-    assert any("--overlap-grad-reduce" in str(notice) for notice in told)

@@ -92,10 +92,6 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
     return choice
 
 
-def described(choice: Choice) -> str:
-    return f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
-
-
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
     """A run whose operands are made when it is first called, so that with `compare` those of one kernel are in memory
     at a time."""
@@ -191,6 +187,7 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
         return asked if asked in ("flash", "unfused") else "auto"
     asked = asked if asked in shape.backends else "auto"
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
-    runtime.say(f" {described(choice)}{'' if asked == 'auto' else ', as --attention-backend says'}")
+    kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
+    runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
     # Evaluation has no dropout: torch's default computes it.
     return "auto" if choice.winner in (None, "unfused") else choice.winner
