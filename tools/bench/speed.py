@@ -1,4 +1,4 @@
-"""Speed of this program beside others or an older revision, in turns: training, parallelism, generation, start-up.
+"""Speed of this program beside others or an older revision, in turns: training, parallelism, start-up.
 
     python tools/bench/speed.py --list                                                  # the cells
     python tools/bench/speed.py --only "llama float32 eager" --rounds 7
@@ -6,8 +6,8 @@
     python tools/bench/speed.py                                                  # all
     python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older    # a `git worktree add` of it
 
-Contestants are processes of their own. In one process, optimizer step included: the models of transformers, litgpt,
-torchtitan and megatron-core (tools/bench/peers.py), with torch's fused AdamW and gradient clipping; `pip install -r
+Contestants are processes of their own. In one process, optimizer step included: the models of transformers and
+litgpt (tools/bench/peers.py), with torch's fused AdamW and gradient clipping; `pip install -r
 tools/bench/requirements.txt`, in an environment of its own. In bf16 theirs are bf16 parameters, updated in bf16, the
 fastest they can be trained; ours keeps fp32 main parameters and fp32 gradient sums as always. The ceiling does nothing
 but the matrix products of the model's linear layers and head, forward and backward, in the same precision.
@@ -15,9 +15,6 @@ but the matrix products of the model's linear layers and head, forward and backw
 TP, PP and DP: 8 micro-batches of one sequence a step in float32, over gloo processes of one thread, beside one process
 of as many threads. "silent DP" shows what this machine allows at most: processes that share the batch and never
 communicate.
-
-Generation: new tokens per second of processor time, of prompts of several lengths, batched in one cache, one by one,
-and batched by transformers' `generate`. Decoding is greedy, and every text has all its tokens.
 
 Start-up: seconds of commands, each in a fresh interpreter, beside an interpreter that imports torch alone.
 
@@ -42,7 +39,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.peers import ONLY_LLAMA, PEERS, STYLES, Style, build_peer
+from tools.bench.peers import PEERS, STYLES, Style, build_peer
 from tools.bench.side_by_side import (
     DIGITS,
     Contestant,
@@ -61,7 +58,7 @@ from tools.bench.side_by_side import (
 
 FORMATS = {"float32": [], "bfloat16": ["--bf16"]}
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
-OURS, CEILING, ALONE, ONE_BY_ONE, BATCHED = "ours", "ceiling", "one process", "one by one", "batched"
+OURS, CEILING, ALONE = "ours", "ceiling", "one process"
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT_STYLE, MICRO_BATCHES = Style(8, 384, 4, 4, 1024, 256, 8192, 1, llama=True), 8
 LAYOUTS = {
@@ -79,9 +76,6 @@ LAYOUTS = {
     "ours CP": "--cp {n}",
 }
 """Name -> flags for n ranks."""
-
-SHORTEST, LONGEST, NEW, PROMPTS = 16, 128, 32, 16
-GENERATION_STYLE = Style(4, 512, 8, 8, 2048, LONGEST + NEW + 1, 8192, 1, llama=True)
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
@@ -162,48 +156,6 @@ def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
     return ours(argv, tokens, steps)
 
 
-# Generation
-
-
-def prompts() -> list[list[int]]:
-    """Of lengths from the shortest to the longest, in no order."""
-    span = LONGEST - SHORTEST
-    lengths = [SHORTEST + span * (number * 7 % PROMPTS) // (PROMPTS - 1) for number in range(PROMPTS)]
-    return [[(number * 131 + place * 17) % 8192 for place in range(size)] for number, size in enumerate(lengths)]
-
-
-def our_texts(dtype: str, rows: int) -> Round:
-    """New tokens per second with so many texts at once."""
-    import torch
-
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.extensions.inference.generation import Engine, Request, StageRunner
-    from megatron.training.config.arguments import parse_args
-    from megatron.training.config.validation import resolve_legal
-
-    config = resolve_legal(parse_args(flags(GENERATION_STYLE, dtype)), 1)
-    torch.manual_seed(1)
-    model = GPTModel(config.model, config.parallel).eval()
-    requests = [Request(prompt, NEW) for prompt in prompts()]
-
-    def texts() -> None:
-        assert all(found.error is None for found in Engine(StageRunner({0: model}), rows=rows).run(requests))
-
-    return timed(texts, 1, PROMPTS * NEW, time.process_time)
-
-
-def their_texts(dtype: str) -> Round:
-    """New tokens per second of transformers, all prompts at once, padded on the left."""
-    import torch
-
-    model = build_peer("transformers", GENERATION_STYLE, dtype)[0].eval()
-    model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
-    ids = torch.tensor([[0] * (LONGEST - len(each)) + each for each in prompts()])
-    mask = torch.tensor([[0] * (LONGEST - len(each)) + [1] * len(each) for each in prompts()])
-    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    return timed(lambda: model.generate(ids, attention_mask=mask, **how), 1, PROMPTS * NEW, time.process_time)
-
-
 # Start-up
 
 
@@ -272,15 +224,11 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
         style, compiled = STYLES[name], mode == "compiled"
         members = [Contestant(OURS, ours, (flags(style, dtype, compiled), style.tokens, steps), threads)]
         for other in PEERS:
-            if style.llama or other not in ONLY_LLAMA:
+            if style.llama or other != "litgpt":
                 members.append(Contestant(other, peer, (other, style, dtype, compiled, steps), threads))
         members.append(Contestant(CEILING, ceiling, (style, dtype, steps), threads))
         found[f"{name} {dtype} {mode}"] = Cell(members, CEILING)
     found |= layouts(ranks, steps)
-    for dtype in FORMATS:
-        ways = {ONE_BY_ONE: (our_texts, (dtype, 1)), BATCHED: (our_texts, (dtype, PROMPTS))}
-        ways["transformers"] = (their_texts, (dtype,))
-        found[f"generation {dtype}"] = Cell([Contestant(way, *build) for way, build in ways.items()], ONE_BY_ONE)
     commands = [Contestant(name, starts, ([sys.executable, *words], to)) for name, (words, to) in COMMANDS.items()]
     return found | {"start-up": Cell(commands, commands[0].name, "s")}
 
