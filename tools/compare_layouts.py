@@ -15,7 +15,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
@@ -58,19 +58,15 @@ class Side:
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = parted(argv)
     args = build_parser().parse_args(_joined(own))
+    check_own_flags(args)
+    sides = build_sides(args, flags)
+    print(f"flags of both: {shlex.join(common_flags(args, flags))}")
     try:
-        check_own_flags(args)
-        sides = build_sides(args, flags)
-        print(f"flags of both: {shlex.join(common_flags(args, flags))}")
         snapshots = [run_side(side, args.steps) for side in sides]
-        check_comparable(snapshots)
-    except ValueError as error:
-        for line in str(error).split("\n"):
-            print(f"error: {line}", file=sys.stderr)
-        return 2
     except (RuntimeError, TimeoutError, AssertionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
+    check_comparable(snapshots)
     tolerance = args.tolerance
     if tolerance is None:
         tolerance = max(TOLERANCES[side.config.parallel.params_dtype] for side in sides)
@@ -149,18 +145,15 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
         if "--world-size" in argv:
             problems.append(f"--world-size: does not apply here; use --world-{name}")
         problems += [f"--{name}: {problem}" for problem in validate(side.config, side.world_size)]
-        problems += [f"--{name}: {problem}" for problem in _not_for_here(side.config, args.steps)]
+        iterations = config.training.train_iters
+        if iterations is not None and 0 < iterations < args.steps:
+            problems.append(
+                f"--{name}: --train-iters {iterations}: must be at least --steps {args.steps}; leave it out"
+            )
         sides.append(side)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     return sides
-
-
-def _not_for_here(config: RunConfig, steps: int) -> Iterator[str]:
-    """Problems of flags that are legal in training but not in a comparison."""
-    iterations = config.training.train_iters
-    if iterations is not None and 0 < iterations < steps:
-        yield f"--train-iters {iterations}: must be at least --steps {steps}; leave it out"
 
 
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:

@@ -12,6 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.training.config.batch_size import byte_text
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -191,14 +193,6 @@ def short_number(value: float) -> str:
         if abs(value) >= size:
             return f"{value / (size if size > 1e4 else 1e3):.4g}{unit}"
     return f"{value:.4g}"
-
-
-def byte_text(value: float) -> str:
-    """Bytes in the binary unit that fits."""
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log(max(abs(value), 1), 1024)), len(units) - 1)
-    value /= 1024**power
-    return f"{value:.0f} {units[power]}" if power == 0 or value >= 1000 else f"{value:.3g} {units[power]}"
 
 
 def time_text(microseconds: float) -> str:

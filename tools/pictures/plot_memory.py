@@ -21,9 +21,10 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools.pictures"
 
 from megatron.extensions.diagnosis.trace.trace_file import read_trace
+from megatron.training.config.batch_size import byte_text
 
 from ..common import refuse_picture, run_tool, tool_parser
-from .drawing import HUES, byte_text, fill_legend, name_rows, new_figure, write_picture, write_values
+from .drawing import HUES, fill_legend, name_rows, new_figure, write_picture, write_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,8 +75,8 @@ def chosen(trace: Trace, iteration: int | None = None, rank: int = 0) -> Measure
     return steps[-1] if iteration is None else steps[iterations.index(iteration)]
 
 
-def planned_timeline(trace: Trace, step: MeasuredStep) -> list[list[Timed]]:
-    """The plan of a step by pipeline rank; [] if the trace has none."""
+def planned_step(trace: Trace, step: MeasuredStep) -> MeasuredStep | None:
+    """The plan of a step, if the trace has one."""
     rows: dict[int, list[Timed]] = {rank: [] for rank in step.ranks}
     for event in trace["traceEvents"]:
         if event.get("cat") == PLANNED_TRACK and event["args"].get("planned_iteration") == step.iteration:
@@ -83,47 +84,37 @@ def planned_timeline(trace: Trace, step: MeasuredStep) -> list[list[Timed]]:
             action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
             if event["pid"] in rows:
                 rows[event["pid"]].append(Timed(action, event["ts"], event["ts"] + event["dur"]))
-    return list(rows.values()) if any(rows.values()) else []
+    return replace(step, timeline=list(rows.values())) if any(rows.values()) else None
 
 
 def told(trace: Trace, step: MeasuredStep) -> str:
     """Times and bubbles in words."""
     lines = [f"measured: {time_text(step.makespan)}, bubble {step.bubble:.1%}"]
-    plan = planned_timeline(trace, step)
-    length, bubble = _span_and_bubble(plan) if plan else (0.0, 0.0)
-    if length:
-        lines.insert(0, f"planned: {time_text(length)}, bubble {bubble:.1%}")
-        more = step.makespan / length - 1
+    plan = planned_step(trace, step)
+    if plan is not None and plan.makespan:
+        lines.insert(0, f"planned: {time_text(plan.makespan)}, bubble {plan.bubble:.1%}")
+        more = step.makespan / plan.makespan - 1
         lines.append(f"{abs(more):.1%} {'longer' if more > 0 else 'shorter'} than planned")
     return f"iteration {step.iteration}, pipeline of ranks {', '.join(map(str, step.ranks))}: " + "; ".join(lines)
 
 
-def _span_and_bubble(timeline: Sequence[Sequence[Timed]]) -> tuple[float, float]:
-    start = min(timed.start for row in timeline for timed in row)
-    length = max(timed.stop for row in timeline for timed in row) - start
-    busy = sum(covered((timed.start, timed.stop) for timed in row) for row in timeline)
-    return length, 1 - busy / (len(timeline) * length) if length else 0.0
-
-
 def timeline_picture(trace: Trace, step: MeasuredStep) -> Figure:
     """The plan above the measurement, on one scale."""
-    plan = planned_timeline(trace, step)
-    panels = [("planned, with the median times of this trace", plan)] if plan else []
-    panels.append((f"measured, iteration {step.iteration}", step.timeline))
-    longest = max(_span_and_bubble(timeline)[0] for _, timeline in panels) or 1.0
+    plan = planned_step(trace, step)
+    panels = [("planned, with the median times of this trace", plan)] if plan is not None else []
+    panels.append((f"measured, iteration {step.iteration}", step))
+    longest = max(each.makespan for _, each in panels) or 1.0
     row = 0.3 if len(step.ranks) <= 16 else 0.17
     figure = new_figure(INCHES, 0.5 + len(panels) * (row * len(step.ranks) + 0.6))
-    for axes, (name, timeline) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        length, bubble = _span_and_bubble(timeline)
-        start = min(timed.start for line in timeline for timed in line)
-        for number, line in enumerate(timeline):
-            draw_actions(axes, number, line, start, 72 * (INCHES - 1.4) / longest)
-        busy = [covered((timed.start, timed.stop) for timed in line) for line in timeline]
+    for axes, (name, each) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        for number, line in enumerate(each.timeline):
+            draw_actions(axes, number, line, each.start, 72 * (INCHES - 1.4) / longest)
+        busy = [covered((timed.start, timed.stop) for timed in line) for line in each.timeline]
         name_rows(axes, [f"rank {rank}" for rank in step.ranks])
-        idle_shares(axes, [1 - each / length if length else 0.0 for each in busy])
-        axes.set(title=f"{name}: {time_text(length)}, bubble {bubble:.1%}", xlim=(0, longest))
+        idle_shares(axes, [1 - time / each.makespan if each.makespan else 0.0 for time in busy])
+        axes.set(title=f"{name}: {time_text(each.makespan)}, bubble {each.bubble:.1%}", xlim=(0, longest))
         write_values(axes.xaxis, time_text)
-    kinds = {timed.action.kind.value for _, timeline in panels for line in timeline for timed in line}
+    kinds = {timed.action.kind.value for _, each in panels for line in each.timeline for timed in line}
     fill_legend(figure, {name: COLOURS[kind] for kind, name in NAMES.items() if kind in kinds})
     return figure
 

@@ -17,8 +17,9 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
+from megatron.training.config.batch_size import byte_text
 
-from .drawing import Series, byte_text, curves, inline, short_number, time_text
+from .drawing import Series, curves, inline, short_number, time_text
 from .plot_memory import in_order, measured_bars, memory_picture, planned_bars, told
 from .plot_ranks import RankMap, lines, map_of_trace, rank_picture
 from .plot_trace import chosen, phases_picture, timeline_picture

@@ -148,9 +148,9 @@ def batch_line(config: RunConfig, dims: ParallelDims) -> str:
     )
 
 
-def byte_text(size: int) -> str:
+def byte_text(size: float) -> str:
     """In the largest binary unit that keeps the number at or above 1."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.2f} {unit}"
-    return f"{size} B"
+    return f"{size:.0f} B"

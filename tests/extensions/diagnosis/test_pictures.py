@@ -17,7 +17,7 @@ from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
 from megatron.extensions.diagnosis.trace.trace_file import read_trace, write_trace
 from tests.extensions.diagnosis.trace_cases import problems, simulated_trace
 from tools.pictures import plot_memory, plot_ranks, plot_trace
-from tools.pictures.drawing import COLOURS, Series, byte_text, curves, inline, short_number
+from tools.pictures.drawing import COLOURS, Series, curves, inline, short_number
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -167,9 +167,9 @@ def test_planned_and_held_memory(tmp_path: Path, capsys, monkeypatch) -> None:
     flags = ["--plan", str(plan), "--trace", str(tmp_path / "t.json.gz"), "--output", str(output)]
     assert plot_memory.main(flags) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("pp 0: planned 17.6 KiB: weights 3.91 KiB")
+    assert said[0].startswith("pp 0: planned 17.58 KiB: weights 3.91 KiB")
     assert said[1] == (
-        "pp 0, rank 0: held 15.6 KiB: weights 3.91 KiB, gradients 3.91 KiB, optimizer 7.81 KiB; the process 768 MiB"
+        "pp 0, rank 0: held 15.62 KiB: weights 3.91 KiB, gradients 3.91 KiB, optimizer 7.81 KiB; the process 768.00 MiB"
     )
     rows = [text for text in texts_of(output) if text.startswith("pp ")]
     assert sorted(rows) == sorted([f"pp {n} planned" for n in range(4)] + [f"pp {n}, rank {n} held" for n in range(4)])
@@ -205,4 +205,3 @@ def test_curves_keep_spikes_and_text_is_escaped() -> None:
 
 def test_round_numbers() -> None:
     assert [short_number(x) for x in (0.00123, 1234, 6876.0, 5.6e13)] == ["0.00123", "1234", "6876", "56T"]
-    assert [byte_text(x) for x in (12, 2048, 1.5 * 2**30)] == ["12 bytes", "2 KiB", "1.5 GiB"]

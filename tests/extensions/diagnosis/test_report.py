@@ -153,7 +153,7 @@ def test_all_sections_of_a_run(run: Path) -> None:
         "not complete: there is no manifest.json in it",
         "not complete: __0_0.distcp has 3000 bytes, not 4000",
         "20 (latest)",
-        "pp 0, rank 0: held 15.6 KiB",
+        "pp 0, rank 0: held 15.62 KiB",
     ):
         assert said in page.text, said
     assert "<script" not in text and page.text.count(ATTACK) >= 6
