@@ -80,7 +80,7 @@ def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
     limits = Limits(new_tokens=args.max_tokens_limit)
     template = lru_cache(partial(find_chat_template, model.tokenizer_config, args.chat_template))
     name = args.served_model_name or args.load.resolve().name
-    api = OpenAIApi(model, name, limits, template, engine.longest, engine.why_refused)
+    api = OpenAIApi(model, engine, name, limits, template)
     http = HttpLimits(args.max_body_bytes, answer_seconds=args.request_timeout, connections=args.max_connections)
     log = partial(print, file=sys.stderr, flush=True) if args.log_requests else lambda line: None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.tokenizers import Tokenizer
@@ -37,49 +37,44 @@ def read_lines(
 ) -> Iterator[Line]:
     """Requests of lines that are not blank. `defaults` counts for what a line leaves out; its prompt is not used, and a
     line without a seed has one of its own, made of that seed and the line's number."""
-    filled = ((number, data) for number, data in enumerate(lines) if data.strip())
-    for number, data in filled:
+    for number, data in enumerate(lines, 1):
+        if not data.strip():
+            continue
         body: dict[str, Any] = {}
         try:
             body = parsed(data)
-            yield _line(number, body, model, defaults, template)
+            fields = Fields(body)
+            values = _values(fields, replace(defaults, seed=prompt_seed(defaults.seed, number - 1)))
+            token_ids = fields.switch("token_ids")
+            if fields.problems:
+                raise ValueError("; ".join(f"{name} {problem}" for name, problem in fields.problems))
+            if body.get("prompt") is None:
+                tokens = chat_tokens(model.tokenizer, template(plain_messages(body["messages"])))
+            else:
+                tokens = model.tokenize(body["prompt"])
+            request = Request(tokens, eos_ids=defaults.eos_ids, **values)
+            yield Line(number, request, id=body.get("id"), token_ids=token_ids)
         except ValueError as error:
-            yield Line(number + 1, problem=str(error), id=body.get("id"))
+            yield Line(number, problem=str(error), id=body.get("id"))
 
 
-def _line(
-    number: int,
-    body: Mapping[str, Any],
-    model: LoadedModel,
-    defaults: Request,
-    template: Callable[[Sequence[Message]], str],
-) -> Line:
-    fields = Fields(body)
+def _values(fields: Fields, defaults: Request) -> dict[str, Any]:
+    """The fields of a line that are fields of a request; what is wrong with any of them is noted."""
     fields.only(KNOWN)
-    prompt = body.get("prompt")
-    if (prompt is None) == (body.get("messages") is None):
+    prompt = fields.body.get("prompt")
+    if (prompt is None) == (fields.body.get("messages") is None):
         fields.refuse("prompt", "must be there, or else messages, not both")
     elif not (prompt is None or is_prompt(prompt)):
         fields.refuse("prompt", "must be a text or a list of token ids")
-    sampling = fields.sampling(defaults.sampling)
-    logprobs = fields.whole("logprobs", defaults.logprobs, 0, MOST_LOGPROBS)
-    values: dict[str, Any] = {
+    return {
+        "sampling": fields.sampling(defaults.sampling),
+        "logprobs": fields.whole("logprobs", defaults.logprobs, 0, MOST_LOGPROBS),
         "max_new_tokens": fields.whole("max_new_tokens", defaults.max_new_tokens),
-        "seed": fields.whole("seed", prompt_seed(defaults.seed, number)),
+        "seed": fields.whole("seed", defaults.seed),
         "stop": fields.texts("stop", MOST_STOPS) or defaults.stop,
         "stop_ids": fields.tokens("stop_token_ids") or defaults.stop_ids,
-        "logprobs": logprobs,
         "prompt_logprobs": fields.switch("prompt_logprobs"),
     }
-    token_ids = fields.switch("token_ids")
-    if fields.problems:
-        raise ValueError("; ".join(f"{name} {problem}" for name, problem in fields.problems))
-    if prompt is None:
-        tokens = chat_tokens(model.tokenizer, template(plain_messages(body["messages"])))
-    else:
-        tokens = model.tokenize(prompt)
-    request = Request(tokens, sampling=sampling, eos_ids=defaults.eos_ids, **values)
-    return Line(number + 1, request, id=body.get("id"), token_ids=token_ids)
 
 
 def is_prompt(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.init import site_key
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, plain_messages
 from megatron.extensions.inference.fields import SAMPLING_FIELDS, Fields, shown
-from megatron.extensions.inference.generation import Generation, Request, Sampling, eos_ids
+from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, eos_ids
 from megatron.extensions.inference.generation.engine import Logprob
 from megatron.extensions.inference.jsonl import is_prompt, json_logprob
 from megatron.extensions.inference.model import LoadedModel
@@ -91,21 +91,14 @@ class OpenAIApi:
     """Both kinds of requests to one model."""
 
     def __init__(
-        self,
-        model: LoadedModel,
-        name: str,
-        limits: Limits,
-        template: Callable[[], ChatTemplate],
-        longest: int,
-        why_refused: Callable[[Request], str | None],
+        self, model: LoadedModel, engine: Engine, name: str, limits: Limits, template: Callable[[], ChatTemplate]
     ) -> None:
-        self.model, self.name, self.limits, self.template = model, name, limits, template
-        self.longest, self.why_refused = longest, why_refused
+        self.model, self.engine, self.name, self.limits, self.template = model, engine, name, limits, template
         self.created = int(time.time())
 
     def models(self) -> dict[str, Any]:
         found = {"id": self.name, "object": "model", "created": self.created, "owned_by": "local"}
-        return {"object": "list", "data": [found | {"max_model_len": self.longest}]}
+        return {"object": "list", "data": [found | {"max_model_len": self.engine.longest}]}
 
     def call(self, body: Mapping[str, Any], chat: bool) -> Call:
         """Raises ApiError, with every wrong field."""
@@ -126,8 +119,8 @@ class OpenAIApi:
             name, _ = fields.problems[0]
             raise ApiError(400, "; ".join(f"{each}: {problem}" for each, problem in fields.problems), name)
         for request in requests:
-            if problem := self.why_refused(request):
-                code = "context_length_exceeded" if len(request.prompt) >= self.longest else None
+            if problem := self.engine.why_refused(request):
+                code = "context_length_exceeded" if len(request.prompt) >= self.engine.longest else None
                 raise ApiError(400, f"the prompt {problem}", "messages" if chat else "prompt", code)
         n, echo = len(requests) // max(1, len(prompts)), not chat and body.get("echo") is True
         texts = (each if isinstance(each, str) else self.model.tokenizer.detokenize(each) for each in prompts)

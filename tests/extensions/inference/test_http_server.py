@@ -92,7 +92,7 @@ def serving(limits: HttpLimits = LIMITS, rows: int = 4, most_waiting: int = 64, 
     engine = model.engine(rows)
     loop = EngineLoop(engine, most_waiting, grace=1.0)
     template: Callable[[], ChatTemplate] = lambda: ChatTemplate(TEMPLATE, {}, "test")  # noqa: E731
-    api = OpenAIApi(model, "tiny", Limits(new_tokens=10**10), template, engine.longest, engine.why_refused)
+    api = OpenAIApi(model, engine, "tiny", Limits(new_tokens=10**10), template)
     with ApiServer(("127.0.0.1", 0), api, loop, limits, lambda line: None) as server:
         served, step = Served(engine, loop, server), engine.step
 
