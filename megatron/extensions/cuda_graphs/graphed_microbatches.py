@@ -3,7 +3,7 @@
 Launching a small model's kernels one by one takes longer than running them; a graph is launched at once. It repeats the
 same kernels on the same memory, so what goes in is copied to where the recorded batch lay, and what comes out, the
 loss, is copied away; parameters and gradient sums lie in flat buffers that never move, and dropout is a function of the
-samples' numbers, which go in. `rules.py` says what cannot be recorded.
+samples' numbers, which go in. `flags.py` says what cannot be recorded.
 """
 
 from __future__ import annotations
