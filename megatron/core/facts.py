@@ -124,6 +124,9 @@ class MatrixFacts:
 class StatePlan:
     """How states of an optimizer are stored, as far as it is known without torch: here in the main dtype."""
 
+    optional: tuple[str, ...] = ()
+    """Kinds of states that a checkpoint may lack, and that other stores have no use for."""
+
     def holds(self, optimizer: Any) -> bool:
         """Whether an OptimizerConfig asks for it."""
         return True
@@ -223,6 +226,16 @@ class ScheduleFacts:
     in_turns: bool = False
     """Whether it takes `in_turns=True`, for `PASS_PAIRS`: FB before each F and B, or I, that run in turns
     (`schedules.runs_in_turns`)."""
+
+    flushes: bool = True
+    """Whether a step ends before the next one begins. If not, its lists are cut from those of a run without an end
+    (`passes.lists_of_step`)."""
+
+    asks_for: tuple[Any, ...] = ()
+    """Options that `config.options` of its runs finds."""
+
+    rules: str | None = None
+    """Where its rules are, "module:function": (RunConfig, world size) -> problems of a run that has it."""
 
     def form(self) -> str:
         """The arguments of a schedule."""

@@ -48,6 +48,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("unit_sharding", "ZeRO-2 and ZeRO-3: gradients and parameters sharded over data-parallel ranks"),
     BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
+    BuiltIn("pipedream_2bw", "PipeDream-2BW: pipelines that never flush, with two versions of the weights"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
     BuiltIn("cpu_half", "matrix products of 16 bits in fp32, on CPUs without instructions for them"),
     BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),

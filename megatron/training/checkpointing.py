@@ -39,7 +39,7 @@ from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import HISTORY
-from megatron.core.parts import MODEL_LOADERS
+from megatron.core.parts import MODEL_LOADERS, STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.training.config.flags import config_of_sections, named_value, values_by_section
@@ -393,13 +393,19 @@ LATENT_BIASES = ("fc1_latent_proj.bias", "fc2_latent_proj.bias")
 
 def _without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
     """The targets without histories that the checkpoint has not, or of another length: they begin anew, as a run may
-    take up fp8, or another recipe, at any time. So do `LATENT_BIASES` that it has not."""
+    take up fp8, or another recipe, at any time. So do optional states and `LATENT_BIASES` that it has not."""
 
     def saved(key: str) -> bool:
         return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
 
     new = (HISTORY, *LATENT_BIASES)
-    return {key: target for key, target in targets.items() if not key.endswith(new) or saved(key)}
+    return {k: target for k, target in targets.items() if not (k.endswith(new) or _is_optional(k)) or saved(k)}
+
+
+def _is_optional(key: str) -> bool:
+    """Whether a checkpoint may lack the state, or a run have no use for it."""
+    kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
+    return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
 
 
 def _without_states_of_thawed(
@@ -445,12 +451,13 @@ def _unused(
     checkpoint: Checkpoint, load_optimizer: bool, optimizer: OptimizerConfig | None = None
 ) -> Callable[[str], bool]:
     """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
-    have no use for histories, and none for optimizer states of parameters that it freezes. Loads of
+    have no use for histories and optional states, and none for optimizer states of parameters that it freezes. Loads of
     experts are not needed any more."""
 
     def unused(key: str) -> bool:
         if key.startswith(OPTIMIZER):
-            return not load_optimizer or (optimizer is not None and optimizer.freezes(_parameter_of(key)))
+            frozen = optimizer is not None and optimizer.freezes(_parameter_of(key))
+            return not load_optimizer or frozen or _is_optional(key)
         if key.endswith((HISTORY, FORMER_LOADS)):
             return True
         name = key.removeprefix(MODEL)

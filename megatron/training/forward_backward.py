@@ -14,11 +14,11 @@ from megatron.core.collectives import PassPair
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parts import MICROBATCH_RUNNERS, update_ahead
+from megatron.core.parts import MICROBATCH_RUNNERS, PIPELINE_SCHEDULES, update_ahead
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import lists_of_step, pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -43,6 +43,24 @@ class Sums:
 
 
 @dataclass(frozen=True)
+class StepInput:
+    """What the passes of a step read."""
+
+    step: Step
+    batches: list[Batch]
+    """This rank's micro-batches, on its device."""
+
+    scaled: list[Batch]
+    """The same with the factor of auxiliary losses."""
+
+    total_tokens: torch.Tensor
+    """Valid tokens of the global batch; scalar float64 on every rank."""
+
+    seed: float
+    """Factor of every loss sum before the backward."""
+
+
+@dataclass(frozen=True)
 class ForwardBackward:
     """Runs the forward and backward passes of a step on this rank's stages. All methods are collective."""
 
@@ -54,12 +72,21 @@ class ForwardBackward:
 
     def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
         """Adds the gradients of the step's loss sums, times the seed, to the gradient buffers."""
-        self.ddp.begin_step(len(batches), overwrite=self.pipeline.graph is None)
+        return self.gradients(self.prepared(step, batches, loss_scale))
+
+    def prepared(self, step: Step, batches: list[Batch], loss_scale: float) -> StepInput:
+        """The micro-batches of a step as its passes read them."""
         seed = self.loss_seed(loss_scale)
-        scaled, total_tokens = self.with_scale(step, batches, seed)
-        losses = self.pipeline.train(scaled, seed)
+        return StepInput(step, batches, *self.with_scale(step, batches, seed), seed)
+
+    def gradients(self, given: StepInput, following: StepInput | None = None) -> Sums:
+        """`__call__`. With a schedule that does not flush, the passes of the `following` step begin too: it must be the
+        next one that is given."""
+        self.ddp.begin_step(len(given.batches), overwrite=self.pipeline.graph is None)
+        losses = self.pipeline.train(given.scaled, given.seed, following=following.scaled if following else ())
         self.ddp.zero_stale_grads()
-        return Sums(seed, total_tokens, loss_and_tokens(losses, count_tokens(batches), self.runtime))
+        own = loss_and_tokens(losses, count_tokens(given.batches), self.runtime)
+        return Sums(given.seed, given.total_tokens, own)
 
     def loss_seed(self, loss_scale: float) -> float:
         """The factor of loss sums. In fp16 the loss scale fits the mean over a sample's tokens, not their sum."""
@@ -125,6 +152,9 @@ class Pipeline:
         shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
         p2p = PipelineP2P(self.pp, shape, dtype, runtime.device, lanes=runtime.state.lanes)
         self.executor = PipelineExecutor(stages, self.layout, p2p, queue, casts, pair)
+        self.flushes = PIPELINE_SCHEDULES.facts(self.schedule).flushes
+        self._step_before = 0
+        """Micro-batches of the last step, if it has begun passes of the next one."""
         self.graph: Any = None
         """The entry of MICROBATCH_RUNNERS that trains in place of the executor."""
         if (runner := config.parallel.microbatch_runner) is not None:
@@ -135,10 +165,19 @@ class Pipeline:
         """The pipeline rank that holds the last stage and computes the loss."""
         return self.layout.rank_of(self.layout.num_stages - 1)
 
-    def train(self, batches: list[Batch], seed: float, replay: bool = True) -> list[torch.Tensor]:
+    def train(
+        self, batches: list[Batch], seed: float, replay: bool = True, following: Sequence[Batch] = ()
+    ) -> list[torch.Tensor]:
         """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else [].
 
-        Without `replay` the executor alone is used, so that hooks of modules run, and each action runs by itself."""
+        Without `replay` the executor alone is used, so that hooks of modules run, and each action runs by itself. With
+        a schedule that does not flush, passes of the `following` micro-batches begin, those of the next call."""
+        if not self.flushes:
+            before, self._step_before = self._step_before, len(batches) if following else 0
+            lists = lists_of_step(self.schedule, self.pp.size, before, len(batches), len(following))
+            return self.executor.run(
+                lists[self.pp.rank], batches, loss_scale_seed=seed, following=following, begun=before > 0
+            )
         if self.graph is not None and replay:
             losses: list[torch.Tensor] = self.graph.train(batches, seed)
             return losses
@@ -163,7 +202,14 @@ class Pipeline:
 
     def evaluate(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Forward passes only. The loss sum of each micro-batch on the last stage, else []."""
+        self.drop_begun()
         return self.executor.run(self._actions(len(batches), True), batches)
+
+    def drop_begun(self) -> None:
+        """Forgets the passes of the next step that have begun: the next call of `train` runs all of its passes."""
+        if self._step_before:
+            self.executor.drop()
+            self._step_before = 0
 
     def _actions(self, num_microbatches: int, evaluate: bool, in_turns: bool = False) -> Sequence[Action]:
         chunks = self.layout.chunks

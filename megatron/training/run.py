@@ -9,7 +9,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.data import TrainingData
-from megatron.training.forward_backward import ForwardBackward, Pipeline
+from megatron.training.forward_backward import ForwardBackward, Pipeline, StepInput
 from megatron.training.hooks import Callback, Meter, RunView, Task
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
@@ -51,6 +51,9 @@ class TrainingRun(RunView):
 
     interval: Interval = field(default_factory=Interval)
     """The steps since the last log line."""
+
+    begun: StepInput | None = None
+    """What the next step reads, if passes of it have begun."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics measured at the present iteration; saved with its checkpoint."""

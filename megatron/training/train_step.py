@@ -12,7 +12,7 @@ from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.core.parts import STEP_SEARCHES
 from megatron.core.pipeline_parallel.executor import StaleForwards
-from megatron.training.forward_backward import Sums
+from megatron.training.forward_backward import StepInput, Sums
 from megatron.training.hooks import StepFinding, StepView
 from megatron.training.progress import GRAD_SYNC, Step
 from megatron.training.run import TrainingRun
@@ -36,11 +36,12 @@ def train_step(run: TrainingRun, before_update: Callable[[], None] | None = None
 
 
 def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | None) -> None:
-    with run.timers("data"):
-        batches = run.data.read_batches(step, watched=True)
-    sums = _gradients(run, step, batches)
+    read = before_update is not None or _is_read(run, step)
+    given = _input_of(run, step)
+    run.begun = None if read or run.pipeline.flushes else _following(run, step)
+    sums = _gradients(run, given)
     if settle(run):
-        sums = _gradients(run, step, batches)
+        sums = _gradients(run, _prepared(run, step, given.batches))
     with run.timers(GRAD_SYNC):
         factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
     if before_update is not None:
@@ -50,9 +51,9 @@ def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | No
     for meter in run.meters:
         meter.gradients_ready(factor)
     with run.timers("optimizer"):
-        result = _optimizer_step(run, sums, factor, read=before_update is not None or _is_read(run, step))
+        result = _optimizer_step(run, sums, factor, read)
     run.guard.watch(step, result)
-    view = StepView(run, batches, sums.loss_and_tokens)
+    view = StepView(run, given.batches, sums.loss_and_tokens)
     for meter in run.meters:
         meter.after_update(view, result)
     run.interval.results.append(result)
@@ -61,15 +62,36 @@ def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | No
     run.interval.samples += step.samples
 
 
-def _gradients(run: TrainingRun, step: Step, batches: list[Batch]) -> Sums:
+def _input_of(run: TrainingRun, step: Step) -> StepInput:
+    """What a step reads: at hand if passes of it have begun in the step before."""
+    if run.begun is not None and run.begun.step == step:
+        return run.begun
+    with run.timers("data"):
+        batches = run.data.read_batches(step, watched=True)
+    return _prepared(run, step, batches)
+
+
+def _prepared(run: TrainingRun, step: Step, batches: list[Batch]) -> StepInput:
+    return run.forward_backward.prepared(step, batches, run.optimizer.loss_scale)
+
+
+def _following(run: TrainingRun, step: Step) -> StepInput | None:
+    """What the next step reads; None if there is none with the same model."""
+    number, sample = step.iteration + 1, step.first_sample + step.samples
+    if number in (run.config.checks.iterations_to_skip or ()) or run.plan.at(sample) is not run.plan.at(step.first_sample):
+        return None
+    return _input_of(run, Step(number, sample, run.batch_sizes.at(sample)))
+
+
+def _gradients(run: TrainingRun, given: StepInput) -> Sums:
     """The gradients of a step; if the update before it is rolled back on the way, those of the parameters that are then
     there."""
     for meter in run.meters:
-        meter.begin_step(step)
+        meter.begin_step(given.step)
     try:
-        return run.forward_backward(step, batches, run.optimizer.loss_scale)
+        return run.forward_backward.gradients(given, run.begun)
     except StaleForwards:
-        return _gradients(run, step, batches)
+        return _gradients(run, _prepared(run, given.step, given.batches))
 
 
 def _optimizer_step(run: TrainingRun, sums: Sums, factor: torch.Tensor, read: bool) -> StepResult:

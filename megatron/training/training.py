@@ -118,6 +118,7 @@ def finish(run: TrainingRun) -> None:
         if ((complete and task.at_finish) or (not trains and task.evaluates)) and not requests.stopping:
             task.run()
     settle(run)
+    run.pipeline.drop_begun()
     run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
     run.saver.finish(hurry=requests.stopping)
     watchdog.doing("the end of callbacks")

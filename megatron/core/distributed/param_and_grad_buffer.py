@@ -38,10 +38,9 @@ class Bucket:
         self.shard_grads, self.copies = buffer.shard_grads, buffer.copies
         shard_grads = self.shard_grads
         self.shard_range = layout.shard(self.axis.rank)
-        self.params, self.param_shard = self.memory(buffer.param_data, buffer.shard_params)
         self.grads, self.grad_shard = self.memory(buffer.grad_data, True)
         self.owned_range = self.shard_range if shard_grads else (layout.start, layout.stop)
-        self.owned_params = self.param_shard if shard_grads else self.params
+        self.use_params_of(buffer)
         self.owned_grads = self.grad_shard if shard_grads else self.grads
         self.owned_pieces = layout.pieces(*self.owned_range)
         self._grad_sync: Pending | None = None
@@ -49,6 +48,11 @@ class Bucket:
         self._param_sync: Pending | None = None
         self._bytes: Tensor | None = None
         self._behind = False
+
+    def use_params_of(self, buffer: ParamAndGradBuffer) -> None:
+        """Takes its part of the buffer's memory of parameters."""
+        self.params, self.param_shard = self.memory(buffer.param_data, buffer.shard_params)
+        self.owned_params = self.param_shard if self.shard_grads else self.params
 
     def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
         """(the whole bucket, this rank's shard of it) in `data`, the memory of the buffer."""

@@ -205,7 +205,7 @@ class DistributedOptimizer:
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Updates made so far, on the device."""
         ahead = update_ahead(config)
-        self._ahead: UpdateAhead | None = UPDATES_AHEAD[ahead](self) if ahead is not None else None
+        self.ahead: UpdateAhead | None = UPDATES_AHEAD[ahead](self) if ahead is not None else None
 
     @torch.no_grad()
     def step(
@@ -239,7 +239,7 @@ class DistributedOptimizer:
         own = self.grad_norm.own(sums)
         update = Update(lr, weight_decay, decoupled_lr, factor, judge, on_update, step_state)
         result = StepResult(None, self.scaler.scale, self.scaler.can_fall)
-        if self._ahead is None or not self._ahead.begin(update, own, result, read):
+        if self.ahead is None or not self.ahead.begin(update, own, result, read):
             self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
             if self.scaler.dynamic:
                 self.scaler.update(not result.finite)
@@ -249,7 +249,7 @@ class DistributedOptimizer:
         """Waits for the verdict on a step that was updated ahead, if there is one. Returns whether it was rolled back,
         the same on all ranks: parameters, states and what `on_update` changes are then to the bit what a step that had
         waited would have left. Collective over the world."""
-        return self._ahead is not None and self._ahead.validate()
+        return self.ahead is not None and self.ahead.validate()
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
         """(1 if nothing is to be updated, else 0; the factor of clipping, or None without), and settles the result.
@@ -316,7 +316,7 @@ class DistributedOptimizer:
         """Bytes of main parameters, states and what updates ahead keep: on the device, and in host memory with
         what passes through there."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
-        device += 0 if self._ahead is None else self._ahead.nbytes
+        device += 0 if self.ahead is None else self.ahead.nbytes
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:

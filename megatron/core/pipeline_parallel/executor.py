@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from megatron.core.collectives import PassPair
-from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart, units
+from megatron.core.pipeline_parallel.actions import BACKWARDS, COMPUTE, Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
@@ -30,6 +30,10 @@ def _nothing(action: Action) -> None:
 
 def _nothing_to_validate() -> bool:
     return False
+
+
+def _one_version(of_next_step: bool) -> None:
+    pass
 
 
 class StaleForwards(Exception):
@@ -72,6 +76,8 @@ class PipelineExecutor:
         forward and a backward that run in turns count as backward."""
         self.validate: Callable[[], bool] = _nothing_to_validate
         """What VALIDATE calls: returns whether parameters have changed, the same on all ranks."""
+        self.use_weights: Callable[[bool], None] = _one_version
+        """Called before a pass of training, with whether it is of the next step: chooses the version of the weights."""
         self._in_turns = False
         self._handlers = {
             Kind.F: self._forward,
@@ -84,6 +90,7 @@ class PipelineExecutor:
             Kind.RECV_B: self._receive,
             Kind.VALIDATE: self._validate,
         }
+        self._clear()
         self._begin((), 1.0, training=False)
 
     def run(
@@ -93,6 +100,8 @@ class PipelineExecutor:
         *,
         loss_scale_seed: float | Tensor = 1.0,
         last_forward: Callable[..., Tensor] | None = None,
+        following: Sequence[Any] = (),
+        begun: bool = False,
     ) -> list[Tensor]:
         """Runs one step over `batches`, one for each microbatch, the same on every pipeline rank.
 
@@ -101,22 +110,52 @@ class PipelineExecutor:
         the last stage, and [] elsewhere. An exception carries a note that names the action. A list with VALIDATE may
         raise `StaleForwards`.
 
+        A list may begin the passes of the `following` micro-batches, those of the next step, with which the next run
+        goes on, whose passes have then `begun` (`passes.lists_of_step`).
+
         In a list without backwards, `last_forward(module, hidden, batch)` may take the place of the last stage's own
         forward pass; what it returns, of any shape, comes back instead of the loss sums.
         """
-        microbatches = 1 + max((action.microbatch for action in actions), default=-1)
+        ended = [action.microbatch for action in actions if action.kind in BACKWARDS] or [a.microbatch for a in actions]
+        microbatches = 1 + max(ended, default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
         training = any(action.kind in (Kind.B, Kind.I) for action in actions)
         assert last_forward is None or not training, "a loss is needed for the backward"
-        self._begin(batches, loss_scale_seed, training, last_forward)
+        if not begun:
+            self._clear()
+        self._begin([*batches, *following], loss_scale_seed, training, last_forward, microbatches)
         with torch.set_grad_enabled(training), self.casts.kept():
             for unit in units(actions):
                 self._run_unit(unit)
-        self.p2p.finish()
-        assert not (self._outbox or self._arriving or self._saved), "the list leaves messages or graphs behind"
         if self.queue is not None:
             self.queue.assert_empty()
-        return [self._losses[microbatch] for microbatch in sorted(self._losses)]
+        losses = [self._losses[microbatch] for microbatch in sorted(self._losses)]
+        if following:
+            self._number_from(microbatches)
+            return losses
+        self.p2p.finish()
+        assert not self.has_begun, "the list leaves messages or graphs behind"
+        return losses
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether passes of the next step have begun on this rank."""
+        return bool(self._outbox or self._arriving or self._saved)
+
+    def drop(self) -> None:
+        """Forgets passes of the next step that have begun, on all pipeline ranks: all their messages have been sent."""
+        for receive in self._arriving.values():
+            receive.wait()
+        self.p2p.finish()
+        self._clear()
+
+    def _number_from(self, first: int) -> None:
+        """Numbers what is held of micro-batches from `first` on."""
+        later = lambda action: action._replace(microbatch=action.microbatch - first)  # noqa: E731
+        self._losses = {}
+        self._outbox = {later(send): tensor for send, tensor in self._outbox.items()}
+        self._arriving = {later(receive): message for receive, message in self._arriving.items()}
+        self._saved = {(stage, microbatch - first): kept for (stage, microbatch), kept in self._saved.items()}
 
     def results(self) -> list[Tensor]:
         """Losses so far, and what is on its way between stages: computed, being sent, or arriving."""
@@ -129,10 +168,13 @@ class PipelineExecutor:
         loss_scale_seed: float | Tensor,
         training: bool,
         last_forward: Callable[..., Tensor] | None = None,
+        microbatches: int = 0,
     ) -> None:
         self._batches, self._seed, self._training, self._in_turns = batches, loss_scale_seed, training, False
-        self._last_forward = last_forward
+        self._last_forward, self._microbatches = last_forward, microbatches
         self._losses: dict[int, Tensor] = {}
+
+    def _clear(self) -> None:
         self._outbox: dict[Action, Tensor] = {}  # by send: what a stage has computed and none has taken yet
         self._arriving: dict[Action, Receive] = {}
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
@@ -151,6 +193,8 @@ class PipelineExecutor:
 
     def run_action(self, action: Action) -> None:
         """Runs one action, with the wait for its message."""
+        if self._training and action.kind in COMPUTE:
+            self.use_weights(action.microbatch >= self._microbatches)
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[Any]:
@@ -221,10 +265,7 @@ class PipelineExecutor:
 
     def _validate(self, action: Action) -> None:
         if self.validate():
-            for receive in self._arriving.values():  # all have been sent: the cut has no message across it
-                receive.wait()
-            self.p2p.finish()
-            self._begin((), 1.0, training=False)
+            self.drop()  # the cut has no message across it
             raise StaleForwards
 
     def _send(self, action: Action) -> None:

@@ -9,7 +9,10 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import (
     BACKWARDS,
     COMPUTE,
+    ENDS,
     OTHER_END,
+    RECEIVES,
+    SENDS,
     Action,
     Kind,
     Lists,
@@ -57,6 +60,23 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
                 placed[rank].append(send)
                 placed[peer].append(receive)
     return placed
+
+
+def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
+    """Lists with communication in two parts: the first one ends, on each rank, with what brings the backward passes of
+    the first `microbatches` to their end. A receive stands in the first part if its send does: no message passes from
+    one part to the other, but what it brought may be read there."""
+    heads: Schedule = []
+    for actions in lists:
+        ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]
+        heads.append(list(actions[: ends[-1] + 1 if ends else 0]))
+    sent = {counterpart(action) for head in heads for action in head if action.kind in SENDS}
+    parts: tuple[Schedule, Schedule] = ([], [])
+    for actions, head in zip(lists, heads, strict=True):
+        in_first = [action in sent if action.kind in RECEIVES else i < len(head) for i, action in enumerate(actions)]
+        for part, first in zip(parts, (True, False), strict=True):
+            part.append([action for action, inside in zip(actions, in_first, strict=True) if inside is first])
+    return parts
 
 
 def _walk_order(entry: tuple[float, int, tuple[Action, ...]]) -> tuple[float, bool, int]:
@@ -109,6 +129,32 @@ def _check_complete(actions: set[Action], num_stages: int, microbatches: int, fo
             names, *wanted = ("+".join(kind.value for kind in Kind if kind in kinds) for kinds in (found, *legal))
             instead = f"{names or 'nothing'} instead of {' or '.join(wanted)}"
             raise ValueError(f"stage {stage}, microbatch {microbatch} runs {instead}")
+
+
+@lru_cache(maxsize=64)
+def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
+    """The lists of one step of a schedule that does not flush, for the executor.
+
+    `before` and `after` are the micro-batches of the steps next to it, 0 where the pipeline is empty in between. The
+    passes of all three are in the order of one long step, of which each rank has the part from its last backward of the
+    step before to that of its own. Micro-batches are numbered from the first of this step on, so that those from
+    `microbatches` on are of the next step; VALIDATE stands before the first of these, whose pass needs the update of
+    the step before."""
+    total = before + microbatches + after
+    compute = build_schedule(schedule, p, total)
+    validate_schedule(compute, layout_of(schedule, p), total)
+    first = add_communication(compute) if after == 0 else cut_behind(add_communication(compute), before + microbatches)[0]
+    own = cut_behind(first, before)[1]
+    return tuple(
+        tuple(action._replace(microbatch=action.microbatch - before) for action in _validated(actions, before, microbatches))
+        for actions in own
+    )
+
+
+def _validated(actions: list[Action], before: int, microbatches: int) -> list[Action]:
+    begun = [i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= before + microbatches]
+    validate = [Action(Kind.VALIDATE, actions[begun[0]].stage, before)] if begun else []
+    return actions[: begun[0]] + validate + actions[begun[0] :] if begun else actions
 
 
 @lru_cache(maxsize=64)

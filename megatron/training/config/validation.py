@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
@@ -128,6 +129,8 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
         config = _without_training(config)
     for extension in EXTENSION_SECTIONS.values():
         config = extension.resolved(config)
+    if (schedule := config.parallel.schedule) in PIPELINE_SCHEDULES:
+        config = config.with_options(*PIPELINE_SCHEDULES.facts(schedule).asks_for)
     training = _resolve_training(config, world_size)
     files = config.tokenizer.vocab_file or config.tokenizer.merge_file
     config = replace(

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.stages import (
     fixed_layers,
     pipeline_layout,
 )
+from megatron.core.registry import imported
 from megatron.training.config.problem import Problem, nearest_divisor
 from megatron.training.config.run_config import RunConfig
 
@@ -58,6 +59,8 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _enough_layers(layout, layers)
         yield from _fixed_ends(c, layout)
     yield from _own_schedule(c, layout)
+    if (rules := PIPELINE_SCHEDULES.facts(p.schedule).rules) is not None:
+        yield from imported(rules)(c, world_size)
     yield from _groups(p, layout)
 
 

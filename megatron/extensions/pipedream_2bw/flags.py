@@ -1,0 +1,56 @@
+"""The schedule, and where its parts are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.facts import StatePlan
+from megatron.core.parts import CALLBACKS, PIPELINE_SCHEDULES, STATE_STORES, UPDATES_AHEAD
+from megatron.core.pipeline_parallel.schedules import Schedule, one_f_one_b
+
+NAME = "2bw"
+PREVIOUS = "previous_param"
+"""Kind of state, in checkpoints: the parameters before the last update, in their own dtype."""
+
+HERE = "megatron.extensions.pipedream_2bw"
+
+
+@dataclass(frozen=True)
+class TwoVersions:
+    """No flags: what `--pipeline-schedule 2bw` asks of other parts of a run."""
+
+    kept: bool = False
+
+
+class StoredMain(StatePlan):
+    """Main parameters beside both versions, also in the precision of the parameters."""
+
+    optional = (PREVIOUS,)
+
+    def holds(self, optimizer: Any) -> bool:
+        return optimizer.options(TwoVersions).kept
+
+    def main_kind(self, optimizer: Any, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
+        return "stored"
+
+
+def two_bw(p: int, m: int) -> Schedule:
+    """PipeDream-2BW (arXiv 2006.09503, section 3.1): 1F1B that goes on from step to step."""
+    return one_f_one_b(p, m)
+
+
+PIPELINE_SCHEDULES.register(
+    NAME, two_bw, flushes=False, asks_for=(TwoVersions(kept=True),), rules=f"{HERE}.rules:two_versions"
+)
+UPDATES_AHEAD.register(
+    "two versions of weights",
+    f"{HERE}.two_versions:LateUpdates",
+    when=lambda optimizer: optimizer.options(TwoVersions).kept,
+)
+STATE_STORES.register("two versions", f"{HERE}.two_versions:VersionedStates", plan=StoredMain())
+CALLBACKS.register(
+    "two versions of weights",
+    f"{HERE}.two_versions:VersionsOfPasses",
+    when=lambda config: config.optimizer.options(TwoVersions).kept,
+)

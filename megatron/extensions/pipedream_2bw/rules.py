@@ -1,0 +1,87 @@
+"""Rules of PipeDream-2BW. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import LINEAR_FORMATS, STATE_STORES, UPDATES_AHEAD
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.extensions.pipedream_2bw.flags import NAME
+from megatron.training.config.batch_size import legal_sizes
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+SCHEDULE = "--pipeline-schedule"
+
+
+def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What cannot be made late, or in two versions, is refused."""
+    for other, why in _excluded(c):
+        yield Problem.exclusive(SCHEDULE, NAME, other, why)
+    yield from _microbatches(c)
+    yield from _no_use(c)
+
+
+def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
+    m, p, o = c.model, c.parallel, c.optimizer
+    if p.fp16:
+        yield "--fp16", "the passes of a step begin before the loss scale that they need is known"
+    if list(LINEAR_FORMATS.wanted(p)):
+        yield "products in another format", "casts of weights are of one version"
+    if p.microbatch_runner is not None:
+        yield f"{p.microbatch_runner} in place of the executor", "they hold the weights of one version"
+    if p.activation_store is not None:
+        yield f"{p.activation_store}", "it expects each step to end"
+    if c.ddp.shards_gradients:
+        yield f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}", "weights are not kept"
+    if o.host_fraction:
+        yield "optimizer states in host memory", "they are updated at the end of a step"
+    if o.matrices is not None:
+        yield f"--optimizer {o.optimizer}", "it is not proved for updates in the midst of the next step"
+    if [name for name in STATE_STORES if STATE_STORES.facts(name).holds(o)][1:-1] or o.state_store != "two versions":
+        yield "--use-precision-aware-optimizer", "main parameters are kept whole"
+    if len(list(UPDATES_AHEAD.wanted(o))) > 1:
+        yield "--optimizer-post-validation", "updates wait for the norm, and are never rolled back"
+    yield from _of_experts(m)
+
+
+def _of_experts(m: TransformerConfig) -> Iterator[tuple[str, str]]:
+    if m.num_experts is None:
+        return
+    if m.moe_router_enable_expert_bias:
+        yield "--moe-router-enable-expert-bias", "biases have one version"
+    if m.moe_running_loss_coeff:
+        kinds = " ".join(m.moe_router_load_balancing_type)
+        yield (
+            f"--moe-router-load-balancing-type {kinds}",
+            "it sums up loads over a step, of which two are under way: use seq_aux_loss",
+        )
+
+
+def _microbatches(c: RunConfig) -> Iterator[Problem]:
+    """Each update is needed by the second step after: a step has no fewer micro-batches than the pipeline has ranks
+    (arXiv 2006.09503, section 3.1)."""
+    pp, per_pass = c.parallel.pipeline_model_parallel_size, c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
+    sizes = legal_sizes(c)
+    smallest = min([sizes.final, *(size for _, size in sizes.earlier)])
+    if per_pass > 0 and smallest % per_pass == 0 and smallest // per_pass < pp:
+        rule = f"has {smallest // per_pass} micro-batches a step, and {SCHEDULE} {NAME} needs --pipeline-model-parallel-size {pp}"
+        yield Problem("--global-batch-size", smallest, rule, f"nearest: {pp * per_pass}")
+
+
+def _no_use(c: RunConfig) -> Iterator[Problem]:
+    """Where ranks wait for each other between steps all the same."""
+    if c.parallel.pipeline_model_parallel_size == 1:
+        return
+    if c.logging.log_interval == 1:
+        rule = "empties the pipeline after every step with --log-interval 1, which reads the loss and the norm"
+        yield Problem(SCHEDULE, NAME, rule, "raise --log-interval", harmless=True)
+        return
+    try:
+        tied = tied_stages(c.model, pipeline_layout(c.model, c.parallel))
+    except (ArithmeticError, ValueError):
+        return  # sizes that do not fit: other rules say which
+    if tied:
+        rule = "has a bubble: the embedding on the first and on the last rank sums up its gradients over both"
+        yield Problem(SCHEDULE, NAME, rule, "use --untie-embeddings-and-output-weights", harmless=True)

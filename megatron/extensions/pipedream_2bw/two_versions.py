@@ -1,0 +1,180 @@
+"""Two versions of the weights, and updates that wait for the gradient norm while the next step runs.
+
+PipeDream-2BW (arXiv 2006.09503, section 3.1): a step's gradient is that of the weights before the last update,
+
+    W(t+1) = W(t) - lr g(W(t-1)),
+
+so that its passes begin while the step before is not done, and the pipeline never empties. Here an update that clips
+follows exactly: gradients are kept until the norm of all stages is there, which no rank waits for. The update of step t
+is made on each rank before its first pass of step t+2 (VALIDATE), and until then the passes of step t+1 go on.
+
+Parameters have two memories. The one of the newest version is the buffers' own, which is gathered and saved; an update
+writes into the other one, whose passes have all ended, and the two change places. What a forward pass saves for its
+backward pass so lies where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import Pending
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.distributed.param_layout import BufferLayout, StateRange
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult, Update
+from megatron.core.optimizer.optimizer import MainStates, OptimizerShard
+from megatron.extensions.pipedream_2bw.flags import PREVIOUS
+from megatron.training.hooks import Callback, Meter
+from megatron.training.run import TrainingRun
+
+
+class VersionedShard(OptimizerShard):
+    """A shard whose updates read a copy of the gradients, and whose parameters change memories."""
+
+    def __init__(self, bucket: Bucket, states: Sequence[str], layout: BufferLayout, place: StateRange) -> None:
+        super().__init__(bucket, states, layout, place)
+        if self.aliased:
+            self.aliased, self.main = False, self.params.clone()
+        self.place, self.previous = place, self.device_params.clone()
+        """Of this shard: parameters before the last update. Replaced by a view once there are two memories."""
+        self.attach(torch.zeros_like(self.device_grads), self.device_params)
+
+    def of_bucket(self, params: Tensor) -> Tensor:
+        """Its part of what this rank owns of the bucket's parameters."""
+        return params[self.place.start : self.place.stop]
+
+    def exported(self) -> dict[str, Tensor]:
+        return super().exported() | {PREVIOUS: self.previous}
+
+
+class VersionedStates(MainStates):
+    """The entry of STATE_STORES."""
+
+    @staticmethod
+    def shard(
+        bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
+    ) -> VersionedShard:
+        return VersionedShard(bucket, config.states(layout.whole), layout, place)
+
+
+class _Waiting(NamedTuple):
+    """An update whose norm is on its way."""
+
+    update: Update
+    result: StepResult
+    norm: Pending
+
+
+class LateUpdates:
+    """Makes updates when they are needed: see `megatron.core.optimizer.distrib_optimizer.UpdateAhead`."""
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self.optimizer, self.ddp = optimizer, optimizer.ddp
+        self.shards = [shard for shard in optimizer.shards if isinstance(shard, VersionedShard)]
+        self.other = [buffer.param_data.clone() for buffer in self.ddp.buffers]
+        """The memory of parameters before the last update, by buffer."""
+        self._newest = _views(self.ddp)
+        self._exchange()
+        self._previous = _views(self.ddp)
+        self._exchange()
+        self._in_use = self._newest
+        self._waiting: _Waiting | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(data.nbytes for data in self.other) + sum(shard.grads.nbytes for shard in self.shards)
+
+    def begin(self, update: Update, own: Tensor, result: StepResult, read: bool) -> bool:
+        assert self._waiting is None, "the update of the step before is not made"
+        if self.shards:
+            kept, grads = [shard.grads for shard in self.shards], [shard.device_grads for shard in self.shards]
+            torch._foreach_copy_(kept, grads)
+        self._waiting = _Waiting(update, result, self.optimizer.grad_norm.start(own))
+        if read:
+            self.validate()
+        return True
+
+    @torch.no_grad()
+    def validate(self) -> bool:
+        """Makes the update of the last step, if it is not made, and leaves the newest weights in use."""
+        if self._waiting is not None:
+            (update, result, norm), self._waiting = self._waiting, None
+            verdict = self.optimizer.verdict(update, norm.wait(), result)
+            self.ddp.wait_param_sync()
+            self._exchange()
+            self._newest, self._previous = self._previous, self._newest
+            self.optimizer.apply(update, *verdict)
+        self._use(self._newest)
+        return False
+
+    def use_for(self, of_next_step: bool) -> None:
+        """Before a pass: those before the last update, the newest ones for the step after, and as long as the update of
+        the step before is not made."""
+        self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
+
+    def _use(self, version: list[Tensor]) -> None:
+        if version is self._in_use:
+            return
+        for param, view in zip(self.ddp.params, version, strict=True):
+            param.data = view
+        self._in_use = version
+
+    def _exchange(self) -> None:
+        """The two memories change places."""
+        for number, buffer in enumerate(self.ddp.buffers):
+            buffer.param_data, self.other[number] = self.other[number], buffer.param_data
+            for bucket in buffer.buckets:
+                bucket.use_params_of(buffer)
+        for shard in self.shards:
+            shard.previous = shard.device_params
+            shard.device_params = shard.of_bucket(shard.bucket.owned_params)
+            shard.attach(shard.grads, shard.device_params)
+
+    @torch.no_grad()
+    def start(self, loaded: bool) -> None:
+        """Makes the weights before the last update whole, of which each rank has `loaded` its shards; else they are the
+        newest ones. Collective."""
+        if not loaded:
+            for shard in self.shards:
+                shard.previous.copy_(shard.device_params)
+        self._exchange()
+        self.ddp.start_param_sync()
+        self.ddp.wait_param_sync()
+        self._exchange()
+
+
+def _views(ddp: DistributedDataParallel) -> list[Tensor]:
+    """The parameters in the buffers' present memory."""
+    views: dict[int, Tensor] = {}
+    for buffer in ddp.buffers:
+        for bucket in buffer.buckets:
+            for place in bucket.layout.params:
+                span = slice(place.start - bucket.layout.start, place.stop - bucket.layout.start)
+                views[place.index] = bucket.params[span].view(ddp.params[place.index].shape)
+    return [views[index] for index in range(len(ddp.params))]
+
+
+class VersionsOfPasses(Callback):
+    """Tells the executor which weights a pass uses. Its state says that a checkpoint has both versions."""
+
+    loaded = False
+
+    def state(self) -> Any:
+        return {"versions": 2}
+
+    def load_state(self, state: Any) -> None:
+        self.loaded = self.config.checkpoint.load_optim
+
+    def meters(self, run: TrainingRun) -> Sequence[Meter]:
+        updates = run.optimizer.ahead
+        assert isinstance(updates, LateUpdates)
+        if run.progress.loaded_from and not self.loaded:
+            run.say(" the checkpoint has one version of the weights: both versions start from it")
+        updates.start(self.loaded)
+        run.pipeline.executor.use_weights = updates.use_for
+        return ()
