@@ -165,6 +165,27 @@ class WhenFacts:
     """Section of the configuration -> whether it asks for the part."""
 
 
+class UpdateBytes(NamedTuple):
+    """Bytes of a rank that an update changes or reads."""
+
+    parameters: int
+    """All that the rank keeps, in their own dtype."""
+
+    gradients: int
+    """Of the rank's shards, as is `main`: parameters in the main dtype, wherever they lie, and states."""
+
+    main: int
+
+
+@dataclass(frozen=True)
+class UpdateAheadFacts(WhenFacts):
+    kept: Callable[[UpdateBytes], int] = lambda rank: 0
+    """Bytes that it keeps on the device."""
+
+    what: str = ""
+    """What these are, for plans."""
+
+
 @dataclass(frozen=True)
 class LinearFormatFacts:
     """Functions are of the ModelParallelConfig."""

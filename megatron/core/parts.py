@@ -165,12 +165,12 @@ UPDATE_HOOKS: Registry[Any, facts.WhenFacts] = Registry(
 """`hook(config, modules, shards, state)`: its `after_update(skip)` is called after each update of main parameters
 on the device, before the parameters are written. `skip` is 1 on the device where nothing was updated, else 0."""
 
-UPDATES_AHEAD: Registry[Any, facts.WhenFacts] = Registry(
-    "update ahead", facts.WhenFacts, "optimizer", attributes=("validate",)
+UPDATES_AHEAD: Registry[Any, facts.UpdateAheadFacts] = Registry(
+    "update ahead", facts.UpdateAheadFacts, "optimizer", attributes=("validate",)
 )
-"""`build(optimizer)`: what updates before the gradient norm is known, and rolls back if it must; none of the trunk's.
-See `megatron.core.optimizer.distrib_optimizer.UpdateAhead`. `when` is of the OptimizerConfig. Lists of the pipeline
-then have VALIDATE, where ranks learn whether the update stands."""
+"""`build(optimizer)`: what updates before the gradient norm is known, and rolls back if it must, or later than at the
+end of a step; none of the trunk's. See `megatron.core.optimizer.distrib_optimizer.UpdateAhead`. `when` is of the
+OptimizerConfig. Lists of the pipeline then have VALIDATE, where ranks learn whether the update stands, or make it."""
 
 update_ahead = UPDATES_AHEAD.chosen
 """The update ahead of the norm that an OptimizerConfig asks for; None for updates that wait for it."""

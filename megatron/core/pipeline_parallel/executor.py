@@ -90,7 +90,10 @@ class PipelineExecutor:
             Kind.RECV_B: self._receive,
             Kind.VALIDATE: self._validate,
         }
-        self._clear()
+        self._losses: dict[int, Tensor] = {}
+        self._outbox: dict[Action, Tensor] = {}  # by send: what a stage has computed and none has taken yet
+        self._arriving: dict[Action, Receive] = {}
+        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self._begin((), 1.0, training=False)
 
     def run(
@@ -172,12 +175,10 @@ class PipelineExecutor:
     ) -> None:
         self._batches, self._seed, self._training, self._in_turns = batches, loss_scale_seed, training, False
         self._last_forward, self._microbatches = last_forward, microbatches
-        self._losses: dict[int, Tensor] = {}
+        self._losses = {}
 
     def _clear(self) -> None:
-        self._outbox: dict[Action, Tensor] = {}  # by send: what a stage has computed and none has taken yet
-        self._arriving: dict[Action, Receive] = {}
-        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
+        self._outbox, self._arriving, self._saved = {}, {}, {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         self.current, *pair = unit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from megatron.core.parts import PIPELINE_SCHEDULES
@@ -140,21 +141,32 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
     step before to that of its own. Micro-batches are numbered from the first of this step on, so that those from
     `microbatches` on are of the next step; VALIDATE stands before the first of these, whose pass needs the update of
     the step before."""
-    total = before + microbatches + after
-    compute = build_schedule(schedule, p, total)
-    validate_schedule(compute, layout_of(schedule, p), total)
-    first = add_communication(compute) if after == 0 else cut_behind(add_communication(compute), before + microbatches)[0]
-    own = cut_behind(first, before)[1]
-    return tuple(
-        tuple(action._replace(microbatch=action.microbatch - before) for action in _validated(actions, before, microbatches))
-        for actions in own
-    )
+    end = before + microbatches
+    compute = build_schedule(schedule, p, end + after)
+    validate_schedule(compute, layout_of(schedule, p), end + after)
+    until_end, _ = cut_behind(add_communication(compute), end)
+    _, lists = cut_behind(until_end, before)
+    numbered = ([a._replace(microbatch=a.microbatch - before) for a in actions] for actions in lists)
+    return tuple(_with_validate(actions, microbatches) for actions in numbered)
 
 
-def _validated(actions: list[Action], before: int, microbatches: int) -> list[Action]:
-    begun = [i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= before + microbatches]
-    validate = [Action(Kind.VALIDATE, actions[begun[0]].stage, before)] if begun else []
-    return actions[: begun[0]] + validate + actions[begun[0] :] if begun else actions
+def lists_of_steps(schedule: str, p: int, steps: Sequence[int]) -> Schedule:
+    """The lists of a run of a schedule that does not flush, with as many micro-batches as `steps` say, numbered on."""
+    lists: Schedule = [[] for _ in range(p)]
+    first = 0
+    for before, own, after in zip([0, *steps[:-1]], steps, [*steps[1:], 0], strict=True):
+        for actions, of_step in zip(lists, lists_of_step(schedule, p, before, own, after), strict=True):
+            actions += [action._replace(microbatch=action.microbatch + first) for action in of_step]
+        first += own
+    return lists
+
+
+def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
+    """With VALIDATE before the first pass of micro-batches from this number on."""
+    first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
+    if first is None:
+        return tuple(actions)
+    return (*actions[:first], Action(Kind.VALIDATE, actions[first].stage, 0), *actions[first:])
 
 
 @lru_cache(maxsize=64)

@@ -47,6 +47,8 @@ UPDATES_AHEAD.register(
     "two versions of weights",
     f"{HERE}.two_versions:LateUpdates",
     when=lambda optimizer: optimizer.options(TwoVersions).kept,
+    kept=lambda rank: rank.parameters + rank.gradients,
+    what="the weights before the last update, and gradients that wait for the norm",
 )
 STATE_STORES.register("two versions", f"{HERE}.two_versions:VersionedStates", plan=StoredMain())
 CALLBACKS.register(

@@ -62,11 +62,12 @@ def _of_experts(m: TransformerConfig) -> Iterator[tuple[str, str]]:
 def _microbatches(c: RunConfig) -> Iterator[Problem]:
     """Each update is needed by the second step after: a step has no fewer micro-batches than the pipeline has ranks
     (arXiv 2006.09503, section 3.1)."""
-    pp, per_pass = c.parallel.pipeline_model_parallel_size, c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
-    sizes = legal_sizes(c)
+    pp, sizes = c.parallel.pipeline_model_parallel_size, legal_sizes(c)
+    per_pass = c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
     smallest = min([sizes.final, *(size for _, size in sizes.earlier)])
     if per_pass > 0 and smallest % per_pass == 0 and smallest // per_pass < pp:
-        rule = f"has {smallest // per_pass} micro-batches a step, and {SCHEDULE} {NAME} needs --pipeline-model-parallel-size {pp}"
+        own = f"makes {smallest // per_pass} micro-batches a step"
+        rule = f"{own}, fewer than the {pp} pipeline ranks, as many as {SCHEDULE} {NAME} needs"
         yield Problem("--global-batch-size", smallest, rule, f"nearest: {pp * per_pass}")
 
 

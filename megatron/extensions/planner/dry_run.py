@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, update_ahead
+from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, PIPELINE_SCHEDULES, update_ahead
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.stage_parameters import active_parameters, 
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
 from megatron.extensions.planner.device_file import read_device
 from megatron.extensions.planner.memory import GIB, RANKS_SHOWN, Fit, fullest, memory_lines, memory_of_ranks
-from megatron.extensions.planner.time.pipeline import post_validated
+from megatron.extensions.planner.time.pipeline import flows_between_steps, post_validated, unflushed
 from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
 from megatron.training.config.flags import flat_values
 from megatron.training.config.foreign_flags import DIFFERENCES
@@ -242,10 +242,12 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     in_turns = parallel.pass_pair is not None
     times = StageCosts(forward=costs, input_grad=costs, weight_grad=costs)
-    ahead = update_ahead(config.optimizer) is not None
     shape = parallel.schedule, layout.pp, microbatches, layout.chunks
-    if ahead:
-        tied = bool(tied_stages(config.model, layout))
+    tied, flows = bool(tied_stages(config.model, layout)), flows_between_steps(config)
+    ahead = update_ahead(config.optimizer) is not None and PIPELINE_SCHEDULES.facts(parallel.schedule).flushes
+    if flows:
+        _, bubble = unflushed(*shape[:3], times, tied)
+    elif ahead:
         _, bubble = post_validated(pipeline_lists(*shape, False, group, in_turns, True), times, tied)
     else:
         bubble = simulate(build_schedule(*shape, group, in_turns), times).bubble

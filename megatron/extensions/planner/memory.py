@@ -17,10 +17,11 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.distributed.param_layout import BufferLayout, host_slots, place_states, plan_buffers, unit_of
+from megatron.core.facts import UpdateBytes
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import param_gather, update_ahead
+from megatron.core.parts import UPDATES_AHEAD, param_gather, update_ahead
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages
 from megatron.extensions.fp8.flags import Fp8Flags
@@ -54,7 +55,7 @@ class BufferBytes:
     """Gradients and parameters that pass through host memory."""
 
     rollback: int = 0
-    """Copies of this rank's main parameters, moments and gradients, of updates ahead of the norm."""
+    """What updates ahead of the norm keep."""
 
     @property
     def optimizer(self) -> int:
@@ -95,12 +96,14 @@ def buffer_bytes(
             moments[place.on_host] += plan.state_bytes(optimizer, place.numel, name, main)
     slots, size = host_slots(ranges)
     rollback = 0
-    if update_ahead(optimizer) is not None:
+    parameters = sum(buffer.kept(shards_parameters) for buffer in buffers) * params
+    if (ahead := update_ahead(optimizer)) is not None:
         aliased = plan.main_kind(optimizer, params_dtype, main_dtype) == "aliased"
-        owned = sum(place.numel for place in ranges) * (gradient + (params if aliased else 0))
-        rollback = owned + mains[False] + moments[False]
+        owned = sum(place.numel for place in ranges)
+        main_bytes = mains[False] + moments[False] + owned * (params if aliased else 0)
+        rollback = UPDATES_AHEAD.facts(ahead).kept(UpdateBytes(parameters, owned * gradient, main_bytes))
     return BufferBytes(
-        parameters=sum(buffer.kept(shards_parameters) for buffer in buffers) * params,
+        parameters=parameters,
         gradients=sum(buffer.kept(True) for buffer in buffers) * gradient,
         main_parameters=mains[False],
         moments=moments[False],
@@ -345,9 +348,9 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
         copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
         owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
     yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
-    if update_ahead(config.optimizer) is not None:
+    if (ahead := update_ahead(config.optimizer)) is not None:
         most_copies = max(plan.memory.rollback for plan in plans)
-        yield f"post-validation: at most {most_copies:,} bytes of the optimizer's are copies for a roll-back"
+        yield f"{ahead}: at most {most_copies:,} bytes of the optimizer's are {UPDATES_AHEAD.facts(ahead).what}"
     if offloads:
         most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
         yield (

@@ -28,7 +28,9 @@ class PostValidationFlags:
 
 
 UPDATES_AHEAD.register(
-    "post_validation",
+    "post-validation",
     f"{HERE}.post_validation:PostValidation",
     when=lambda optimizer: optimizer.options(PostValidationFlags).optimizer_post_validation,
+    kept=lambda rank: rank.gradients + rank.main,
+    what="copies for a roll-back",
 )

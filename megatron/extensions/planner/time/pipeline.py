@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.core.pipeline_parallel.actions import Lists
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import lists_of_steps, pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, at_stage, simulate
+from megatron.training.config.run_config import RunConfig
 
 ROUNDS = 3
 """Steps of more rounds of p micro-batches than this are extrapolated."""
@@ -28,6 +30,12 @@ class Schedule:
     in_turns: bool = False
     validates: bool = False
     """Whether no rank waits for the others between two steps: ends are then those of a step behind another one."""
+
+    flows: bool = False
+    """Whether a step begins before the one before ends: the same of ends."""
+
+    tied: bool = False
+    """Whether the first and the last rank sum up gradients of weights that they share at the end of a step."""
 
     def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """By pipeline rank, of a step of this number of micro-batches: when it has computed its last action, and what
@@ -53,11 +61,19 @@ class Schedule:
 
     def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
         shape = self.name, self.layout.pp, microbatches, self.layout.chunks
+        if self.flows:
+            time, _ = unflushed(self.name, self.layout.pp, microbatches, costs, self.tied)
+            return (time,) * self.layout.pp
         if self.validates:
             time, _ = post_validated(pipeline_lists(*shape, False, self.group, self.in_turns, True), costs)
             return (time,) * self.layout.pp
         found = simulate(build_schedule(*shape, self.group, self.in_turns), costs)
         return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
+
+
+def flows_between_steps(config: RunConfig) -> bool:
+    """Whether passes of a step begin before the step before ends: not where a log line reads the result of each."""
+    return not PIPELINE_SCHEDULES.facts(config.parallel.schedule).flushes and config.logging.log_interval > 1
 
 
 STEPS = 4
@@ -85,11 +101,30 @@ def post_validated(lists: Lists, costs: StageCosts | None = None, tied: bool = F
     if tied:
         alone = simulate(lists, costs)
         return alone.makespan, alone.bubble
-    found = simulate(consecutive(lists, STEPS), costs)
     m = 1 + max(action.microbatch for actions in lists for action in actions)
-    ends = [_end(found, step * m) for step in (STEPS - 1, STEPS)]
-    time = ends[1] - ends[0]
-    return time, 1 - sum(found.busy) / STEPS / len(lists) / time
+    return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)
+
+
+def unflushed(
+    schedule: str, p: int, microbatches: int, costs: StageCosts | None = None, tied: bool = False
+) -> tuple[float, float]:
+    """(time of a step, idle share of it) in a steady run of a schedule that does not flush. With `tied` weights, the
+    last rank waits for the end of each step on the first one."""
+    lists = lists_of_steps(schedule, p, [microbatches] * STEPS)
+    if tied and p > 1:
+        last = []
+        for action in lists[-1]:
+            last.append(action)
+            if action.kind is Kind.SEND_B and (action.microbatch + 1) % microbatches == 0:
+                last.append(Action(Kind.VALIDATE, action.stage, action.microbatch + 1))
+        lists[-1] = last
+    return _of_step(simulate(lists, costs), microbatches, STEPS - 1)
+
+
+def _of_step(found: Simulation, microbatches: int, number: int) -> tuple[float, float]:
+    """(time, idle share) of the step of this number, from 1, among `STEPS`."""
+    time = _end(found, number * microbatches) - _end(found, (number - 1) * microbatches)
+    return time, 1 - sum(found.busy) / STEPS / len(found.busy) / time
 
 
 def _end(found: Simulation, microbatches: int) -> float:

@@ -24,7 +24,7 @@ from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.memory import DTYPE_BYTES, RankStates, local_shape, states_of_rank
-from megatron.extensions.planner.time.pipeline import Schedule
+from megatron.extensions.planner.time.pipeline import Schedule, flows_between_steps
 from megatron.extensions.planner.time.replay import (
     Collective,
     Event,
@@ -172,8 +172,9 @@ class Step:
             parallel = config.parallel
             group = parallel.microbatch_group_size_per_virtual_pipeline_stage
             in_turns = parallel.pass_pair is not None
-            ahead = update_ahead(config.optimizer) is not None and not tied_stages(config.model, self.layout)
-            schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead)
+            tied, flows = bool(tied_stages(config.model, self.layout)), flows_between_steps(config)
+            ahead = update_ahead(config.optimizer) is not None and not (tied or flows)
+            schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead, flows, tied)
             ends, messages = schedule.times(costs, self.microbatches)
         between = [self._between(rank, times) for rank in range(self.layout.pp)]
         reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]

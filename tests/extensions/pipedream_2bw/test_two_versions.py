@@ -1,0 +1,318 @@
+"""PipeDream-2BW: W(t+1) = W(t) - lr g(W(t-1)), at every layout, without a bubble, saved and resumed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.distributed.finalize_model_grads import reduce_model_grads
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.actions import Kind, counterpart
+from megatron.core.pipeline_parallel.passes import lists_of_step, lists_of_steps
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import simulate
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, resolve_legal, validate
+from megatron.training.run import TrainingRun
+from megatron.training.tasks import save
+from megatron.training.train_step import StepInput, _optimizer_step, settle, train_step
+from tests.extensions import installed
+from tests.harness import local_run, run_world, running
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 --lr 1e-2 --cpu "
+    "--make-vocab-size-divisible-by 8 --mock-data --global-batch-size 8 --micro-batch-size 1 --train-iters 20 "
+    "--weight-decay 0.1 --eval-iters 0 --num-workers 0 --lr-warmup-iters 3 --clip-grad 0.7 --log-interval 100 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1"
+)
+SCHEDULE = "--pipeline-schedule 2bw"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+)
+MODELS = {"dense": "--fp64", "experts": f"--fp64 {EXPERTS}", "untied": "--fp64 --untie-embeddings-and-output-weights"}
+AXES = {
+    "--pp": ("1", "2", "3", "4"),
+    "--tp": ("1", "2", "2 --sequence-parallel", "4"),
+    "--cp": ("1", "2", "2 --cp-comm-type all_gather"),
+    "--ep": ("1", "2", "4"),
+    "": (
+        "",
+        "--no-use-distributed-optimizer",
+        "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+IN_CI = (
+    ("dense", 2, "--pp 2 --tp 1 --cp 1"),
+    ("untied", 4, "--pp 4 --tp 1 --cp 1"),
+    ("dense", 8, "--pp 2 --tp 2 --sequence-parallel --cp 2"),
+    ("experts", 8, "--pp 2 --tp 1 --cp 1 --ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"),
+)
+STEPS = 5
+
+
+def layouts() -> Iterator[tuple[str, int, str]]:
+    """Every legal layout of the axes on up to 8 ranks, but of one rank."""
+    for model, flags in MODELS.items():
+        for choice in product(*AXES.values()):
+            layout = " ".join(f"{axis} {value}".strip() for axis, value in zip(AXES, choice, strict=True))
+            for world in (2, 3, 4, 6, 8):
+                given = parse_args(f"{MODEL} {SCHEDULE} {flags} {layout}".split())
+                used = math.prod(int(value.split()[0]) for value in choice[:3])
+                if model != "experts" and " --ep 1" not in layout:
+                    continue
+                if world % used == 0 and not validate(resolve(given, world), world):
+                    yield model, world, layout.replace(" --ep 1", "").strip()
+
+
+def config_of(flags: str, world_size: int) -> RunConfig:
+    return resolve_legal(parse_args(f"{MODEL} {SCHEDULE} {flags}".split()), world_size)
+
+
+def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
+    """(losses, gradient norms, which were skipped) of the steps so far; the update of the last one is made."""
+    settle(run)
+    losses = torch.stack(run.interval.losses)
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+    found = run.interval.results
+    return (losses[:, 0] / losses[:, 1]).tolist(), [r.grad_norm for r in found], [r.skipped for r in found]
+
+
+def trained(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float], bool, bool]:
+    """Losses and norms of some steps, whether passes of a further one have begun, and whether the plan has the bytes of
+    the optimizer."""
+    with local_run(config, rank, world_size) as run:
+        for _ in range(STEPS):
+            train_step(run)
+        begun, planned = run.begun is not None, not installed("planner") or has_planned_bytes(run, world_size)
+        losses, norms, _ = results(run)
+        run.pipeline.drop_begun()
+    return losses, norms, begun, planned
+
+
+def has_planned_bytes(run: TrainingRun, world_size: int) -> bool:
+    from megatron.extensions.planner.memory import states_of_rank
+
+    config = run.config
+    dims, stage = ParallelDims.from_config(config.parallel, world_size), run.runtime.state.pp.rank
+    plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, stage).memory
+    return run.optimizer.nbytes[0] == plan.optimizer and plan.rollback > plan.parameters > 0
+
+
+@pytest.mark.grid("model, world, layout", IN_CI, list(layouts()))
+def test_every_layout_is_one_process(model: str, world: int, layout: str) -> None:
+    ((losses, norms, *_),) = run_world(1, trained, config_of(MODELS[model], 1))
+    for found, found_norms, begun, planned in run_world(world, trained, config_of(f"{MODELS[model]} {layout}", world)):
+        assert begun and planned
+        assert found == pytest.approx(losses, rel=1e-9) and found_norms == pytest.approx(norms, rel=1e-9)
+
+
+def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
+    """The same steps by the plain loop: the gradient with a copy of the weights before the last update."""
+    with running(argv, rank, world_size) as run:
+        params = [param.data for param in run.ddp.params]
+        before = [param.clone() for param in params]
+        for _ in range(STEPS):
+            step = run.progress.next_step(run.batch_sizes)
+            given = run.forward_backward.prepared(step, run.data.read_batches(step), 1.0)
+            now = [param.clone() for param in params]
+            torch._foreach_copy_(params, before)
+            sums = run.forward_backward.gradients(given)
+            torch._foreach_copy_(params, now)
+            settle(run)
+            factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
+            result = _optimizer_step(run, sums, factor, read=True)
+            run.guard.watch(step, result)
+            run.interval.results.append(result)
+            run.interval.losses.append(sums.loss_and_tokens)
+            run.progress.iteration += 1
+            run.progress.consumed_samples += step.samples
+            before = now
+        return results(run)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_is_the_formula(model: str) -> None:
+    ((losses, norms, _),) = run_world(1, by_copies, f"{MODEL} {MODELS[model]}".split())
+    ((found, found_norms, *_),) = run_world(1, trained, config_of(MODELS[model], 1))
+    assert found == losses and found_norms == norms
+    ((plain, *_),) = run_world(1, trained, replace_schedule(config_of(MODELS[model], 1)))
+    assert plain[:1] == losses[:1] and plain[2:] != losses[2:]
+
+
+def replace_schedule(config: RunConfig) -> RunConfig:
+    """The same run with 1F1B."""
+    argv = f"{MODEL} {'--fp64' if config.parallel.fp64 else '--bf16'}".split()
+    plain = resolve_legal(parse_args(argv), 1)
+    return replace(plain, model=config.model)
+
+
+def parameters(run: TrainingRun) -> list[Tensor]:
+    """The newest weights, all updates made."""
+    settle(run)
+    run.optimizer.finish_param_sync()
+    run.pipeline.drop_begun()
+    return [param.detach().clone() for param in run.ddp.params]
+
+
+def saved(rank: int, world_size: int, config: RunConfig, folder: str) -> list[Tensor]:
+    """A checkpoint after four steps, while the fifth is under way; the weights after eight."""
+    saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))
+    with local_run(saving, rank, world_size) as run:
+        for _ in range(4):
+            train_step(run)
+        assert run.begun is not None
+        save(run)
+        run.saver.finish()
+        for _ in range(4):
+            train_step(run)
+        return parameters(run)
+
+
+def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> tuple[list[Tensor], list[float]]:
+    loading = replace(config, checkpoint=replace(config.checkpoint, load=folder))
+    with local_run(loading, rank, world_size) as run:
+        assert run.progress.iteration == 4
+        for _ in range(4):
+            train_step(run)
+        losses, *_ = results(run)
+        return parameters(run), losses
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp64 --overlap-grad-reduce --overlap-param-gather"])
+def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
+    """To the bit at its own layout; at 1e-9 at another one."""
+    config = config_of(f"--pp 2 {precision}", 4)
+    went_on = run_world(4, saved, config, str(tmp_path))
+    again = run_world(4, resumed, config, str(tmp_path))
+    for there, (here, _) in zip(went_on, again, strict=True):
+        assert len(there) > 8 and all(map(torch.equal, there, here))
+    if "--fp64" in precision:
+        ((_, losses),) = run_world(1, resumed, config_of("--fp64", 1), str(tmp_path))
+        assert losses == pytest.approx(again[0][1], rel=1e-9)
+        folder = tmp_path / "one version"
+        plain = resolve_legal(parse_args(f"{MODEL} --fp64 --pp 2".split()), 2)
+        run_world(
+            2, goes_on, replace(plain, checkpoint=replace(plain.checkpoint, load=str(tmp_path), save=str(folder)))
+        )
+        run_world(
+            2, goes_on, replace(config_of("--fp64 --pp 2", 2), checkpoint=replace(plain.checkpoint, load=str(folder)))
+        )
+
+
+def goes_on(rank: int, world_size: int, config: RunConfig) -> None:
+    """A run that takes up a checkpoint with fewer versions, or more, and saves its own."""
+    with local_run(config, rank, world_size) as run:
+        assert run.progress.iteration in (4, 5)
+        train_step(run)
+        settle(run)
+        run.pipeline.drop_begun()
+        if config.checkpoint.save:
+            save(run)
+            run.saver.finish()
+
+
+def nan_in_last_stage(run: TrainingRun) -> None:
+    """The third step's gradients of the final norm are NaN, and no others."""
+    progress = run.progress
+    for model in run.stages.values():
+        for name, (param, _) in model.named_metas().items():
+            if name == "decoder.final_layernorm.weight":
+                param.register_hook(lambda grad: grad * math.nan if progress.iteration == 2 else grad)
+
+
+def with_nan(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float], list[bool]]:
+    with local_run(config, rank, world_size) as run:
+        nan_in_last_stage(run)
+        for _ in range(STEPS):
+            train_step(run)
+        found = results(run)
+        run.pipeline.drop_begun()
+        return found
+
+
+def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
+    flags = "--fp64 --max-skipped-iterations 1"
+    ((losses, norms, skipped),) = run_world(1, with_nan, config_of(flags, 1))
+    assert skipped == [False, False, True, False, False]
+    for found, found_norms, found_skipped in run_world(4, with_nan, config_of(f"{flags} --pp 4", 4)):
+        assert found_skipped == skipped and found == pytest.approx(losses, rel=1e-9)
+        assert found_norms == pytest.approx(norms, rel=1e-9, nan_ok=True)
+
+
+def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
+    """Losses of the last stage on one batch: of the newest weights, in the midst of training, whose losses follow."""
+    with local_run(config, rank, world_size) as run:
+        for _ in range(3):
+            train_step(run)
+        settle(run)
+        step = run.progress.next_step(run.batch_sizes)
+        with run.pipeline.evaluation_mode(), torch.no_grad():
+            given: StepInput = run.forward_backward.prepared(step, run.data.read_batches(step), 1.0)
+            own = run.pipeline.evaluate(given.scaled)
+        for _ in range(2):
+            train_step(run)
+        losses, *_ = results(run)
+        run.pipeline.drop_begun()
+        return torch.stack(own).flatten().tolist() if own else [], losses
+
+
+def test_an_evaluation_in_the_midst_sees_the_newest_weights() -> None:
+    ((expected, losses),) = run_world(1, evaluated, config_of("--fp64", 1))
+    ranks = run_world(4, evaluated, config_of("--fp64 --pp 4", 4))
+    assert ranks[-1][0] == pytest.approx(expected, rel=1e-9)
+    assert all(found == pytest.approx(losses, rel=1e-9) for _, found in ranks)
+
+
+SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
+"""Micro-batches of steps, as multiples of the ranks."""
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("multiples", SIZES)
+def test_steps_follow_each_other_as_one_long_step(p: int, multiples: list[int]) -> None:
+    """Also if sends and receives block, and with every message on one side of the cuts."""
+    steps = [p * multiple + (number % 2) for number, multiple in enumerate(multiples)]
+    lists = lists_of_steps("2bw", p, steps)
+    passes = [[action for action in actions if action.kind in (Kind.F, Kind.B)] for actions in lists]
+    assert passes == build_schedule("2bw", p, sum(steps))
+    simulate(lists, rendezvous=True)
+    own = [action for actions in lists_of_step("2bw", p, steps[0], steps[1], steps[2]) for action in actions]
+    sends = [action for action in own if action.kind in (Kind.SEND_F, Kind.SEND_B)]
+    receives = [action for action in own if action.kind in (Kind.RECV_F, Kind.RECV_B)]
+    assert sorted(map(str, map(counterpart, sends))) == sorted(map(str, receives))
+    assert sum(action.kind is Kind.VALIDATE for action in own) == p - 1
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_fifty_steps_have_no_bubble_between_the_first_and_the_last(p: int, multiple: int) -> None:
+    found, m = simulate(lists_of_steps("2bw", p, [multiple * p] * 50)), multiple * p
+    for timed in found.timeline:
+        busy = [entry for entry in timed if entry.action.kind in (Kind.F, Kind.B)]
+        between = [entry for entry in busy if 2 * 3 * m <= entry.start < 48 * 3 * m]
+        assert len(between) > 90 * m
+        assert all(entry.stop == after.start for entry, after in pairwise(between))
+    assert found.makespan == 3 * (50 * m + p - 1)  # as if all 50 were one step: F takes 1, B 2
+    assert found.peak_activations == [float(p - rank) for rank in range(p)]
+
+
+@pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (8, 8)])
+def test_the_plan_has_no_bubble(p: int, m: int) -> None:
+    from megatron.extensions.planner.time.pipeline import unflushed
+
+    assert unflushed("2bw", p, m) == (3.0 * m, pytest.approx(0))
+    time, _ = unflushed("2bw", p, m, tied=True)
+    assert 3.0 * m < time <= simulate(build_schedule("1f1b", p, m)).makespan
