@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ if not __package__:  # run as a file of a clone
 from megatron.core.parts import PIPELINE_SCHEDULES, UPDATES_AHEAD
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.passes import lists_of_steps, pipeline_lists, version_of
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
 
@@ -41,6 +42,8 @@ INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 SMALLEST_INCHES = 0.17
 """Of an action of a schedule that does not fit otherwise: three small digits."""
 
+LONG_RUN = 50
+
 MOST_COLUMNS = 480
 """Characters of a line of text; of a longer one the two ends are printed."""
 
@@ -48,8 +51,8 @@ MOST_COLUMNS = 480
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser(argv)
     args = parser.parse_args(argv)
-    if min(args.pp, args.num_microbatches) < 1:
-        parser.error("--pp and --num-microbatches must be at least 1")
+    if min(args.pp, args.num_microbatches, args.steps) < 1:
+        parser.error("--pp, --num-microbatches and --steps must be at least 1")
     if (args.microbatch_group_size_per_virtual_pipeline_stage or args.pp) < args.pp:
         parser.error(f"--microbatch-group-size-per-virtual-pipeline-stage must be at least --pp {args.pp}")
     if not all(map(math.isfinite, (args.forward, args.input_grad, args.weight_grad, args.comm, args.exchange))):
@@ -74,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     build = partial(
         pipeline_lists, args.pipeline_schedule, args.pp, args.num_microbatches, chunks, group=group, in_turns=in_turns
     )
-    lists = build()
+    flushes = PIPELINE_SCHEDULES.facts(args.pipeline_schedule).flushes
+    steps = [args.num_microbatches] * (1 if flushes else args.steps)
+    if not flushes and args.num_microbatches < args.pp:
+        parser.error(f"--num-microbatches must be at least --pp {args.pp} with {args.pipeline_schedule}")
+    lists = build() if flushes else lists_of_steps(args.pipeline_schedule, args.pp, steps)
     costs = StageCosts(
         args.forward,
         args.input_grad,
@@ -88,9 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.messages:
         for rank, actions in enumerate(lists):
             print(f"rank {rank}: {' '.join(short(action) for action in actions)}")
-    print("\n".join(without_middle(text_of(found, layout))))
-    print(summary_of(found))
-    if UPDATES_AHEAD:
+    names = Names(layout, None if flushes else args.num_microbatches)
+    print("\n".join(without_middle(text_of(found, names))))
+    print(summary_of(found) if flushes else of_run(found, args, costs))
+    if UPDATES_AHEAD and flushes:
         from megatron.extensions.planner.time.pipeline import post_validated
 
         time, bubble = post_validated(build(validates=True), costs)
@@ -98,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"with {flag}, where nothing is clipped: time of a step {time:g}, bubble {bubble:.4f}")
     if args.output:
         title = f"{args.pipeline_schedule}, p = {args.pp}, m = {args.num_microbatches}, v = {layout.chunks}"
-        draw(found, layout, f"{title}: bubble {found.bubble:.1%}", args.output)
+        draw(found, names, f"{title}: bubble {found.bubble:.1%}", args.output)
     return 0
 
 
@@ -108,6 +116,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--pipeline-schedule", choices=PIPELINE_SCHEDULES, default="1f1b")
     parser.add_argument("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="steps to draw of a schedule that does not flush")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, help="default: what the schedule takes")
     parser.add_argument(
         "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -135,17 +144,58 @@ def short(action: Action) -> str:
     return f"{action.kind.value}{action.stage}.{action.microbatch}"
 
 
-def text_of(found: Simulation, layout: PipelineLayout) -> list[str]:
-    """One line a rank, to scale: kind, microbatch, and a letter for the chunk where a rank has several."""
+@dataclass(frozen=True)
+class Names:
+    """How passes are named and shaded."""
+
+    layout: PipelineLayout
+    per_step: int | None = None
+    """Micro-batches of a step, of a schedule that does not flush."""
+
+    def label(self, action: Action) -> str:
+        """Kind, micro-batch, a letter for the chunk where a rank has several, and the version of the weights where
+        there are several, as in F3v1."""
+        layout, version = self.layout, ""
+        chunk = chr(ord("a") + layout.chunk_of(action.stage) % 26) if layout.chunks > 1 else ""
+        if self.per_step is not None:
+            version = f"v{version_of(action.microbatch, self.per_step)}"
+        return f"{action.kind.value}{action.microbatch}{chunk}{version}"
+
+    def shade(self, action: Action) -> float:
+        """Paler for later chunks, and for every other version."""
+        if self.per_step is not None:
+            return 1 - 0.5 * (version_of(action.microbatch, self.per_step) % 2)
+        return 1 - 0.6 * self.layout.chunk_of(action.stage) / self.layout.chunks
+
+    @property
+    def note(self) -> str:
+        if self.per_step is not None:
+            return "number: micro-batch; paler: every other version of the weights"
+        return "number: micro-batch" + ("; paler: later chunk" if self.layout.chunks > 1 else "")
+
+
+def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> str:
+    """What is said of a schedule that does not flush: of the run that is drawn, and of `LONG_RUN` steps."""
+    long = simulate(lists_of_steps(args.pipeline_schedule, args.pp, [args.num_microbatches] * LONG_RUN), costs)
+    peaks = ", ".join(f"{peak:g}" for peak in found.peak_activations)
+    return (
+        f"{args.steps} steps: time {found.makespan:g}, bubble {found.bubble:.4f}\n"
+        f"{LONG_RUN} steps: time of a step {long.makespan / LONG_RUN:g}, bubble {long.bubble:.4f}, all of it where the "
+        f"pipeline fills and empties\npeak activations by rank, in microbatches: {peaks}"
+    )
+
+
+def text_of(found: Simulation, names: Names) -> list[str]:
+    """One line a rank, to scale, of what `Names.label` says."""
     timed = [entry for timeline in found.timeline for entry in drawn(timeline)]
-    widest = max(len(label(entry.action, layout)) for entry in timed)
+    widest = max(len(names.label(entry.action)) for entry in timed)
     scale = (widest + 1) / min(entry.stop - entry.start for entry in timed)
     lines = []
     for rank, timeline in enumerate(found.timeline):
         line = ""
         for action, start, stop in drawn(timeline):
             line = line.ljust(round(start * scale), ".")
-            line += label(action, layout).ljust(round(stop * scale) - len(line) - 1, "-") + "|"
+            line += names.label(action).ljust(round(stop * scale) - len(line) - 1, "-") + "|"
         lines.append(f"{rank:>3} {line}")
     return lines
 
@@ -165,11 +215,6 @@ def drawn(timeline: Sequence[Timed]) -> list[Timed]:
     return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
 
 
-def label(action: Action, layout: PipelineLayout) -> str:
-    chunk = chr(ord("a") + layout.chunk_of(action.stage) % 26) if layout.chunks > 1 else ""
-    return f"{action.kind.value}{action.microbatch}{chunk}"
-
-
 def summary_of(found: Simulation) -> str:
     exchanges = ""
     if found.exchanging:
@@ -182,8 +227,8 @@ def summary_of(found: Simulation) -> str:
     )
 
 
-def draw(found: Simulation, layout: PipelineLayout, title: str, path: Path) -> None:
-    """A bar for each compute action: colour by kind, paler for later chunks, with its microbatch. At the right the idle
+def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
+    """A bar for each compute action: colour by kind, shaded as `names` says, with its microbatch. At the right the idle
     share of each rank. Of a long schedule the beginning and the end, where ranks differ: the middle repeats itself."""
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)
@@ -191,22 +236,22 @@ def draw(found: Simulation, layout: PipelineLayout, title: str, path: Path) -> N
     windows = windows_of(found.makespan, unit * MOST_INCHES / inches)
     width = max(6.0, sum(stop - start for start, stop in windows) / unit * inches)
     points, scale = (7 if inches == INCHES_PER_ACTION else 5), 72 * inches / unit
-    figure = new_figure(width, 1.7 + 0.3 * layout.pp)
+    pp = len(found.timeline)
+    figure = new_figure(width, 1.7 + 0.3 * pp)
     panels = figure.subplots(1, len(windows), sharey=True, squeeze=False)[0]
     for axes, (start, stop) in zip(panels, windows, strict=True):
         for rank, timeline in enumerate(found.timeline):
             line = [entry for entry in drawn(timeline) if entry.start < stop and entry.stop > start]
-            paler = lambda action: 1 - 0.6 * layout.chunk_of(action.stage) / layout.chunks  # noqa: E731
-            draw_actions(axes, rank, line, 0.0, scale, paler, points)
+            draw_actions(axes, rank, line, 0.0, scale, names.shade, points)
         axes.set(xlim=(start, stop), xlabel="time")
-    name_rows(panels[0], list(map(str, range(layout.pp))))
+    name_rows(panels[0], list(map(str, range(pp))))
     panels[0].set_ylabel("pipeline rank")
     idle_shares(panels[-1], [1 - busy / found.makespan for busy in found.busy])
     left_out = f"; time {windows[0][1]:.0f} to {windows[1][0]:.0f} left out" if len(windows) > 1 else ""
     figure.suptitle(title + left_out)
     kinds = {entry.action.kind.value for _, entry in bars}
-    note = "number: micro-batch" + ("; paler: later chunk" if layout.chunks > 1 else "")
-    fill_legend(figure, {name: COLOURS[kind] for kind, name in NAMES.items() if kind in kinds} | {note: "none"})
+    colours = {name: COLOURS[kind] for kind, name in NAMES.items() if kind in kinds}
+    fill_legend(figure, colours | {names.note: "none"})
     write_picture(figure, path)
 
 

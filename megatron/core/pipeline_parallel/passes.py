@@ -161,6 +161,12 @@ def lists_of_steps(schedule: str, p: int, steps: Sequence[int]) -> Schedule:
     return lists
 
 
+def version_of(microbatch: int, microbatches: int) -> int:
+    """Updates in the weights that a pass uses, by the number of its micro-batch in a run that does not flush: a step's
+    passes begin before the update of the step before."""
+    return max(0, microbatch // microbatches - 1)
+
+
 def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
     """With VALIDATE before the first pass of micro-batches from this number on."""
     first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
