@@ -51,7 +51,7 @@ def _of_experts(m: TransformerConfig) -> Iterator[tuple[str, str]]:
         return
     if m.moe_router_enable_expert_bias:
         yield "--moe-router-enable-expert-bias", "biases have one version"
-    if m.moe_running_loss_coeff:
+    if m.moe_balancing_coeff("aux_loss", "global_aux_loss"):
         kinds = " ".join(m.moe_router_load_balancing_type)
         yield (
             f"--moe-router-load-balancing-type {kinds}",
