@@ -59,7 +59,7 @@ def test_a_schedule_of_an_extension(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--pp", "0"], "--pp and --num-microbatches"),
+        (["--pp", "0"], "--pp, --num-microbatches and --steps"),
         (["--forward", "0"], "--forward"),
         (["--forward", "nan"], "must be finite numbers"),
         (["--comm", "inf"], "must be finite numbers"),

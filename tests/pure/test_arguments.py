@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron import extensions
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
@@ -161,7 +162,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "--num-layer 30: unknown flag; did you mean --num-layers?",
         "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
-        "--pipeline-schedule 1f1: must be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v; nearest: 1f1b",
+        f"--pipeline-schedule 1f1: must be one of {', '.join(PIPELINE_SCHEDULES)}; nearest: 1f1b",
         "--swiglu yes: takes no value but true or false; give the flag alone",
         f"--gibberish: unknown flag; {nobody} has it; remove it",
         "--seed 1 2: takes one value; given: 2",
