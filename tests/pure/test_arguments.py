@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from megatron import extensions
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.parts import LINEAR_ATTENTIONS
+from megatron.core.parts import LINEAR_ATTENTIONS, PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
 from megatron.training.config.commands import COMMANDS
