@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron.core import compiled_regions
 from megatron.extensions.planner.device_file import DeviceFile, device_names, read_device
+from megatron.extensions.planner.fake_stage import NoValues
 from megatron.training.config.run_config import RunConfig
 from tools.bench.gpu import SHAPES, add_model_flags, config_of, model_flags
 
@@ -114,22 +115,6 @@ def _zeros(x: Tensor) -> Any:
     return np.zeros(tuple(x.shape), float if x.is_floating_point() else int).tolist()
 
 
-class _Answers(TorchDispatchMode):
-    """What fake tensors cannot do: numbers read from them are 0, and operations whose shapes torch does not know."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        aten = torch.ops.aten
-        if func is aten._local_scalar_dense.default:
-            return _zeros(args[0])
-        if func._overloadpacket is aten.addmm and func._overloadname.startswith("dtype"):
-            out = kwargs.get("out")
-            return args[1].new_empty(args[1].shape[0], args[2].shape[1], dtype=args[3]) if out is None else out
-        if func is aten._grouped_mm.default and args[1].ndim == 3 and args[0].ndim == 2:
-            return args[0].new_empty(args[0].shape[0], args[1].shape[-1], dtype=args[0].dtype)
-        return func(*args, **kwargs)
-
-
 class _OnHost(TorchDispatchMode):
     """Real constants that Inductor folds are made on the host."""
 
@@ -140,28 +125,20 @@ class _OnHost(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _attention_by(kernel: str) -> Any:
-    """F.scaled_dot_product_attention by one kernel: torch's own choice would ask the device."""
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if attn_mask is not None or dropout_p:
-            raise NotImplementedError("attention with a mask or dropout is not one of the kernels counted here")
-        if kernel == "cudnn":
-            of_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-            return of_cudnn(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, 0.0, is_causal, False, scale=scale)[0]
-
-    return attention
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention by cuDNN's kernel: torch's own choice would ask the device."""
+    assert attn_mask is None and not dropout_p
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return kernel(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
 
 
 def _properties(device: DeviceFile) -> SimpleNamespace:
@@ -187,8 +164,8 @@ def _properties(device: DeviceFile) -> SimpleNamespace:
 
 
 @contextmanager
-def fake_cuda(device: DeviceFile, attention: str = "cudnn") -> Iterator[FakeTensorMode]:
-    """Within it tensors are fake, `cuda:0` is `device`, and attention runs by cuDNN or FlashAttention.
+def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
+    """Within it tensors are fake, `cuda:0` is `device`, and attention runs by cuDNN.
 
     Call it in a process of its own: the autograd engine keeps what it was told. Raises RuntimeError if `unavailable`.
     """
@@ -252,12 +229,12 @@ def fake_cuda(device: DeviceFile, attention: str = "cudnn") -> Iterator[FakeTens
         target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
         patch(driver, _active=SimpleNamespace(get_current_target=lambda: target))
         patch(UniformValueConstantFolder, _deduce_value=deduce_on_host)
-        patch(F, scaled_dot_product_attention=_attention_by(attention))
+        patch(F, scaled_dot_product_attention=_attention)
         patch(Tensor, pin_memory=lambda self, *args: self, tolist=_zeros)
         stack.callback(getattr(create, "cache_clear", lambda: None))
         stack.enter_context(config.patch(compile_threads=1))  # else processes that compile are started
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Answers())
+        stack.enter_context(NoValues())
         yield mode
 
 
@@ -382,7 +359,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     parser.add_argument("--device", default="h100", help=f"{', '.join(device_names())}, or a device file")
-    parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="its kernel")
     parser.set_defaults(layers=2)
     args = parser.parse_args(argv)
     if (problem := unavailable()) is not None:
@@ -393,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = config_of(replace(SHAPES[args.config], micro_batches=2), args.layers, 1, model_flags(args))
     except ValueError as error:
         parser.error(str(error))
-    with fake_cuda(device, args.attention) as mode, watched_regions(mode) as uses:
+    with fake_cuda(device) as mode, watched_regions(mode) as uses:
         run_step(config)
     for use in uses.values():
         eager = f"; UNCOMPILED in {use.eager_calls} calls" if use.eager_calls else ""
