@@ -34,7 +34,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import resolve, validate
 
-from .common import parted, run_tool, too_small
+from .common import parted, refuse, run_tool, too_small
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """Tensors compared in 16 bits. Weights and moments are not: Adam divides each gradient by its own size, so a gradient
@@ -123,8 +123,7 @@ def check_own_flags(args: argparse.Namespace) -> None:
             shlex.split(text)
         except ValueError as error:
             problems.append(f"{name} {text}: cannot be split into flags: {error}; close the quotation mark")
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(problems)
 
 
 def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
@@ -210,8 +209,7 @@ def check_comparable(snapshots: Sequence[Snapshot]) -> None:
         if key in shapes[1] and shapes[0][key] != shapes[1][key]:
             problems.append(f"{key} is {shapes[0][key]} in a and {shapes[1][key]} in b; give both one model")
             break
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(problems)
 
 
 def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: float) -> int:

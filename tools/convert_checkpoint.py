@@ -28,7 +28,7 @@ from megatron.extensions.conversion.convert import Conversion, parse_bytes, pars
 from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Options
 
-from .common import add_config_flags, add_extension_flag, run_tool, too_small, tool_parser
+from .common import add_config_flags, add_extension_flag, refuse, run_tool, too_small, tool_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,8 +91,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="replace the output folder if it holds a model")
     add_config_flags(parser, "vocabulary, from Hugging Face", "make_vocab_size_divisible_by")
     args = parser.parse_args(argv)
-    if problems := too_small(args, workers=1, make_vocab_size_divisible_by=1):
-        raise ValueError("\n".join(problems))
+    refuse(too_small(args, workers=1, make_vocab_size_divisible_by=1))
     return args
 
 

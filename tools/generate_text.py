@@ -41,6 +41,7 @@ from .common import (
     add_model_flags,
     model_flag_problems,
     open_model,
+    refuse,
     run_tool,
     too_small,
     tool_parser,
@@ -205,8 +206,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.system is not None and not args.chat:
         problems.append("--system needs --chat beside it; in JSON lines it is a message of the role system")
     problems += model_flag_problems(args)
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(problems)
     return args
 
 

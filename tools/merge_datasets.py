@@ -18,7 +18,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, strip_suffix
 
-from .common import dataset_at, refuse_output, run_tool, tool_parser
+from .common import dataset_at, refuse, refuse_output, run_tool, tool_parser
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -36,8 +36,7 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     twice = sorted({prefix for prefix in found if found.count(prefix) > 1})
     if twice:
         problems.append(f"--input: {', '.join(twice)} given more than once")
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(problems)
     return found
 
 
@@ -58,8 +57,7 @@ def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
     if len(kinds) > 1:
         shown = "; ".join(f"{kind}: {', '.join(members)}" for kind, members in kinds.items())
         problems.append(f"--input: token ids are stored in different types ({shown}); merge data of one tokenizer only")
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(problems)
     return datasets
 
 

@@ -45,6 +45,7 @@ from .common import (
     add_config_flags,
     add_extension_flag,
     config_of,
+    refuse,
     refuse_output,
     run_tool,
     too_small,
@@ -245,8 +246,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
             part()
         except ValueError as error:
             problems.append(str(error))
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(problems)
     return inputs
 
 

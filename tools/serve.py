@@ -39,6 +39,7 @@ from .common import (
     add_model_flags,
     model_flag_problems,
     open_model,
+    refuse,
     run_tool,
     too_small,
     tool_parser,
@@ -131,8 +132,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.port > 65535:
         problems.append(f"--port {args.port} must be at most 65535")
     problems += model_flag_problems(args)
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(problems)
     return args
 
 

@@ -97,18 +97,14 @@ OF_CALLS = ("part", "code", "seconds", "limit", "stopped", "command")
 def _read_calls(path: Path, found: Found) -> None:
     """One command a line; a line that was cut off is left out and named."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     except OSError as error:
         found.unreadable.append(f"calls.jsonl: {type(error).__name__}: {error}")
         return
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            call = json.loads(line)
-            found.calls.append({name: call[name] for name in OF_CALLS})
+            call = json.loads(line) if line.strip() else None
+            found.calls += [{name: call[name] for name in OF_CALLS}] if call is not None else []
         except MALFORMED:
             found.unreadable.append(f"calls.jsonl: line {number} is no whole command: {line[:60]}")
 

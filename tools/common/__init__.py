@@ -71,6 +71,12 @@ def too_small(args: argparse.Namespace, **least: float) -> list[str]:
     ]
 
 
+def refuse(problems: Sequence[str]) -> None:
+    """Raises ValueError with every problem, one a line, if there are any."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
     """Flags of these configuration fields, with the name, type and help they have in training."""
     group = parser.add_argument_group(title)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing import path_kind
 from megatron.core.dist_checkpointing.integrity import misfits, read_manifest
 from megatron.core.dist_checkpointing.path_kind import EVENTS, METRICS_FILE, RUNS, kind_of, refusal
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG as CONFIG
@@ -200,20 +201,20 @@ def _read_config(run: RunFolder) -> None:
 
 
 def _read_checkpoints(run: RunFolder) -> None:
-    latest = run.path / "latest_checkpointed_iteration.txt"
-    last = latest.read_text(errors="replace").strip() if latest.is_file() else ""
-    for folder in sorted(run.path.glob("iter_*")):
-        if not folder.is_dir() or not folder.name[5:].isdigit():
-            continue
+    try:
+        latest = path_kind.read_latest(run.path)
+    except ValueError:
+        latest = None
+    for iteration, folder in sorted(path_kind.saved_folders(run.path).items()):
         why = _why_incomplete(folder)
         files = [path for path in folder.rglob("*") if path.is_file()]
         run.checkpoints.append(
             {
-                "iteration": int(folder.name[5:]),
+                "iteration": iteration,
                 "bytes": sum(path.stat().st_size for path in files),
                 "files": len(files),
                 "state": f"not complete: {why}" if why else "complete",
-                "latest": folder.name[5:].lstrip("0") == last.lstrip("0"),
+                "latest": iteration == latest,
                 "time": folder.stat().st_mtime,
             }
         )
