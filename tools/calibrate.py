@@ -218,7 +218,7 @@ def described(measured: Measured, device: torch.device, ranks_per_node: int) -> 
         return device_file(measured, {}, name=processor_name(), multiprocessors=1, memory_gib=memory)
     about = torch.cuda.get_device_properties(device)
     peaks = [peak for name, peak in PEAK_TFLOPS_16BIT.items() if name in about.name]
-    shapes = {(each.m, each.n) for each in measured.products}
+    shapes = {(each.m, each.n) for each, _ in measured.products}
     return device_file(
         measured,
         {(m, n): tile_share(m, n, about.multi_processor_count) for m, n in shapes},

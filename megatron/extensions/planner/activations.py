@@ -11,27 +11,27 @@ B, or to I, and from there to W what the weight gradients need.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
-from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
-from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.planner.fake_stage import (
     FakeStages,
     MicroBatch,
+    Part,
+    PartCache,
+    StageParts,
+    Unit,
     fake_stages,
-    in_a_layer,
-    nothing_offloaded,
-    numbered_kinds,
     planned,
 )
 from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.time.pipeline import Schedule
 
 MEASURED_LAYERS = 3
 """Number of identical layers measured per recomputed group; each further one adds the same."""
@@ -89,36 +89,16 @@ class StageMemory:
         return self + less * -1
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Layers that are recomputed together, or one that keeps its own activations."""
-
-    layers: tuple[int, ...]
-    recompute: bool
-    offload: bool
-
-
-class ActivationPlan:
-    """What stages of one configuration hold of a micro-batch; each distinct part is measured once."""
+class ActivationPlan(StageParts[StageMemory]):
+    """What stages of one configuration hold of a micro-batch."""
 
     def __init__(self, batch: MicroBatch, plans: ActivationPlans | None = None) -> None:
         """`plans` keep what other configurations with the same layers take."""
-        self.batch, self._plans = batch, plans or ActivationPlans()
-        self._kinds = numbered_kinds(batch, self._plans.kinds)
-        self._batches = {True: batch, False: nothing_offloaded(batch)}
-        """By whether a part offloads: what does not is the same whatever other layers do."""
-        self._of_layer = {offloads: in_a_layer(each) for offloads, each in self._batches.items()}
-        self._measured = {
-            offloads: self._plans.measured.setdefault(each, {}) for offloads, each in self._of_layer.items()
-        }
+        super().__init__(batch, plans or ActivationPlans(), _measured)
 
     def stage(self, stage: Stage) -> StageMemory:
         """The memory of one stage; peaks are to the byte where its layers are of one kind."""
-        segments = recompute_segments(self.batch.model, len(stage.layers), self.batch.parallel.offloaded_layers)
-        units = [
-            _Unit(tuple(stage.layers[i] for i in segment.layers), segment.recompute, segment.offload)
-            for segment in segments
-        ]
+        units = self.units(stage)
         if len(units) < 2:
             return self._part(units, stage.first, stage.last)
         parts = [self._part(units[:1], stage.first, False)]
@@ -127,7 +107,7 @@ class ActivationPlan:
         return self._with_peaks(sum(parts, StageMemory()), units, stage, parts)
 
     def _with_peaks(
-        self, total: StageMemory, units: Sequence[_Unit], stage: Stage, parts: Sequence[StageMemory]
+        self, total: StageMemory, units: Sequence[Unit], stage: Stage, parts: Sequence[StageMemory]
     ) -> StageMemory:
         """`total` with the peaks of a stage that runs its parts one after the other. What the part before has offloaded
         is on the device too: in the forward pass not yet let go of, in the backward fetched ahead."""
@@ -145,50 +125,31 @@ class ActivationPlan:
             before = alone.offloaded
         return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
 
-    def _part(self, units: Sequence[_Unit], first: bool, last: bool) -> StageMemory:
-        """A stage of these units, measured unless one like it has been."""
-        alike = tuple((tuple(self._kinds[n] for n in unit.layers), unit.recompute, unit.offload) for unit in units)
-        key = alike, first, last
-        offloads = any(unit.offload for unit in units)
-        measured = self._measured[offloads]
-        if key not in measured:
-            long = self._long(units, first, last)
-            measured[key] = long or _measure(self._batches[offloads], units, first, last)
-        return measured[key]
-
-    def _long(self, units: Sequence[_Unit], first: bool, last: bool) -> StageMemory | None:
-        """The same for a unit of many equal layers, from what a few of them take."""
+    def _part(self, units: Sequence[Unit], first: bool, last: bool) -> StageMemory:
+        """A stage of these units; of a unit of many equal layers by what a few of them take."""
         for number, unit in enumerate(units):
             more = len(unit.layers) - MEASURED_LAYERS
-            if more > 0 and len({self._kinds[n] for n in unit.layers}) == 1:
+            if more > 0 and len(set(self.kinds(unit))) == 1:
                 shorter = [
-                    replace(unit, layers=unit.layers[:count]) for count in (MEASURED_LAYERS, MEASURED_LAYERS - 1)
+                    unit._replace(layers=unit.layers[:count]) for count in (MEASURED_LAYERS, MEASURED_LAYERS - 1)
                 ]
                 before, after = units[:number], units[number + 1 :]
                 few, fewer = (self._part([*before, part, *after], first, last) for part in shorter)
                 return few + (few - fewer) * more
-        return None
+        return self.of([Part(tuple(units), first, last)])[0]
 
 
-def _measure(batch: MicroBatch, units: Sequence[_Unit], first: bool, last: bool) -> StageMemory:
-    layers = [number for unit in units for number in unit.layers]
-    segments, start = [], 0
-    for unit in units:
-        segments.append(Segment(range(start, start + len(unit.layers)), unit.recompute, unit.offload))
-        start += len(unit.layers)
-
-    def measured(meta: bool) -> StageMemory:
+def _measured(batch: MicroBatch, parts: Sequence[Part]) -> list[StageMemory]:
+    def measured(meta: bool) -> list[StageMemory]:
         with fake_stages(batch, meta) as fakes:
-            return measure(fakes, layers, segments, first, last)
+            return [_measure(fakes, part) for part in parts]
 
     return planned(batch, measured)
 
 
-def measure(
-    fakes: FakeStages, layers: Sequence[int], segments: Sequence[Segment], first: bool, last: bool
-) -> StageMemory:
-    """Runs one micro-batch through a stage and back, as the executor does, and counts."""
-    stage = fakes.build(layers, first, last, segments)
+def _measure(fakes: FakeStages, part: Part) -> StageMemory:
+    """Runs one micro-batch through a part and back, as the executor does, and counts."""
+    stage = fakes.build(part)
     with fakes.casts.kept():
         if linear_format(fakes.parallel) is not None:  # the first micro-batch makes the copies of weights
             _run(fakes, stage)
@@ -234,19 +195,8 @@ class RankActivations:
         return self.peak + self.weight_copies + self.working
 
 
-class ActivationPlans:
-    """Plans of many configurations; those whose layers do the same share what is measured."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, ActivationPlan] = {}
-        self.measured: dict[MicroBatch, dict[Hashable, StageMemory]] = {}
-        self.kinds: dict[Hashable, list[int]] = {}
-
-    def of(self, batch: MicroBatch) -> ActivationPlan:
-        key = in_a_layer(batch), batch.parallel.offloaded_layers
-        if key not in self._plans:
-            self._plans[key] = ActivationPlan(batch, self)
-        return self._plans[key]
+ActivationPlans = PartCache[StageMemory]
+"""What is measured for plans of many configurations."""
 
 
 def activations_of_ranks(
@@ -254,15 +204,12 @@ def activations_of_ranks(
 ) -> list[RankActivations]:
     """By pipeline rank, for steps of this number of micro-batches. `plans` keeps what is measured between calls."""
     model, parallel = batch.model, batch.parallel
-    layout, plan = pipeline_layout(model, parallel), (plans or ActivationPlans()).of(batch)
+    layout, plan = pipeline_layout(model, parallel), ActivationPlan(batch, plans)
     stages = [plan.stage(stage) for stage in pipeline_stages(model, parallel)]
     share = [stage.for_weights / max(1, stage.kept) for stage in stages]
     costs = StageCosts(activation=[stage.kept for stage in stages], kept_for_weight_grad=share)
     found = []
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    in_turns = parallel.pass_pair is not None
-    lists = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group, in_turns)
-    for rank, actions in enumerate(lists):
+    for rank, actions in enumerate(Schedule.of(parallel, layout).lists(microbatches)):
         own = layout.stages_of(rank)
         peak, held = held_at_peak(actions, costs)
         highest = peak_of_actions(actions, stages)

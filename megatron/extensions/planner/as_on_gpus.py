@@ -7,8 +7,10 @@ device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -54,48 +56,59 @@ class PlannedFlashKernel(FlashCUDAKernel):
         return None
 
 
+def launched(pairs: float, width: int, value_width: int, length: int, backward: bool, dropout: bool = False) -> None:
+    """Called at each launch of an attention kernel, to be replaced by what records it: for this number of query-key
+    pairs, of all heads, with values of `value_width`, over `length` keys. With `dropout` both passes of the backward
+    are one launch."""
+
+
+def _launch(q: Tensor, v: Tensor, tiles: Sequence[Tile], backward: bool, dropout: bool = False) -> None:
+    """A launch for the queries of tiles."""
+    _, samples, heads, width = q.shape
+    pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
+    keys = max(tile.keys.stop for tile in tiles) - min(tile.keys.start for tile in tiles)
+    launched(pairs, width, v.shape[-1], min(keys, max(tile.window or keys for tile in tiles)), backward, dropout)
+
+
+@lru_cache(maxsize=1024)
+def seen_pairs(tile: Tile) -> float:
+    """Pairs of a query and a key that it sees; within a window, of those that the tile has."""
+    n, m = len(tile.queries), len(tile.keys)
+    if tile.window is not None:
+        return float(
+            sum(max(0, min(m, i + tile.offset + 1) - max(0, i + tile.offset + 1 - tile.window)) for i in range(n))
+        )
+    return n * m / 2 if tile.diagonal else float(n * m)
+
+
 class FakeKernel:
-    """Makes tensors of the shapes that a kernel makes, one launch for each tile."""
+    """Makes tensors of the shapes that a kernel makes, one launch for each tile. If `parts` is given, it takes parts of
+    samples, as context parallelism has them: whole samples need no packing, and have one launch at all widths."""
 
     needs_places, most_queries = False, None
-    packed: PackedKernel | None = None
+
+    def __init__(self, parts: Kernel | None = None, packed: PackedKernel | None = None) -> None:
+        self.parts, self.packed = parts, packed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        if self.parts is not None and not _whole(tiles, q, k):
+            yield from self.parts.forward(q, k, v, tiles)
+            return
         for tile in tiles:
             queries = query_rows(q, tile)
-            self.launched(queries, v, tile, False)
+            _launch(queries, v, (tile,), False)
             yield tile, (queries.new_empty(*queries.shape[:-1], v.shape[-1]), statistics_of(queries))
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
+        if self.parts is not None and not _whole(tiles, q, k):
+            yield from self.parts.backward(rows, q, k, v, tiles)
+            return
         for tile in tiles:
             queries, keys, values = query_rows(q, tile), key_rows(k, tile), key_rows(v, tile)
-            self.launched(queries, v, tile, True)
+            _launch(queries, v, (tile,), True)
             yield tile, (queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape))
-
-    def launched(self, q: Tensor, v: Tensor, tile: Tile, backward: bool) -> None:
-        """Called at each launch, with the rows of the tile's queries."""
-
-
-class PlannedKernel(FakeKernel):
-    """Attention of whole samples in one launch, which needs no packing and takes all widths, and of parts of samples,
-    as context parallelism has them, by `parts`."""
-
-    def __init__(self, parts: Kernel) -> None:
-        self.parts = parts
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        if _whole(tiles, q, k):
-            return super().forward(q, k, v, tiles)
-        return self.parts.forward(q, k, v, tiles)
-
-    def backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
-    ) -> Iterator[tuple[Tile, Gradients]]:
-        if _whole(tiles, q, k):
-            return super().backward(rows, q, k, v, tiles)
-        return self.parts.backward(rows, q, k, v, tiles)
 
 
 def statistics_of(q: Tensor) -> Tensor:
@@ -116,7 +129,7 @@ def planned_kernels_of(
     """`core_attention.kernels_of` as on GPUs; those of cuDNN, which need no packing, are planned as FlashAttention."""
     if backend == "unfused" or not fits_flash(dtype, head_dim, value_head_dim):
         return TorchKernel(scale), TorchKernel(scale)
-    kernel = PlannedKernel(of_any_widths(PlannedFlashKernel(), head_dim, value_head_dim))
+    kernel = FakeKernel(of_any_widths(PlannedFlashKernel(), head_dim, value_head_dim))
     return kernel, kernel
 
 
@@ -130,18 +143,15 @@ class PlannedDropoutKernel(FlashDropoutKernel):
     """Makes tensors of the shapes that the kernel makes."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
-        self.launched(q, v, tiles, False)
+        _launch(q, v, tiles, False, dropout=True)
         return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], dtype=torch.float32)
 
     def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
         of_rows = [torch.empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
-        self.launched(q, v, tiles, True)
+        _launch(q, v, tiles, True, dropout=True)
         grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         del of_rows
         return grads
-
-    def launched(self, q: Tensor, v: Tensor, tiles: tuple[Tile, ...], backward: bool) -> None:
-        """Called at each launch."""
 
 
 class _NormOfGPUs(torch.autograd.Function):
@@ -230,11 +240,7 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: 
 @contextmanager
 def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
     """(owner, name, stand-in): each is its owner's attribute of that name meanwhile."""
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in stand_ins]
-    try:
-        for owner, name, stand_in in stand_ins:
-            setattr(owner, name, stand_in)
+    with ExitStack() as stack:
+        for stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(*stand_in))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

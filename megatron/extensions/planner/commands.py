@@ -141,13 +141,13 @@ class DryRun(Command):
     def _suggest(self, run: Prepared) -> int:
         """Prints the best layouts of a run. Problems of its own layout are part of what is said of it; where every
         layout has problems, the run's own are told as those of a run."""
-        from megatron.extensions.planner.suggest.report import MOST_PREDICTED, MOST_TIMED, print_suggestions
+        from megatron.extensions.planner.suggest.report import MOST_TIMED, print_suggestions
 
         assert self.device is not None, "--suggest comes with --device"
         if run.launch.rank == 0:
             asked = self.device, self.gpus_per_node, self.device_memory, run.json_file
             try:
-                most = (None, None) if self.suggest == "all" else (MOST_PREDICTED, MOST_TIMED)
+                most = None if self.suggest == "all" else MOST_TIMED
                 if not print_suggestions(run.config, run.world_size, *asked, run.problems, most) and run.problems:
                     run.refuse(run.problems)
             except DeviceError as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import compiled_regions
 from megatron.core.batch import Batch
-from megatron.core.config.layers import Rotation, Span
+from megatron.core.config.layers import RecomputeConfig, Rotation, Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.schedules import splits_backward
+from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.transformer.activation_store import build_store
-from megatron.core.transformer.recompute import Segment
+from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
 from megatron.extensions.planner.live_memory import LiveMemory
@@ -121,11 +123,6 @@ def in_a_layer(batch: MicroBatch) -> MicroBatch:
     return replace(batch, parallel=parallel.with_offloaded_layers(1))
 
 
-def nothing_offloaded(batch: MicroBatch) -> MicroBatch:
-    """Equal for micro-batches that do the same in layers that keep their activations on the device."""
-    return replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
-
-
 ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense.default: lambda x: 0.0 if x.is_floating_point() else 0,
     torch.ops.aten._grouped_mm.default: lambda x, y, *more, **options: x.new_empty(x.shape[0], y.shape[-1]),
@@ -160,6 +157,22 @@ WITHOUT_GROUPS = {"tp_comm_overlap_method": None}
 """Fields that fake groups need other values of. Symmetric memory keeps what the ring, the default, keeps."""
 
 
+class Unit(NamedTuple):
+    """Layers that are recomputed together, or one that keeps its own activations."""
+
+    layers: tuple[int, ...]
+    recompute: bool = False
+    offload: bool = False
+
+
+class Part(NamedTuple):
+    """A piece of a stage that is run by itself: units, and the ends of the model that are beside them."""
+
+    units: tuple[Unit, ...] = ()
+    first: bool = False
+    last: bool = False
+
+
 class FakeStages:
     """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
 
@@ -187,25 +200,26 @@ class FakeStages:
         )
         self.micro_batch = whole.with_future(model.mtp_depths).local_to(state.cp)
 
-    def build(
-        self, layers: Sequence[int], first: bool, last: bool, segments: Sequence[Segment] | None = None
-    ) -> GPTModel:
+    def build(self, part: Part) -> GPTModel:
         """A stage in training, its parameters with a `main_grad` each, as data parallelism sets it."""
         stage = GPTModel(
             self.batch.model,
             self.parallel,
             self.state,
-            layers=layers,
-            first=first,
-            last=last,
+            layers=[number for unit in part.units for number in unit.layers],
+            first=part.first,
+            last=part.last,
             queue=self.queue,
             casts=self.casts,
             offload=self.offload,
             initialize=False,
             device=self.device,
         ).train()
-        if segments is not None:
-            stage.decoder.segments = list(segments)
+        ends = list(accumulate(len(unit.layers) for unit in part.units))
+        stage.decoder.segments = [
+            Segment(range(end - len(unit.layers), end), unit.recompute, unit.offload)
+            for unit, end in zip(part.units, ends, strict=True)
+        ]
         # GPUs add a 16-bit product to an fp32 gradient in one kernel, CPUs make the product first.
         main = self.dtype if self.batch.device == "cuda" else getattr(torch, self.parallel.main_dtype)
         main = torch.bfloat16 if self.batch.bf16_sums else main
@@ -280,6 +294,69 @@ def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[
         kinds = layer_kinds(replace(batch, parallel=plain))
         known[key] = [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
     return known[key]
+
+
+@dataclass
+class PartCache(Generic[T]):
+    """What was found out about parts of stages, for configurations whose layers do the same to share."""
+
+    kinds: dict[Hashable, list[int]] = field(default_factory=dict)
+    """Model -> for each layer the first layer that is like it."""
+
+    known: dict[MicroBatch, dict[Part, T]] = field(default_factory=dict)
+    """By micro-batch in a layer."""
+
+
+class StageParts(Generic[T]):
+    """The parts of one configuration's stages; each distinct one is run once."""
+
+    def __init__(
+        self, batch: MicroBatch, cache: PartCache[T], run: Callable[[MicroBatch, Sequence[Part]], list[T]]
+    ) -> None:
+        self.batch, self._run = batch, run
+        self._alike = numbered_kinds(batch, cache.kinds)
+        kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
+        # What does not offload is the same whatever other layers do, and so are the ends whatever layers recompute.
+        same = {"offloaded": batch, "kept": kept, "ends": _nothing_recomputed(kept)}
+        self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}
+
+    def units(self, stage: Stage) -> list[Unit]:
+        """Those of a stage."""
+        segments = recompute_segments(self.batch.model, len(stage.layers), self.batch.parallel.offloaded_layers)
+        return [Unit(tuple(stage.layers[i] for i in each.layers), each.recompute, each.offload) for each in segments]
+
+    def kinds(self, unit: Unit) -> tuple[int, ...]:
+        """For each layer of a unit the first one that is like it."""
+        return tuple(self._alike[number] for number in unit.layers)
+
+    def _key(self, part: Part) -> Part:
+        return part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units))
+
+    def of(self, parts: Sequence[Part]) -> list[T]:
+        """What they do or hold. Those that are not known yet are run, all of a kind in one fake step."""
+        keys = list(map(self._key, parts))
+        found: dict[Part, T] = {}
+        for kind, (batch, known) in self._of_kind.items():
+            own = {key: part for key, part in zip(keys, parts, strict=True) if _kind_of_part(part) == kind}
+            if missing := {key: part for key, part in own.items() if key not in known}:
+                known |= zip(missing, self._run(batch, list(missing.values())), strict=True)
+            found |= {key: known[key] for key in own}
+        return [found[key] for key in keys]
+
+
+def _kind_of_part(part: Part) -> str:
+    if not part.units:
+        return "ends"
+    return "offloaded" if any(unit.offload for unit in part.units) else "kept"
+
+
+def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
+    """Equal for micro-batches that do the same at the ends of the model, where layers stand with multi-token prediction
+    alone."""
+    if batch.model.mtp_depths:
+        return batch
+    none: dict[str, Any] = dict.fromkeys(each.name for each in fields(RecomputeConfig))
+    return replace(batch, model=replace(batch.model, **none))
 
 
 IDENTITY = ("number", "layer", "key", "training")

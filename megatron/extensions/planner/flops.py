@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.transformer.recompute import computing_again
-from megatron.extensions.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
+from megatron.extensions.planner.fake_stage import FakeStages, MicroBatch, Part, Unit, fake_stages, layer_kinds
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
@@ -69,9 +69,10 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
     kinds = layer_kinds(batch)
     with fake_stages(batch) as fakes:
-        matmul, attention = _count(fakes, fakes.build([], True, True), fmean(modules or seen))  # that of the modules
+        ends = fakes.build(Part(first=True, last=True))
+        matmul, attention = _count(fakes, ends, fmean(modules or seen))  # that of the modules
         for (kind, tokens), times in Counter(zip(kinds, seen, strict=True)).items():
-            of_layer = _count(fakes, fakes.build([kinds.index(kind)], False, False), tokens)
+            of_layer = _count(fakes, fakes.build(Part((Unit((kinds.index(kind),)),))), tokens)
             matmul, attention = matmul + of_layer[0] * times, attention + of_layer[1] * times
     return FlopsPerToken(matmul, attention)
 

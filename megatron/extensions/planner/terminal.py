@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 @contextmanager
@@ -44,23 +44,20 @@ SECONDS_BETWEEN_LINES = 10.0
 """Of progress, where standard error is no terminal."""
 
 
-class Progress:
-    """Says on standard error how far a command is: in one line of a terminal, elsewhere in a line now and then."""
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yields what says on standard error how far a command is, if it has not just done so: in one line of a terminal,
+    elsewhere in a line now and then."""
+    terminal, said = sys.stderr.isatty(), time.monotonic()
 
-    def __init__(self) -> None:
-        self._terminal, self._said = sys.stderr.isatty(), time.monotonic()
+    def say(text: str) -> None:
+        nonlocal said
+        if time.monotonic() >= said + (0.2 if terminal else SECONDS_BETWEEN_LINES):
+            said = time.monotonic()
+            print(f"\r{text}\033[K" if terminal else f"{text}\n", end="", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def say(self, text: str) -> None:
-        """Shows `text`, if the last one was shown long enough ago."""
-        if time.monotonic() >= self._said + (0.2 if self._terminal else SECONDS_BETWEEN_LINES):
-            self._said = time.monotonic()
-            print(f"\r{text}\033[K" if self._terminal else f"{text}\n", end="", file=sys.stderr, flush=True)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._terminal:
+    try:
+        yield say
+    finally:
+        if terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -221,11 +221,11 @@ MODEL = TransformerConfig(
     ids=["dropout", "window", "none"],
 )
 def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], pairs: float) -> None:
-    traces = pytest.importorskip("megatron.extensions.planner.time.traces")
+    traces = pytest.importorskip("megatron.extensions.planner.time.recorder")
     replay = pytest.importorskip("megatron.extensions.planner.time.replay")
     model = replace(MODEL, **more)
     with traces.recorded_stages(traces.MicroBatch(model, ModelParallelConfig(bf16=True), 2)) as (fakes, recorder):
-        stage = fakes.build([0], first=False, last=False)
+        stage = fakes.build(traces.Part((traces.Unit((0,)),)))
         recorder.take()
         _, output = fakes.forward(stage)
         forward = recorder.take()

@@ -14,7 +14,7 @@ from megatron.extensions.planner.calibration import fit
 from megatron.extensions.planner.calibration.fit import fit_steps
 from megatron.extensions.planner.calibration.measure import CPU, KINDS, Clock, Sizes, measure, measure_links
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device, tile_share
-from megatron.extensions.planner.time.replay import Network, Placement
+from megatron.extensions.planner.time.replay import Attention, Network, Placement, Product
 from tests.harness import run_world
 from tools import calibrate
 
@@ -34,13 +34,13 @@ def measured(device: DeviceFile) -> fit.Measured:
     """What this device would show."""
     kernel, width, lengths = "flash", 128, (512, 2048, 8192)
 
-    def attention(length: int, way: bool) -> fit.AttentionTime:
+    def attention(length: int, way: bool) -> tuple[Attention, float]:
         flops = 1e6 * length**2
         took = seconds(device.attention_us(kernel, width, flops, length, way))
-        return fit.AttentionTime(kernel, width, length, flops, way, took)
+        return Attention(kernel, width, flops, length, way), took
 
     return fit.Measured(
-        tuple(fit.ProductTime("bf16", m, n, k, seconds(device.gemm_us("bf16", m, n, k))) for m, n, k in SHAPES),
+        tuple((Product("bf16", m, n, k), seconds(device.gemm_us("bf16", m, n, k))) for m, n, k in SHAPES),
         tuple(attention(length, way) for length in lengths for way in (False, True)),
         tuple((size, seconds(device.memory_us(size))) for size in (10**6, 10**7, 10**8)),
         2e-6,
@@ -125,8 +125,7 @@ def test_points_that_no_line_fits_give_no_negative_constant() -> None:
 def _products(*rates: float) -> fit.Measured:
     """Products of depths 8, 16, and so on, at these rates in TFLOP/s, beside the moves and attention of h100."""
     products = (
-        fit.ProductTime("bf16", 8, 8, k, 2e-12 * 8 * 8 * k / rate)
-        for k, rate in zip(range(8, 1000, 8), rates, strict=False)
+        (Product("bf16", 8, 8, k), 2e-12 * 8 * 8 * k / rate) for k, rate in zip(range(8, 1000, 8), rates, strict=False)
     )
     return replace(measured(read_device("h100")), products=tuple(products))
 
@@ -165,7 +164,7 @@ def test_ranks_measure_together_and_write_what_reads_the_same(tmp_path: Path) ->
     (found, points, slowdown), other = run_world(2, _measured)
     assert other == (found, points, slowdown)  # the mean of both ranks
     assert {(point.link, point.kind) for point in points} == {("network", kind) for kind in KINDS}
-    assert 0 <= slowdown <= 1 and len(found.products) == 2 and {each.backward for each in found.attention} == {0, 1}
+    assert 0 <= slowdown <= 1 and len(found.products) == 2 and {each.backward for each, _ in found.attention} == {0, 1}
     device = fit.device_file(found, {}, name="two processes", multiprocessors=1, memory_gib=1.5)
     device = replace(device, links=fit.links_of(points, 1), ranks_per_node=1)
     path = tmp_path / "mine.yaml"

@@ -11,11 +11,11 @@ import torch
 from megatron.core.pipeline_parallel.stages import pipeline_stages, whole_model
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions.planner import activations, fake_stage
-from megatron.extensions.planner.activations import ActivationPlans, StageMemory
+from megatron.extensions.planner.activations import ActivationPlan, StageMemory
 from megatron.extensions.planner.fake_stage import MicroBatch
-from megatron.extensions.planner.time import traces
+from megatron.extensions.planner.time import recorder as traces
+from megatron.extensions.planner.time.recorder import PlannerCache
 from megatron.extensions.planner.time.replay import PassEvents
-from megatron.extensions.planner.time.traces import PlannerCache
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 
@@ -58,7 +58,7 @@ def batch_of(flags: str) -> MicroBatch:
 def plans_of(batch: MicroBatch) -> tuple[list[list[PassEvents]], list[StageMemory]]:
     """What each stage does and holds."""
     stages = pipeline_stages(batch.model, batch.parallel)
-    plan = ActivationPlans().of(batch)
+    plan = ActivationPlan(batch)
     return PlannerCache().parts_of(batch, stages), [plan.stage(stage) for stage in stages]
 
 
@@ -84,7 +84,7 @@ def test_they_are_those_on_fake_tensors(case: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_part_that_reads_values_is_planned_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(CASES["llama"])
-    known = ActivationPlans().of(batch).stage(whole_model(batch.model))
+    known = ActivationPlan(batch).stage(whole_model(batch.model))
     tried, stages = [], fake_stage.fake_stages
 
     def noted(batch: MicroBatch, meta: bool = False) -> Any:
@@ -99,7 +99,7 @@ def test_a_part_that_reads_values_is_planned_on_fake_tensors(monkeypatch: pytest
 
     monkeypatch.setattr(activations, "fake_stages", noted)
     monkeypatch.setattr(MLP, "forward", reads)
-    assert ActivationPlans().of(batch).stage(whole_model(batch.model)) == known
+    assert ActivationPlan(batch).stage(whole_model(batch.model)) == known
     assert tried and tried == [True, False] * (len(tried) // 2)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.extensions.planner.rehearsal import collective_log
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog
 from megatron.extensions.planner.rehearsal.fake_rank import Lost, Rehearsal, forked, rehearsal_of, rehearse_rank
 from megatron.extensions.planner.rehearsal.matching import (
@@ -45,9 +50,29 @@ LAYOUTS = [
 ]
 
 
+class RealLog(CollectiveLog, TorchDispatchMode):
+    """The collectives of a rank of a real world; those of Python objects without what they call."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        CollectiveLog.__init__(self)
+        self.of_objects = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.of_objects:
+            self.record(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def answer(self, real: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        self.of_objects = True
+        real(**given)
+        self.of_objects = False
+
+
 def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
-    log = CollectiveLog()
-    with log, log.objects(answer=False), local_run(config, rank, world_size) as run:
+    log = RealLog()
+    passed = mock.patch.object(collective_log, "PASSED", (*collective_log.PASSED, Path(__file__)))
+    with passed, log, log.objects(), local_run(config, rank, world_size) as run:
         train_step(run)
     return log.collectives
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
+from megatron.core.pipeline_parallel.actions import Action, Lists
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, simulate
 from megatron.extensions.diagnosis.trace.pipeline_timeline import (
     MeasuredStep,
@@ -105,10 +105,8 @@ def _add_arrows(trace: Trace) -> None:
     """From each send to the action on the other rank that uses the message."""
     pipeline = {rank: number for number, ranks in enumerate(trace["otherData"]["pipelines"]) for rank in ranks}
     steps: dict[tuple[int, int], dict[Action, Event]] = defaultdict(dict)
-    for event, _ in actions_of(trace):
-        args = event["args"]
-        action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
-        steps[args["iteration"], pipeline[event["pid"]]][action] = event
+    for event, action, _ in actions_of(trace):
+        steps[event["args"]["iteration"], pipeline[event["pid"]]][action] = event
     number = 0
     for slices in steps.values():
         for name, source, target in message_arrows(slices):

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,16 +57,6 @@ PURPOSES = {
 }
 
 
-class Launched(NamedTuple):
-    """A collective whose wait has not returned yet."""
-
-    work: dist.Work
-    name: str
-    category: str
-    args: dict[str, Any]
-    start: int
-
-
 class CollectiveTaps:
     """Wraps the functions of torch.distributed that training calls, and the wait for what they launch."""
 
@@ -76,7 +67,8 @@ class CollectiveTaps:
         for name in dict.fromkeys(order):
             if (group := state.axis(name).group) is not None:
                 self._axes.setdefault(id(group), []).append("pp" if name in LANES else name)
-        self._launched: dict[int, Launched] = {}
+        self._launched: dict[int, tuple[dist.Work, Span]] = {}
+        """Collectives whose wait has not returned yet, by the identity of their work."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -84,13 +76,13 @@ class CollectiveTaps:
         with ExitStack() as stack:
             for name, label in COLLECTIVES.items():
                 if hasattr(dist, name):
-                    stack.enter_context(patched(dist, name, self._collective(getattr(dist, name), label)))
+                    stack.enter_context(patch.object(dist, name, self._collective(getattr(dist, name), label)))
             for name, label in MESSAGES.items():
                 tap = self._collective(getattr(dist, name), label)
-                stack.enter_context(patched(dist, name, tap))
-                stack.enter_context(patched(distributed_c10d, name, tap))  # P2POp compares with it
-            stack.enter_context(patched(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
-            stack.enter_context(patched(dist.Work, "wait", self._wait(dist.Work.wait)))
+                stack.enter_context(patch.object(dist, name, tap))
+                stack.enter_context(patch.object(distributed_c10d, name, tap))  # P2POp compares with it
+            stack.enter_context(patch.object(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
+            stack.enter_context(patch.object(dist.Work, "wait", self._wait(dist.Work.wait)))
             yield
         self._launched.clear()
 
@@ -100,10 +92,10 @@ class CollectiveTaps:
             name, facts = self._describe(label, args, kwargs)
             recorder, start_event, start = self.recorder, self.recorder.event(), time.perf_counter_ns()
             result = function(*args, **kwargs)
+            span = Span(recorder.track(), name, "communication", start, time.perf_counter_ns(), facts)
             if isinstance(result, dist.Work):
-                self._launched[id(result)] = Launched(result, name, "communication", facts, start)
+                self._launched[id(result)] = result, span
             else:
-                span = Span(recorder.track(), name, "communication", start, time.perf_counter_ns(), facts)
                 recorder.add(span, start_event, recorder.event())
             return result
 
@@ -116,8 +108,9 @@ class CollectiveTaps:
             name, facts = self._describe("ring exchange", tensors, {"group": group})
             start = time.perf_counter_ns()
             works = function(operations)
+            span = Span(self.recorder.track(), name, "communication", start, start, facts)
             for work in works:  # NCCL has one for all of them
-                self._launched.setdefault(id(work), Launched(work, name, "communication", facts, start))
+                self._launched.setdefault(id(work), (work, span))
             return works
 
         return tap
@@ -125,9 +118,9 @@ class CollectiveTaps:
     def _wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def tap(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            launched, recorder = self._launched.pop(id(work), None), self.recorder
-            if launched is None:
+            if id(work) not in self._launched:
                 return function(work, *args, **kwargs)
+            (_, launched), recorder = self._launched.pop(id(work)), self.recorder
             event, start = recorder.event(), time.perf_counter_ns()
             try:
                 return function(work, *args, **kwargs)
@@ -135,8 +128,7 @@ class CollectiveTaps:
                 stop, track = time.perf_counter_ns(), recorder.track()
                 waited = Span(track, f"wait for {launched.name}", "wait", start, stop, launched.args)
                 recorder.add(waited, event, recorder.event())
-                flight = Span(track, launched.name, launched.category, launched.start, stop, launched.args)
-                recorder.in_flight.append(flight)
+                recorder.in_flight.append(launched._replace(track=track, stop=stop))
 
         return tap
 
@@ -175,18 +167,3 @@ def caller(frame: FrameType | None) -> tuple[str, str]:
             return module, frame.f_code.co_name
         frame = frame.f_back
     return "autograd", ""
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute for the time of the block."""
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

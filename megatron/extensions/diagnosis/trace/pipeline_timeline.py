@@ -70,12 +70,11 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
     pipelines = trace["otherData"]["pipelines"]
     of_rank = {rank: number for number, ranks in enumerate(pipelines) for rank in ranks}
     found: dict[tuple[int, int], dict[int, dict[Action, Timed]]] = defaultdict(lambda: defaultdict(dict))
-    for event, began in actions_of(trace):
-        args, rank = event["args"], event["pid"]
-        action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
+    for event, action, began in actions_of(trace):
+        iteration, rank = event["args"]["iteration"], event["pid"]
         if action.kind in COMPUTE:
             timed = Timed(action, began, event["ts"] + event["dur"])
-            found[args["iteration"], of_rank[rank]][rank][action] = timed  # a step that was run again: the last one
+            found[iteration, of_rank[rank]][rank][action] = timed  # a step that was run again: the last one
     steps = []
     for (iteration, number), by_rank in sorted(found.items()):
         ranks = tuple(pipelines[number])
@@ -85,8 +84,8 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
     return steps
 
 
-def actions_of(trace: Trace) -> list[tuple[Event, float]]:
-    """Slices of the actions of training steps, each with when the wait for its message ended."""
+def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
+    """Slices of the actions of training steps, each with its action, and when the wait for its message ended."""
     device = trace["otherData"]["device"] == "cuda"
     gpu = {
         (event["pid"], event["tid"])
@@ -110,12 +109,13 @@ def actions_of(trace: Trace) -> list[tuple[Event, float]]:
         for event in sorted(events, key=lambda event: event["ts"]):
             while at < len(pending) and pending[at]["ts"] < event["ts"]:
                 at += 1
-            began = event["ts"]
-            if event["args"]["kind"] in ("F", "B", "I") and at < len(pending):
+            began, args = event["ts"], event["args"]
+            action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
+            if action.kind in (Kind.F, Kind.B, Kind.I) and at < len(pending):
                 end = pending[at]["ts"] + pending[at]["dur"]
                 # A send may wait for an earlier one, but no action sends within itself.
                 began = min(end, event["ts"] + event["dur"]) if end <= event["ts"] + event["dur"] + 1e-2 else began
-            found.append((event, began))
+            found.append((event, action, began))
     return found
 
 
@@ -152,12 +152,10 @@ def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
                 owners[step.iteration, step.ranks[0], action.stage] = rank
     pipeline = {rank: ranks[0] for ranks in trace["otherData"]["pipelines"] for rank in ranks}
     found = []
-    for event, began in actions_of(trace):
-        args = event["args"]
-        action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
+    for event, action, began in actions_of(trace):
         if action.kind not in (Kind.F, Kind.B, Kind.I):
             continue
-        place = args["iteration"], pipeline[event["pid"]]
+        place = event["args"]["iteration"], pipeline[event["pid"]]
         before = action.stage + (-1 if action.kind is Kind.F else 1)
         if owners.get((*place, before), event["pid"]) == event["pid"]:
             continue

@@ -12,6 +12,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.profiler import output_folder
 from megatron.extensions.diagnosis.trace.assembly import RankTrace, assemble
-from megatron.extensions.diagnosis.trace.collective_taps import CollectiveTaps, patched
+from megatron.extensions.diagnosis.trace.collective_taps import CollectiveTaps
 from megatron.extensions.diagnosis.trace.host_clocks import Alignment, Offset, host_identity, measure
 from megatron.extensions.diagnosis.trace.pipeline_timeline import PIPELINE
 from megatron.extensions.diagnosis.trace.recorder import Recorder
@@ -107,7 +108,7 @@ class Tracer(Callback):
             (self.pipeline, "evaluate", self._wrapped(self.pipeline.evaluate, "evaluation batch")),
             (self.saver, "save", self._wrapped(self.saver.save, "save")),
         ):
-            taps.enter_context(patched(owner, name, traced))
+            taps.enter_context(patch.object(owner, name, traced))
         self.timers.watchers.insert(0, self._part)
         taps.callback(self.timers.watchers.remove, self._part)
         collections: list[AbstractContextManager[None]] = []

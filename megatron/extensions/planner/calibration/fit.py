@@ -16,30 +16,7 @@ import numpy as np
 import yaml
 
 from megatron.extensions.planner.device_file import AttentionSpeed, DeviceFile, GemmSpeed, Link
-from megatron.extensions.planner.time.replay import ROUNDS
-
-
-@dataclass(frozen=True)
-class ProductTime:
-    """Measured: a product [m, k] x [k, n]."""
-
-    precision: str
-    m: int
-    n: int
-    k: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class AttentionTime:
-    """Measured: causal attention by heads of `width` channels over `length` tokens; `flops` as device files count."""
-
-    kernel: str
-    width: int
-    length: int
-    flops: float
-    backward: bool
-    seconds: float
+from megatron.extensions.planner.time.replay import ROUNDS, Attention, Product
 
 
 @dataclass(frozen=True)
@@ -56,12 +33,12 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything measured on a rank, or the mean of the ranks."""
+    """Seconds of everything measured on a rank, or the mean of the ranks."""
 
-    products: tuple[ProductTime, ...]
-    attention: tuple[AttentionTime, ...]
+    products: tuple[tuple[Product, float], ...]
+    attention: tuple[tuple[Attention, float], ...]
     moves: tuple[tuple[int, float], ...]
-    """(bytes read and written, seconds) of copies."""
+    """Of copies, by the bytes read and written."""
 
     floor: float
     """Seconds of an operation on one number."""
@@ -93,23 +70,22 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
     return per_byte, max(0.0, median(took - per_byte * size for size, took in zip(sizes, seconds, strict=True)))
 
 
-def gemm_speed(points: Sequence[ProductTime], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
+def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
     """`filled`: by point, the share of the device that its tiles fill. `peak`: TFLOP/s that the device can reach: a fit
     above it, to noise or to shares that are too small, is held there."""
-    flops = [2.0 * each.m * each.n * each.k for each in points]
-    xs = [[flop / full, flop / full / each.k] for flop, full, each in zip(flops, filled, points, strict=True)]
-    seconds = [each.seconds for each in points]
-    per_flop, per_column = line(xs, seconds)
+    flops = [2.0 * each.m * each.n * each.k / full for (each, _), full in zip(points, filled, strict=True)]
+    xs = [[flop, flop / each.k] for flop, (each, _) in zip(flops, points, strict=True)]
+    per_flop, per_column = line(xs, [seconds for _, seconds in points])
     if (least := 1e-12 / peak) > per_flop:
-        depths = [(took / x[0] / least - 1) * each.k for x, took, each in zip(xs, seconds, points, strict=True)]
+        depths = [(took / flop / least - 1) * each.k for flop, (each, took) in zip(flops, points, strict=True)]
         return GemmSpeed(peak, max(0.0, median(depths)))
     return GemmSpeed(1e-12 / per_flop, per_column / per_flop)
 
 
-def attention_speed(points: Sequence[AttentionTime]) -> tuple[float, float]:
+def attention_speed(points: Sequence[tuple[Attention, float]]) -> tuple[float, float]:
     """(TFLOP/s of an endless sequence, length at which half of that is reached)."""
-    xs = [[each.flops, each.flops / each.length] for each in points]
-    per_flop, per_row = line(xs, [each.seconds for each in points])
+    xs = [[each.flops, each.flops / each.length] for each, _ in points]
+    per_flop, per_row = line(xs, [seconds for _, seconds in points])
     return 1e-12 / per_flop, per_row / per_flop
 
 
@@ -153,21 +129,19 @@ def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **a
     measured or that endless products are fitted to reach."""
     peaks = about.get("peak_tflops", {})
     gemm = {}
-    for precision in dict.fromkeys(each.precision for each in measured.products):
-        own = [each for each in measured.products if each.precision == precision]
-        shares = [filled.get((each.m, each.n), 1.0) for each in own]
+    for precision in dict.fromkeys(each.precision for each, _ in measured.products):
+        own = [point for point in measured.products if point[0].precision == precision]
+        shares = [filled.get((each.m, each.n), 1.0) for each, _ in own]
         gemm[precision] = gemm_speed(own, shares, peaks.get(precision, math.inf))
     attention: dict[str, dict[int, AttentionSpeed]] = {}
-    for kernel, width in dict.fromkeys((each.kernel, each.width) for each in measured.attention):
-        both = [
-            attention_speed([a for a in measured.attention if (a.kernel, a.width, a.backward) == (kernel, width, way)])
-            for way in (False, True)
-        ]
+    for kernel, width in dict.fromkeys((each.backend, each.width) for each, _ in measured.attention):
+        of_kernel = [point for point in measured.attention if (point[0].backend, point[0].width) == (kernel, width)]
+        both = [attention_speed([point for point in of_kernel if point[0].backward is way]) for way in (False, True)]
         attention.setdefault(kernel, {})[width] = AttentionSpeed(*both)
     per_byte, start = line([[moved, 1.0] for moved, _ in measured.moves], [seconds for _, seconds in measured.moves])
     best = {
         precision: max(
-            speed.tflops, *(2e-12 * p.m * p.n * p.k / p.seconds for p in measured.products if p.precision == precision)
+            speed.tflops, *(2e-12 * p.m * p.n * p.k / took for p, took in measured.products if p.precision == precision)
         )
         for precision, speed in gemm.items()
     }
@@ -192,12 +166,12 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
     def note(what: str, us: float, seconds: float) -> None:
         found.setdefault(what, []).append(abs(1e-6 * us - seconds) / seconds)
 
-    for p in measured.products:
-        note(f"products {p.precision}", device.gemm_us(p.precision, p.m, p.n, p.k), p.seconds)
-    for a in measured.attention:
+    for p, seconds in measured.products:
+        note(f"products {p.precision}", device.gemm_us(p.precision, p.m, p.n, p.k), seconds)
+    for a, seconds in measured.attention:
         way = "backward" if a.backward else "forward"
-        us = device.attention_us(a.kernel, a.width, a.flops, a.length, a.backward)
-        note(f"attention {a.kernel} {way}", us, a.seconds)
+        us = device.attention_us(a.backend, a.width, a.flops, a.length, a.backward)
+        note(f"attention {a.backend} {way}", us, seconds)
     if device.capability is not None:  # those of a CPU are fitted to steps, whose caches an operation alone has not
         for moved, seconds in measured.moves:
             note("element-wise", device.memory_us(moved), seconds)

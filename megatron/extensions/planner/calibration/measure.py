@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.collectives import start_all_gather, start_reduce_scatter
 from megatron.core.parallel_state import Axis
-from megatron.extensions.planner.calibration.fit import AttentionTime, CollectiveTime, Measured, ProductTime
+from megatron.extensions.planner.calibration.fit import CollectiveTime, Measured
 from megatron.extensions.planner.device_file import COLLECTIVES as KINDS
+from megatron.extensions.planner.time.replay import Attention, Product
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -123,16 +124,16 @@ def measure_links(clock: Clock, sizes: Sizes, ranks_per_node: int) -> tuple[list
     return found, overlap_slowdown(clock, sizes, list(groups.values())[-1]) if groups else 0.0
 
 
-def products(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Iterator[ProductTime]:
+def products(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Iterator[tuple[Product, float]]:
     for precision in precisions:
         for m, n, k in sizes.products:
             a = torch.randn(m, k, device=clock.device).to(DTYPES[precision])
             b = torch.randn(k, n, device=clock.device).to(DTYPES[precision])
             out = a.new_empty(m, n)
-            yield ProductTime(precision, m, n, k, clock.seconds(partial(torch.mm, a, b, out=out)))
+            yield Product(precision, m, n, k), clock.seconds(partial(torch.mm, a, b, out=out))
 
 
-def attention(clock: Clock, sizes: Sizes, precision: str) -> Iterator[AttentionTime]:
+def attention(clock: Clock, sizes: Sizes, precision: str) -> Iterator[tuple[Attention, float]]:
     """Causal, through torch's kernels: FlashAttention-2 and, on GPUs, cuDNN where it runs."""
     for kernel, backend in KERNELS.items():
         if kernel == "cudnn" and clock.device.type != "cuda":
@@ -147,7 +148,7 @@ def attention(clock: Clock, sizes: Sizes, precision: str) -> Iterator[AttentionT
 
 def _attention(
     clock: Clock, kernel: str, backend: SDPBackend, width: int, length: int, precision: str
-) -> Iterator[AttentionTime]:
+) -> Iterator[tuple[Attention, float]]:
     heads = 4 if clock.device.type == "cpu" else 32
     shape = (1, heads, length, width)
     q, k, v = (torch.randn(shape, device=clock.device).to(DTYPES[precision]).requires_grad_() for _ in range(3))
@@ -158,8 +159,8 @@ def _attention(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         grad = torch.ones_like(out)
         back = clock.seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
-    yield AttentionTime(kernel, width, length, 4.0 * pairs * width, False, forward)
-    yield AttentionTime(kernel, width, length, 10.0 * pairs * width, True, back)
+    yield Attention(kernel, width, 4.0 * pairs * width, length, False), forward
+    yield Attention(kernel, width, 10.0 * pairs * width, length, True), back
 
 
 def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.extensions.planner.as_on_gpus import replaced
@@ -48,21 +47,14 @@ WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
 """Library files that call sites leave out, beside those of the planner."""
 
 
-class CollectiveLog(TorchDispatchMode):
-    """The collectives of this rank, in order. `phase` returns what it is doing, and the micro-batch or -1. As a mode it
-    records a rank of a real world."""
+class CollectiveLog:
+    """The collectives of this rank, in order. `phase` returns what it is doing, and the micro-batch or -1."""
 
     def __init__(self, phase: Callable[[], tuple[str, int]] = lambda: ("", -1)) -> None:
-        super().__init__()
         self.collectives: list[Collective] = []
         self.axes: dict[Group, str] = {}
         self.phase = phase
         self._groups: dict[str, Group] = {}
-        self._inside = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.record(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
     def name_groups(self, axes: dict[str, Any]) -> None:
         """Names the groups of a layout by its axes, the first one where several have the same ranks, and those of all
@@ -91,7 +83,7 @@ class CollectiveLog(TorchDispatchMode):
 
     def record(self, func: Any, args: Any, kwargs: Any) -> None:
         """Records an operator if it is a collective."""
-        if func.namespace not in ("c10d", "_c10d_functional") or self._inside:
+        if func.namespace not in ("c10d", "_c10d_functional"):
             return
         schema, name = func._schema, func._schema.name.partition("::")[2].replace("_", "")
         op = next((op for op in OPS if name.startswith(op.replace("_", ""))), None)
@@ -124,34 +116,27 @@ class CollectiveLog(TorchDispatchMode):
             fields |= {"sent": sizes[0], "received": sizes[1]}
         self.add(op, group, **fields)
 
-    def objects(self, answer: bool) -> AbstractContextManager[None]:
-        """Records collectives of Python objects too. With `answer` nothing is sent: each rank's value is this one's."""
-        real = {name: getattr(dist, name) for name in OBJECTS}
+    def objects(self) -> AbstractContextManager[None]:
+        """Records collectives of Python objects too, and answers them."""
 
-        def recorded(name: str) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                given = signature(real[name]).bind(*args, **kwargs).arguments
+        def recorded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> None:
+                given = signature(real).bind(*args, **kwargs).arguments
                 fields = {} if name == "all_gather_object" else {"peer": given.get("src", given.get("dst")) or 0}
                 self.add(name, self.group(given.get("group") or distributed_c10d._get_default_group()), **fields)
-                if answer:
-                    return _answer(given)
-                self._inside = True
-                try:
-                    return real[name](*args, **kwargs)
-                finally:
-                    self._inside = False
+                self.answer(real, given)
 
             return call
 
-        return replaced(*((dist, name, recorded(name)) for name in OBJECTS))
+        return replaced(*((dist, name, recorded(name, getattr(dist, name))) for name in OBJECTS))
 
-
-def _answer(given: Mapping[str, Any]) -> None:
-    """What a collective of Python objects with these arguments does where each rank's value is this one's."""
-    if "obj" in given and (values := given.get("object_list", given.get("object_gather_list"))) is not None:
-        values[:] = [given["obj"]] * len(values)
-    if given.get("scatter_object_input_list"):
-        given["scatter_object_output_list"][0] = given["scatter_object_input_list"][0]
+    def answer(self, real: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        """Does what `real`, a collective of Python objects, does with these arguments where each rank's value is this
+        one's."""
+        if "obj" in given and (values := given.get("object_list", given.get("object_gather_list"))) is not None:
+            values[:] = [given["obj"]] * len(values)
+        if given.get("scatter_object_input_list"):
+            given["scatter_object_output_list"][0] = given["scatter_object_input_list"][0]
 
 
 def _tensors(given: dict[str, Any], names: tuple[str, ...]) -> list[Tensor]:

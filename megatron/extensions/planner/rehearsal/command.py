@@ -31,7 +31,7 @@ from megatron.extensions.planner.rehearsal.matching import (
     mismatches,
     written_bytes,
 )
-from megatron.extensions.planner.terminal import Progress
+from megatron.extensions.planner.terminal import progress
 from megatron.training.checkpointing import check_fits, check_may_start, converted
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.flags import flat_values
@@ -77,7 +77,7 @@ def _spent() -> str:
 def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[Lost]]:
     """By rank, with progress on standard error."""
     records, lost, began = list[RankRecord](), list[Lost](), time.monotonic()
-    with Progress() as progress:
+    with progress() as say:
         try:
             for found in rehearse_ranks(rehearsal, ranks, len(os.sched_getaffinity(0))):
                 if isinstance(found, Lost):
@@ -85,7 +85,7 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
                 else:
                     records.append(found)
                 done = len(records) + len(lost)
-                progress.say(f"{done} of {len(ranks)} ranks rehearsed, {time.monotonic() - began:.0f} s")
+                say(f"{done} of {len(ranks)} ranks rehearsed, {time.monotonic() - began:.0f} s")
         except OSError as error:  # no room for one process more
             ended = {each.rank for each in records} | {each.job for each in lost}
             lost += [Lost(rank, str(error)) for rank in ranks if rank not in ended]

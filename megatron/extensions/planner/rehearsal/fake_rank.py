@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -29,7 +29,6 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing import storage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_groups
-from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
@@ -37,6 +36,7 @@ from megatron.extensions.planner.fake_stage import NoValues, regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, places_of
 from megatron.extensions.planner.rehearsal.matching import Box, Failure, Holder, RankRecord, coords_of
+from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.testing.local_world import die_with_parent
 from megatron.training import setup
 from megatron.training.config.batch_size import microbatches_of
@@ -62,7 +62,8 @@ class RankMode(LiveMemory):
         super().__init__()
         self.log, self.limit, self.peak_phase = log, limit, ""
         self.sites: dict[int, str] = {}
-        self.host = 0
+        self.on_host: list[list[int]] = []
+        """Sizes of buffers by pool of the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.log.record(func, args, kwargs or {})
@@ -90,24 +91,18 @@ class RankMode(LiveMemory):
         most = sorted(found.items(), key=lambda item: -sum(item[1]))[:HOLDERS]
         return tuple(Holder(sum(sizes), len(sizes), site) for site, sizes in most)
 
-    @contextmanager
-    def host_pools(self) -> Iterator[None]:
+    def host_pools(self) -> AbstractContextManager[None]:
         """Counts the buffers of offloaded activations as the host's."""
         real = setup.build_store
-        counted: list[list[int]] = []
 
         def made(config: ModelParallelConfig, device: torch.device | str) -> Any:
             store = real(config, device)
             if store is not None:
                 store.pool = type(store.pool)(False)
-                counted.append(self.count_apart(store.pool))
+                self.on_host.append(self.count_apart(store.pool))
             return store
 
-        try:
-            with replaced((setup, "build_store", made)):
-                yield
-        finally:
-            self.host += sum(map(sum, counted))
+        return replaced((setup, "build_store", made))
 
 
 T = TypeVar("T")
@@ -248,13 +243,11 @@ def device_of(config: RunConfig) -> str:
 def enough_microbatches(config: RunConfig, microbatches: int) -> int:
     """The least number of micro-batches, 3 or more, at which each pipeline rank holds as many of each stage at its peak
     as with all of them."""
-    parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
-    step = layout.pp if layout.chunks > 1 else 1
+    layout = pipeline_layout(config.model, config.parallel)
+    schedule, step = Schedule.of(config.parallel, layout), layout.pp if layout.chunks > 1 else 1
 
     def held(number: int) -> list[dict[int, int]]:
-        group, in_turns = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pass_pair is not None
-        lists = pipeline_lists(parallel.schedule, layout.pp, number, layout.chunks, False, group, in_turns)
-        return [held_at_peak(actions, StageCosts())[1] for actions in lists]
+        return [held_at_peak(actions, StageCosts())[1] for actions in schedule.lists(number, messages=True)]
 
     most = held(microbatches)
     first = -(-min(3, microbatches) // step) * step
@@ -313,7 +306,7 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord:
         sites = tuple(places_of(error.__traceback__))
         record.failure = Failure(type(error).__name__, notes, phases()[0], sites, mode.holders() if memory else ())
     record.collectives, record.axes = log.collectives, log.axes
-    record.peak, record.peak_phase, record.host = mode.peak, mode.peak_phase, mode.host
+    record.peak, record.peak_phase, record.host = mode.peak, mode.peak_phase, sum(map(sum, mode.on_host))
     record.seconds = time.process_time() - began
     return record
 
@@ -335,7 +328,7 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
         NoValues(),
         mode,
         replaced((storage, "runs_for_all", lambda world: True)),  # it does itself what the first rank does for all
-        mode.log.objects(answer=True),
+        mode.log.objects(),
         mode.host_pools(),
         as_on_gpus(config.model, config.parallel) if on_gpu else nullcontext(),
         regions_as_kernels(lambda: mode),

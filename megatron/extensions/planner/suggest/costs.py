@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
-from math import inf, lcm
+from math import lcm
 
 import numpy as np
 
@@ -19,14 +19,13 @@ from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_stages, whole_model
-from megatron.extensions.planner.activations import ActivationPlans, StageMemory, peak_of_actions
+from megatron.extensions.planner.activations import ActivationPlan, ActivationPlans, StageMemory, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.memory import RankMemory, buffer_bytes, memory_of_ranks
 from megatron.extensions.planner.suggest.space import Family, Layout, Pipeline, Saving, SearchedRun
-from megatron.extensions.planner.time.replay import Attention, Move, Network, PassEvents, Product
+from megatron.extensions.planner.time.replay import Attention, Move, PassEvents, Product
 from megatron.extensions.planner.time.step_time import (
-    DataParallel,
     PlannerCache,
     StageTimes,
     Step,
@@ -126,7 +125,7 @@ class LayoutCosts:
         return Step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache).part_times()
 
     def time_bound(self, layout: Layout) -> float:
-        """Seconds below which a layout's step cannot go, by the times of its layers and what its replicas exchange."""
+        """Seconds below which a layout's step cannot go, by the times of its layers."""
         hidden = "" if self.run.given.parallel.pass_pair is None else "ep_communication"
         parts = np.array(
             [
@@ -140,31 +139,9 @@ class LayoutCosts:
                 for stage in self.stages(layout.pipeline)
             ]
         )
-        more = self._exchanged(layout, stages)
         if update_ahead(self.run.given.optimizer) is not None:  # steps overlap
             stages = np.array([[0.0, 0.0, total] for total in stages.sum(1)])
-        return step_bound(stages, layout.place, self.microbatches(layout), more)
-
-    def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
-        """Seconds by pipeline rank that gradients and parameters add at least to the passes of its stages."""
-        given, found = self.run.given, []
-        if given.optimizer.freeze:  # nothing is said of frozen parameters
-            return [0.0] * layout.pipeline.ranks
-        # Passes in turns with others, or across steps, are longer than what a rank waits for.
-        alone = given.parallel.pass_pair is None and update_ahead(given.optimizer) is None
-        sizes = layout.family._replace(micro_batch=1, recompute="none", split=False)
-        replicas = self._replicas(Layout(sizes, Pipeline(ranks=layout.pipeline.ranks), layout.dp, layout.saving))
-        for rank, elements in enumerate(self._elements_of_ranks(layout)):
-            forward, *backward = stages[list(layout.place.stages_of(rank))].sum(0) if alone else (inf, inf)
-            found.append(replicas.least(elements, forward, sum(backward), self.microbatches(layout)))
-        return found
-
-    @cache  # noqa: B019
-    def _replicas(self, layout: Layout) -> DataParallel:
-        config = self.run.with_layout(layout)
-        network = Network(self.device, min(self.gpus_per_node, self.run.world_size))
-        dims = ParallelDims.from_config(config.parallel, self.run.world_size)
-        return DataParallel(config.parallel, config.ddp, config.optimizer, dims, network)
+        return step_bound(stages, layout.place, self.microbatches(layout))
 
     def microbatches(self, layout: Layout) -> int:
         return self.run.space.global_batch_size // (layout.dp * layout.family.micro_batch)
@@ -220,7 +197,7 @@ class LayoutCosts:
     def _slope(self, family: Family, stage: Stage) -> StageMemory:
         """What a further sample of a micro-batch holds."""
         first, second = (
-            self.plans.of(MicroBatch.of(self._probe(family._replace(micro_batch=samples)))).stage(stage)
+            ActivationPlan(MicroBatch.of(self._probe(family._replace(micro_batch=samples))), self.plans).stage(stage)
             for samples in (1, 2)
         )
         return second - first
@@ -266,11 +243,9 @@ def step_bound(
     stages: Sequence[Sequence[float]] | np.ndarray,
     layout: PipelineLayout,
     microbatches: int,
-    more: Sequence[float] | None = None,
 ) -> float:
     """Seconds that no schedule of these stages can go below. Of each stage: seconds of a micro-batch in the forward, in
-    the backward (or the gradient of the input alone), and in the deferred weight gradient. `more` is what each rank
-    does beside its passes.
+    the backward (or the gradient of the input alone), and in the deferred weight gradient.
 
     The first forward of a rank waits for the stages before its own, and after the last backward of its own first stage
     those before it have theirs to do. Between the two a rank does all its work, except that deferred weight gradients
@@ -282,8 +257,7 @@ def step_bound(
         start, after, _ = times[: own[0]].sum(0)
         forward, backward, weights = times[list(own)].sum(0)
         passes = microbatches * (forward + backward)
-        end = start + passes + max(after, microbatches * weights)
-        longest = max(longest, end + (0.0 if more is None else more[rank]))
+        longest = max(longest, start + passes + max(after, microbatches * weights))
     return float(longest)
 
 

@@ -12,7 +12,7 @@ from megatron.extensions.planner.memory import GIB, Fit, RankMemory, gib
 from megatron.extensions.planner.suggest.costs import LayoutCosts
 from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.extensions.planner.suggest.space import CHUNKS, OFFLOADING, RECOMPUTATION, Layout, SearchedRun
-from megatron.extensions.planner.terminal import Progress, at_interrupt
+from megatron.extensions.planner.terminal import at_interrupt, progress
 from megatron.extensions.planner.time.replay import placement
 from megatron.training.config.output_files import write_json
 from megatron.training.config.problem import Problem
@@ -167,7 +167,7 @@ def _remedy(most: RankMemory, ranks: int) -> str:
 
 
 def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
-    """What is not known after a search that ended early."""
+    """What is not known after a search that left layouts out."""
     if effort.bound is not None and (not found or effort.bound < found[-1].step.seconds):
         why = "interrupted" if effort.interrupted else "ended early"
         yield (
@@ -192,11 +192,8 @@ def effort_line(effort: Effort, run: SearchedRun) -> str:
 
 SUGGESTED = 10
 
-MOST_PREDICTED = 150
-"""Predictions after which a search ends early, unless it is asked to go on."""
-
 MOST_TIMED = 90
-"""Families whose layers are timed, unless a search is asked to go on."""
+"""Families whose layers are timed, unless a search is asked for all."""
 
 
 def progress_text(effort: Effort) -> str:
@@ -212,13 +209,11 @@ def print_suggestions(
     device_memory: float | None = None,
     plan_file: str | None = None,
     problems: Sequence[Problem] = (),
-    most: tuple[int | None, int | None] = (None, None),
+    most_timed: int | None = None,
 ) -> bool:
     """Prints whether the layout of a resolved configuration fits devices of `device_memory` GiB (by default what the
     device file says) and how long it takes, and the ten fastest layouts that fit. `problems` are those of the
-    configuration. Returns whether any layout is legal.
-
-    The search ends early after the first of `most` predictions, and times the second of it of families.
+    configuration, `most_timed` as in `LayoutSearch`. Returns whether any layout is legal.
 
     Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OutputError if it cannot
     be written, DeviceError if no step of this kind can be predicted.
@@ -242,8 +237,8 @@ def print_suggestions(
     title = f"The given layout on {world_size} x {speeds.name}, {costs.gpus_per_node} a node, predicted"
     standing, mine = list[str](), None
     try:
-        with Progress() as progress:
-            search = LayoutSearch(costs, limit, *most, progress=lambda effort: progress.say(progress_text(effort)))
+        with progress() as say:
+            search = LayoutSearch(costs, limit, most_timed, lambda effort: say(progress_text(effort)))
             if problems:
                 show(title, ["cannot run:", *(f"    {problem}" for problem in problems)])
                 record["given"] = {"legal": False, "problems": [str(problem) for problem in problems]}

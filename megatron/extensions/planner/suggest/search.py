@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
 from typing import Generic, TypeVar
@@ -20,8 +20,8 @@ from megatron.training.config.run_config import RunConfig
 NEAREST_MEASURED = 3
 """Layouts that are measured to name the nearest one if nothing fits: those with the lowest bounds on memory."""
 
-MOST_OF_A_SHAPE = 4
-"""Layouts of one `Layout.shape` that a search that may end early predicts: those with the lowest bounds."""
+MOST_OF_A_SHAPE = 6
+"""Layouts of one `Layout.shape` that a search that may leave some out predicts: those with the lowest bounds."""
 
 T = TypeVar("T")
 
@@ -112,18 +112,10 @@ class Effort:
     """Of those measured, what they offload does not fit the host's memory."""
 
     bound: float | None = None
-    """After a search that ended early: a lower bound on the step time of every layout that it did not evaluate."""
+    """Where layouts were left out: a lower bound on the step time of each of them."""
 
     interrupted: bool = False
     """Whether it was asked to end."""
-
-
-class _EnoughError(Exception):
-    """The search ends early. `bound` is that of the layout that comes next."""
-
-    def __init__(self, bound: float) -> None:
-        super().__init__()
-        self.bound = bound
 
 
 @dataclass
@@ -134,22 +126,15 @@ class LayoutSearch:
     limit: int
     """Bytes of a device."""
 
-    most_predicted: int | None = None
-    """Number of predictions after which the search ends early, with the fastest layout found so far."""
-
     most_timed: int | None = None
-    """Number of families whose layers are timed, those with the lowest bounds; others are left out."""
+    """Number of families whose layers are timed, those with the lowest bounds; others are left out, and all but
+    `MOST_OF_A_SHAPE` layouts of a shape. With None nothing is left out."""
 
     progress: Callable[[Effort], None] = lambda effort: None
     """Is called at every step of the search."""
 
     effort: Effort = field(default_factory=Effort)
-    _asked_to_end: bool = False
-    _predicted: list[Found] = field(default_factory=list)
     _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
-    _passed_over: float = inf
-    """The lowest bound of the layouts left out, as enough families were timed or layouts of a shape predicted."""
-
     _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
     _sizes: dict[Layout, float] = field(default_factory=dict)
     """Layouts that were tried, with the bytes that they have at least; infinite if the host's memory does not do."""
@@ -160,28 +145,22 @@ class LayoutSearch:
         families = list(self._families())
         gc.freeze()  # garbage collection leaves out what there was before, which is most
         try:
-            self._take(families, count)
-            self.effort.bound = None if self._passed_over == inf else self._passed_over
-        except _EnoughError as enough:
-            # Ends early: the fastest that fit among the predicted layouts and what saves more memory in them.
-            self.effort.bound, self.most_predicted = enough.bound, None
-            known = [Candidate[Item](each.step.seconds, (2, each.layout.order), each) for each in self._predicted]
-            self._take(known, count)
+            for candidate in best_first(families, self._refine):
+                assert isinstance(candidate.item, Found)
+                self._found.setdefault(candidate.item.layout.shape, candidate.item)
+                if len(self._found) == count:
+                    break
         finally:
             gc.unfreeze()
         return list(self._found.values())
 
     def end_early(self) -> None:
-        """Ends a search that runs, as soon as it can, with the fastest of the layouts that it has come to."""
-        self._asked_to_end = True
+        """Ends a search that runs, as soon as it can, with the fastest that fit among the predicted layouts and what
+        saves more memory in them."""
+        self.effort.interrupted = True
 
-    def _take(self, candidates: Sequence[Candidate[Item]], count: int) -> None:
-        """Adds the best to what is found, until these are `count`."""
-        for candidate in best_first(candidates, self._refine):
-            assert isinstance(candidate.item, Found)
-            self._found.setdefault(candidate.item.layout.shape, candidate.item)
-            if len(self._found) == count:
-                break
+    def _leave_out(self, bound: float) -> None:
+        self.effort.bound = bound if self.effort.bound is None else min(bound, self.effort.bound)
 
     def nearest(self) -> Found | None:
         """The legal layout whose fullest rank exceeds the limit least, for when nothing fits; None if none is legal."""
@@ -206,43 +185,37 @@ class LayoutSearch:
     def _refine(self, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
         item, bound = candidate.item, candidate.bound
         self.progress(self.effort)
-        if self._asked_to_end and not self.effort.interrupted:
-            self.effort.interrupted = True
-            raise _EnoughError(min(bound, self._passed_over))
-        if isinstance(item, Family):
+        if isinstance(item, Found):
+            if item.layout.shape not in self._found:  # of which a faster one stands for it
+                yield from self._measured(item)
+        elif self.effort.interrupted:
+            self._leave_out(bound)
+        elif isinstance(item, Family):
             yield from self._layouts(item, bound)
-        elif (item.layout if isinstance(item, Found) else item).shape in self._found:
-            return  # a faster one stands for it
-        elif isinstance(item, Found):
-            yield from self._measured(item, bound)
-        else:
-            yield from self._timed(item, bound)
+        elif item.shape not in self._found:
+            if self.most_timed is not None and self._of_shape[item.shape] >= MOST_OF_A_SHAPE:
+                self._leave_out(bound)
+            else:
+                yield from self._predicted(item)
 
     def _layouts(self, family: Family, bound: float) -> Iterator[Candidate[Item]]:
         """The layouts of a family that may fit, each with the least saving that lets it."""
         if self.effort.traced == self.most_timed:
-            self._passed_over = min(self._passed_over, bound)
+            self._leave_out(bound)
             return
         fitting = [each for layout in self.costs.run.space.layouts(family) for each in self._may_fit(layout)]
         self.effort.traced += bool(fitting)
         for layout in fitting:
             yield Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
 
-    def _timed(self, layout: Layout, bound: float) -> Iterator[Candidate[Item]]:
+    def _predicted(self, layout: Layout) -> Iterator[Candidate[Item]]:
         """The layout with its predicted step, if it is legal."""
-        if self.most_predicted is not None and self._of_shape[layout.shape] == MOST_OF_A_SHAPE:
-            self._passed_over = min(self._passed_over, bound)
-            return
         config = self.costs.run.with_layout(layout)
-        if not self.costs.legal(config):
-            return
-        if self.effort.predicted == self.most_predicted:
-            raise _EnoughError(min(bound, self._passed_over))
-        self._of_shape[layout.shape] += 1
-        self.effort.predicted += 1
-        timed = Found(layout, config, self.costs.step(config))
-        self._predicted.append(timed)
-        yield Candidate(timed.step.seconds, (2, layout.order), timed)
+        if self.costs.legal(config):
+            self._of_shape[layout.shape] += 1
+            self.effort.predicted += 1
+            timed = Found(layout, config, self.costs.step(config))
+            yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
         """The layout if the bound on its memory allows it, otherwise what saves more, in the same way."""
@@ -269,17 +242,17 @@ class LayoutSearch:
         for saving in layout.saving.next(layout.replicas):
             yield from self._may_fit(layout._replace(saving=saving))
 
-    def _measured(self, timed: Found, seconds: float) -> Iterator[Candidate[Item]]:
+    def _measured(self, timed: Found) -> Iterator[Candidate[Item]]:
+        """The layout if it fits, otherwise what saves more memory in it."""
         self.effort.measured += 1
-        memory = tuple(self.costs.memory(timed.config))
-        found = Found(timed.layout, timed.config, timed.step, memory)
+        found = replace(timed, memory=tuple(self.costs.memory(timed.config)))
         host = self.costs.device.host_memory_gib
         self._sizes[timed.layout] = found.fullest.total
         if host is not None and found.host > host * GIB:
             self.effort.beyond_host += 1
             self._sizes[timed.layout] = inf
         elif found.fullest.total <= self.limit:
-            yield Candidate(seconds, (3, timed.layout.order), found, final=True)
+            yield Candidate(timed.step.seconds, (3, timed.layout.order), found, final=True)
             return
         for layout in self._savings(timed.layout):
-            yield Candidate(seconds, (1, layout.order), layout)
+            yield from self._predicted(layout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
@@ -37,6 +38,20 @@ class Schedule:
     tied: bool = False
     """Whether the first and the last rank sum up gradients of weights that they share at the end of a step."""
 
+    @classmethod
+    def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout, validates: bool = False) -> Schedule:
+        """That of a configuration."""
+        group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return cls(parallel.schedule, layout, group, parallel.pass_pair is not None, validates)
+
+    def lists(self, microbatches: int, messages: bool = False) -> Lists:
+        """The actions of a step by pipeline rank: with VALIDATE if it `validates`; then, or with `messages`, checked
+        and with messages."""
+        shape = self.name, self.layout.pp, microbatches, self.layout.chunks
+        if messages or self.validates:
+            return pipeline_lists(*shape, False, self.group, self.in_turns, self.validates)
+        return build_schedule(*shape, self.group, self.in_turns)
+
     def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """By pipeline rank, of a step of this number of micro-batches: when it has computed its last action, and what
         of that is because messages take time."""
@@ -60,14 +75,13 @@ class Schedule:
         return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
 
     def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
-        shape = self.name, self.layout.pp, microbatches, self.layout.chunks
         if self.flows:
             time, _ = unflushed(self.name, self.layout.pp, microbatches, costs, self.tied)
             return (time,) * self.layout.pp
         if self.validates:
-            time, _ = post_validated(pipeline_lists(*shape, False, self.group, self.in_turns, True), costs)
+            time, _ = post_validated(self.lists(microbatches), costs)
             return (time,) * self.layout.pp
-        found = simulate(build_schedule(*shape, self.group, self.in_turns), costs)
+        found = simulate(self.lists(microbatches), costs)
         return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
 
 

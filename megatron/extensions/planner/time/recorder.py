@@ -1,4 +1,5 @@
-"""Records the kernels and collectives of fake tensors as events.
+"""Records the kernels and collectives of a stage's parts as events: what one layer of each kind, and the two ends of
+the model, do with a micro-batch.
 
 Operations outside compiled regions are one kernel each: a tensor is read or written once, views are free. A compiled
 region, and a cast that one kernel does on GPUs, counts its inputs and outputs only; its backward computes the forward
@@ -6,9 +7,9 @@ again from the inputs, as the compiler's does. Fake kernels stand for FlashAtten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from math import prod
 from typing import Any
@@ -19,16 +20,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from megatron.core.attention.tile_kernels import Dropout
-from megatron.core.attention.tiles import Tile
+from megatron.core import compiled_regions
+from megatron.core.attention import core_attention
 from megatron.core.attention.varlen import Lengths, Window
 from megatron.core.config.layers import Span
-from megatron.core.moe.experts import Segments
-from megatron.extensions.fp8.casts import Scaled
-from megatron.extensions.fusions.attention.flash_dropout import band_of
-from megatron.extensions.planner.as_on_gpus import FakeKernel, PlannedDropoutKernel, statistics_of
-from megatron.extensions.planner.fake_stage import done
-from megatron.extensions.planner.time.replay import Attention, Collective, Event, Move, Product, Wait
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.moe import experts
+from megatron.core.parts import linear_format
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.extensions.fp8 import casts
+from megatron.extensions.planner import as_on_gpus
+from megatron.extensions.planner.as_on_gpus import FakeKernel, PlannedFlash, replaced
+from megatron.extensions.planner.fake_stage import (
+    FakeStages,
+    MicroBatch,
+    Part,
+    PartCache,
+    StageParts,
+    Unit,
+    done,
+    fake_stages,
+    planned,
+)
+from megatron.extensions.planner.time.replay import Attention, Collective, Event, Move, PassEvents, Product, Wait
 
 FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense set_ "
@@ -161,17 +175,19 @@ class Recorder(TorchDispatchMode):
         moved = size_of(a) + size_of(b) + (0 if sums else whole if added else size_of(out))
         self.add(Product(precision_of(a), int(m), int(n), int(k), int(batches), moved, sums, "grouped" in name))
 
-    def add_fp8_product_(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
+    def add_fp8_product_(self, out: Tensor, dy: casts.Scaled, x: casts.Scaled, overwrite: bool) -> None:
         """out [o, i] += dy [o, n] x [i, n]^T"""
         self.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
 
-    def dequantized_mm(self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def dequantized_mm(
+        self, a: casts.Scaled, b: casts.Scaled, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
         """a [n, k], b [m, k] -> [n, m]"""
         out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
         self.product("fp8", a.values, b.values.t(), out, {})
         return out
 
-    def add_each_product_(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+    def add_each_product_(self, out: Tensor, dy: Tensor, x: Tensor, segments: experts.Segments) -> None:
         """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
         for rows in filter(None, segments.sizes_of(x)):
             self.product("addmm_", dy[:rows].t(), x[:rows], out[0], {})
@@ -294,60 +310,93 @@ def _written(func: Any) -> list[int]:
     return [i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
 
 
-class RecordedKernel(FakeKernel):
-    """Tiles of attention, one launch each, and whole samples in one launch."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.packed = recorder, RecordedPackedKernel(recorder)
-
-    def launched(self, q: Tensor, v: Tensor, tile: Tile, backward: bool) -> None:
-        (_, samples, heads, width), keys = q.shape, len(tile.keys)
-        pairs = seen_pairs(tile) * samples * heads
-        self.recorder.attention(pairs, width, v.shape[-1], min(keys, tile.window or keys), backward)
-
-
-class RecordedDropoutKernel(PlannedDropoutKernel):
-    """All tiles in one launch of the fused kernel with dropout."""
-
-    def __init__(self, recorder: Recorder, scale: float, dropout: Dropout) -> None:
-        super().__init__(scale, dropout)
-        self.recorder = recorder
-
-    def launched(self, q: Tensor, v: Tensor, tiles: tuple[Tile, ...], backward: bool) -> None:
-        (_, samples, heads, width), keys = q.shape, band_of(tiles).keys
-        pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
-        length = min(len(keys), max(tile.window or len(keys) for tile in tiles))
-        self.recorder.attention(pairs, width, v.shape[-1], length, backward, dropout=True)
-
-
-def seen_pairs(tile: Tile) -> float:
-    """Pairs of a query and a key that it sees; within a window, of those that the tile has."""
-    n, m = len(tile.queries), len(tile.keys)
-    if tile.window is not None:
-        return float(
-            sum(max(0, min(m, i + tile.offset + 1) - max(0, i + tile.offset + 1 - tile.window)) for i in range(n))
-        )
-    return n * m / 2 if tile.diagonal else float(n * m)
-
-
 @dataclass(frozen=True)
-class RecordedPackedKernel:
+class RecordedPackedKernel(PlannedFlash):
     """Whole samples, packed one after another."""
 
     recorder: Recorder
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, Tensor]:
         self._launch(q, v, lengths, window, False)
-        return q.new_empty(*q.shape[:-1], v.shape[-1]), statistics_of(q).t()
+        return super().forward(q, k, v, lengths, window)
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._launch(qkv[0], qkv[2], lengths, window, True)
-        dq, dk, dv = (x.new_empty(x.shape) for x in qkv)
-        return dq, dk, dv
+        return super().backward(grad, qkv, kept, lengths, window)
 
     def _launch(self, q: Tensor, v: Tensor, lengths: Lengths, window: Window, backward: bool) -> None:
         (rows, heads, width), longest = q.shape, lengths[2]
         seen = Span(window[0] + 1 or None).mean(longest)
         self.recorder.attention(rows * heads * seen, width, v.shape[-1], longest, backward)
+
+
+class PlannerCache(PartCache[PassEvents]):
+    """What parts of stages do, shared by predictions of many layouts."""
+
+    def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
+        """By stage, the parts that it runs in order: the embedding, single layers, the head."""
+        parts = StageParts(batch, self, _traced)
+        wanted = [list(_parts(stage, parts.units(stage))) for stage in stages]
+        events = iter(parts.of([part for own in wanted for part in own]))
+        return [[next(events) for _ in own] for own in wanted]
+
+
+def _parts(stage: Stage, units: Sequence[Unit]) -> Iterator[Part]:
+    if stage.first:
+        yield Part(first=True)
+    yield from (Part((unit._replace(layers=(number,)),)) for unit in units for number in unit.layers)
+    if stage.last:
+        yield Part(last=True)
+
+
+def _traced(batch: MicroBatch, parts: Sequence[Part]) -> list[PassEvents]:
+    def trace(meta: bool) -> list[PassEvents]:
+        with recorded_stages(batch, meta) as (fakes, recorder):
+            return [_trace(fakes, recorder, part) for part in parts]
+
+    return planned(batch, trace)
+
+
+@contextmanager
+def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[FakeStages, Recorder]]:
+    """`fake_stages` whose kernels and collectives are recorded, on GPUs those that GPUs have."""
+    on_gpu = batch.device == "cuda"
+    asked = batch.parallel.attention_backend
+    recorder = Recorder(on_gpu and not batch.bf16_sums, "auto" if asked == "triton" else asked)
+    kernel = FakeKernel(packed=RecordedPackedKernel(recorder))
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (compiled_regions, "_compiled", lambda function, static: recorder.region(function)),
+        (as_on_gpus, "launched", recorder.attention),
+    ]
+    if on_gpu:
+        stand_ins += [
+            (casts, "add_fp8_product_", recorder.add_fp8_product_),
+            (experts, "add_each_product_", recorder.add_each_product_),
+            (casts, "dequantized_mm", recorder.dequantized_mm),
+            (casts, "multiplies_in_fp8", lambda x: False),
+        ]
+    if on_gpu and asked != "unfused":
+        stand_ins.append((core_attention, "kernels_of", lambda *args: (kernel, kernel)))
+    with fake_stages(batch, meta) as fakes, replaced(*stand_ins), recorder:
+        yield fakes, recorder
+
+
+def _trace(fakes: FakeStages, recorder: Recorder, part: Part) -> PassEvents:
+    with recorder.one_kernel():
+        stage = fakes.build(part)
+    with fakes.casts.kept():
+        passes = _run(fakes, recorder, stage)
+        if linear_format(fakes.parallel) is None:
+            return passes
+        again = _run(fakes, recorder, stage)
+    extra = [event for event in passes.forward if event not in set(again.forward)]
+    return replace(again, once=tuple(extra))
+
+
+def _run(fakes: FakeStages, recorder: Recorder, stage: GPTModel) -> PassEvents:
+    """One micro-batch through a part and back."""
+    recorder.take()
+    events = {part: recorder.take() for part in fakes.passes(stage)}
+    return PassEvents(events["forward"], events["backward"], events["weight"], (), fakes.offloaded)
