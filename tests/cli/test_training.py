@@ -37,28 +37,29 @@ def write_data(prefix: Path, texts: list[str]) -> None:
 def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     whole, halves, other, alone = (tmp_path / name for name in ("whole", "halves", "other", "alone"))
     screen = tmp_path / "screen"
-    run_forked(2, [*MODEL, "--tp", "2", "--save", str(whole)], screen)
-    half = [*MODEL, "--tp", "2", "--save", str(halves), "--load", str(halves)]
-    run_forked(2, [*half, "--exit-interval", "10"], screen)
-    assert (halves / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
-    # The same ten iterations, taken on by another layout: pipeline stages instead of tensor ranks.
-    run_forked(2, [*MODEL, "--pp", "2", "--load", str(halves), "--save", str(other)], screen)
+    model = [*MODEL, "--train-iters", "12", "--eval-interval", "6", "--micro-batch-size", "4", "--num-workers", "0"]
+    run_forked(2, [*model, "--tp", "2", "--save", str(whole)], screen)
+    half = [*model, "--tp", "2", "--save", str(halves), "--load", str(halves)]
+    run_forked(2, [*half, "--exit-interval", "6"], screen)
+    assert (halves / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    # The same six iterations, taken on by another layout: pipeline stages instead of tensor ranks.
+    run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(other)], screen)
     # And the loss of its evaluation, without training.
-    said = run_forked(2, [*MODEL, "--pp", "2", "--load", str(halves), "--save", str(alone), "--skip-train"], screen)
+    said = run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(alone), "--skip-train"], screen)
     (valid, test) = records(alone / "metrics.jsonl")
-    (logged,) = (each for each in records(whole / "metrics.jsonl") if each["iteration"] == 10 and "valid_loss" in each)
-    assert valid["iteration"] == test["iteration"] == 10 and "test_loss" in test
+    (logged,) = (each for each in records(whole / "metrics.jsonl") if each["iteration"] == 6 and "valid_loss" in each)
+    assert valid["iteration"] == test["iteration"] == 6 and "test_loss" in test
     assert valid["valid_loss"] == pytest.approx(logged["valid_loss"], rel=1e-5)
-    assert "valid after iteration 10" in said and "saved checkpoint" not in said and not saved_folders(alone)
+    assert "valid after iteration 6" in said and "saved checkpoint" not in said and not saved_folders(alone)
     run_forked(2, half, screen)
     assert losses(halves) == losses(whole)
     again = run_forked(2, half, screen)
-    complete = " nothing was trained: the run is complete, its 20 iterations are trained; to go on, raise --train-iters"
+    complete = " nothing was trained: the run is complete, its 12 iterations are trained; to go on, raise --train-iters"
     assert again.splitlines()[-1].startswith(complete)
-    assert len(losses(whole)) == 20
-    assert losses(other) == pytest.approx(losses(whole)[10:], rel=1e-5)
+    assert len(losses(whole)) == 12
+    assert losses(other) == pytest.approx(losses(whole)[6:], rel=1e-5)
     first, last = losses(whole)[0], losses(whole)[-1]
-    assert last < first - 0.3, "the model learns"
+    assert last < first - 0.2, "the model learns"
 
 
 def test_metrics_go_to_json_lines(tmp_path: Path) -> None:

@@ -1,44 +1,58 @@
-"""A part of the parity matrix that fits every change, and the proof that it can fail.
+"""The parity matrix: most of its choices, and the proof that it can fail. As campaigns, a part of all combinations.
 
 The whole: --whole, or `python -m tests.parity.matrix` and `python -m tests.parity.mutants` for a line each.
 """
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from tests.parity.matrix import difference, whole_matrix
+from tests.parity.matrix import difference, every_choice
 from tests.parity.matrix.combination import FACTORS, Combination
+from tests.parity.matrix.design import all_pairs, complete, faults, illegal_pairs, pairs_of, pairwise
 from tests.parity.matrix.named import NAMED
-from tests.parity.matrix.pairwise import legal, pairs_of, pairwise
 from tests.parity.mutants import MUTANTS, seen
 
-EVERY = 20
+FEW = 7
+"""Combinations of `every_choice` in the core suite: small worlds, with most of the choices."""
 
 
-@pytest.mark.grid("name", list(NAMED)[::4], list(NAMED))
+@pytest.mark.parametrize("combination", every_choice()[:FEW], ids=str)
+def test_many_choices_compute_what_one_process_does(combination: Combination) -> None:
+    assert difference(combination) is None
+
+
+@pytest.mark.grid("name", list(NAMED)[::3], list(NAMED))
 def test_named_combination_computes_what_one_process_does(name: str) -> None:
     assert difference(NAMED[name]) is None
 
 
-@pytest.mark.grid("combination", pairwise()[::EVERY], pairwise())
+@pytest.mark.grid("combination", list(dict.fromkeys([*every_choice()[FEW:], *pairwise()[::10]])), pairwise())
 def test_combination_computes_what_one_process_does(combination: Combination) -> None:
     assert difference(combination) is None
 
 
-@pytest.mark.grid("name", list(MUTANTS)[::8], list(MUTANTS))
+@pytest.mark.grid("name", list(MUTANTS)[::12], list(MUTANTS))
 def test_matrix_notices_a_broken_reduction(name: str) -> None:
     assert seen(name, MUTANTS[name][1][0]) is not None
 
 
-def test_matrix_covers_every_choice_and_is_legal() -> None:
-    chosen = whole_matrix()
-    assert all(legal(combination) for combination in chosen)
-    for factor, options in FACTORS.items():
-        assert {combination[factor] for combination in chosen} == set(options), factor
-    covered = set().union(*(pairs_of(combination) for combination in chosen))
-    assert (("tp", "4sp"), ("mlp", "moe")) in covered
-    assert {(("pp", "2"), ("heads", "mqa")), (("heads", "mqa"), ("mlp", "moe"))} <= covered
-    assert (("schedule", "zb-v"), ("cp", "2ulysses")) in covered
-    assert (("cp", "4ring"), ("optimizer", "overlapped")) in covered
-    assert (("optimizer", "overlapped"), ("update", "muon")) in covered
+def test_every_pair_occurs_in_a_legal_combination_or_is_known_to_be_illegal() -> None:
+    """After a new choice or rule: `python -m tests.parity.matrix --design`."""
+    for combination in (*pairwise(), *NAMED.values()):
+        assert not faults(combination), combination
+    covered = set().union(*map(pairs_of, pairwise()))
+    assert set(all_pairs()) == covered ^ illegal_pairs()
+
+
+def test_illegal_pairs_are_illegal(pytestconfig: pytest.Config) -> None:
+    every = 1 if pytestconfig.getoption("--whole") else 100
+    for pair in sorted(illegal_pairs())[::every]:
+        assert complete(pair, pairwise(), Random(1), 20) is None, pair
+
+
+def test_every_choice_is_covered() -> None:
+    covered = {choice for combination in every_choice() for choice in combination.items}
+    assert covered == {(name, choice) for name, options in FACTORS.items() for choice in options}

@@ -39,7 +39,7 @@ def assert_runs(compute, layout, m, forward_only=False):
 def test_every_small_schedule_runs(schedule):
     for v in ANY_V.get(schedule, (None,)):
         for p in range(1, 9):
-            for m in range(1, 17):
+            for m in {*range(1, 8), p + 1, 2 * p - 1, 2 * p}:
                 assert_runs(build_schedule(schedule, p, m, v), layout_of(schedule, p, v), m)
 
 
@@ -52,7 +52,7 @@ def test_every_small_schedule_runs_in_turns(schedule, v):
         if not runs_in_turns(schedule, p, v or 1):
             assert p > 1 and schedule in ("1f1b", "interleaved")
             continue
-        for m in range(1, 15):
+        for m in {*range(1, 8), 2 * p - 1, 2 * p}:
             compute = build_schedule(schedule, p, m, v, in_turns=True)
             assert_runs(compute, layout_of(schedule, p, v), m)
             for actions in compute:
@@ -86,7 +86,7 @@ def test_passes_in_turns_hide_all_to_alls_at_the_full_rate(schedule, v, p):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 24), st.integers(1, 80), st.integers(2, 6))
+@given(st.integers(1, 16), st.integers(1, 40), st.integers(2, 5))
 def test_interleaved_runs_for_any_number_of_microbatches(p, m, v):
     assert_runs(build_schedule("interleaved", p, m, v), PipelineLayout(p, v), m)
 

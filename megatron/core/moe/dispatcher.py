@@ -305,6 +305,8 @@ def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tens
     """y [slots, ...] -> [n, ...]: the sum of each token's k slots, [n * k], that are valid. One kernel if compiled."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
+    if not y.shape[0]:  # no token has chosen an expert of this rank
+        return y.new_zeros(slots.shape[0] // k, *y.shape[1:])
     rows = y.index_select(0, torch.where(valid, slots, 0)).unflatten(0, (-1, k))
     return rows.masked_fill(~valid.view(-1, k, *[1] * (y.ndim - 1)), 0.0).sum(1)
 

@@ -1,12 +1,13 @@
 """The parity matrix: legal combinations of parallelisms, each against one process in fp64.
 
-A pairwise-covering design picks combinations over worlds of 1, 2, 4 and 8 such that every legal pair of choices
-occurs; `NAMED` adds the pairs that have gone wrong in published frameworks. Of each combination two training
-steps are compared: loss, every gradient, gradient norm, every weight and moment. Fused regions are those of --compile,
-run as they are written: tests/pure/test_regions.py compares them with what a compiler makes of them.
+The combinations of `design.txt` have worlds of 1 to 8 ranks and every legal pair of choices; `NAMED` adds those that
+have gone wrong in published frameworks. Initial weights must have the bits of one process; loss, every gradient,
+gradient norm, every weight and moment of two steps must be equal but for rounding. Fused regions are those of
+--compile, run as they are written: tests/pure/test_regions.py compares them with what a compiler makes of them.
 
     python -m tests.parity.matrix             the whole matrix, a line each, and a summary
     python -m tests.parity.matrix --list      what it would run
+    python -m tests.parity.matrix --design    writes the design anew, which a new choice or rule needs (minutes)
     python -m tests.parity.matrix --with optimizer=gradients,parameters instances=2    those with one of these choices
 
 CI runs a part, see test_matrix.py.
@@ -14,18 +15,25 @@ CI runs a part, see test_matrix.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from math import inf
+from typing import Any
 from unittest import mock
+
+import numpy as np
 
 from megatron.core import compiled_regions
 from megatron.core.datasets import mock as mock_data
+from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.distributed import param_layout
+from megatron.core.moe import dispatcher, layer
 from megatron.testing.parity import TOLERANCE
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
 from tests.parity.matrix.combination import Combination
+from tests.parity.matrix.design import pairwise
 from tests.parity.matrix.named import NAMED
-from tests.parity.matrix.pairwise import pairwise
 
 STEPS = 2
 
@@ -41,11 +49,61 @@ def whole_matrix() -> list[Combination]:
     return list(dict.fromkeys([*NAMED.values(), *pairwise()]))
 
 
+def every_choice() -> list[Combination]:
+    """Some combinations of several ranks that have every choice of the matrix between them, in small worlds if
+    possible."""
+    several = [combination for combination in pairwise() if combination.world_size > 1]
+    found, missing = list[Combination](), {each for c in several for each in c.items}
+    while missing:
+        found.append(max(several, key=lambda c: len(missing & c.items) / (2 + c.world_size)))
+        missing -= found[-1].items
+    return found
+
+
+_plain_sample = mock_data.MockGPTDataset.__getitem__
+
+
+def _masked_sample(self: mock_data.MockGPTDataset, index: int) -> Sample:
+    """Masks of every density. Samples 0, 1 and 7 count for nothing: whole micro-batches, and a whole data-parallel rank
+    where there are several; of sample 5 what one context-parallel rank of two holds."""
+    random = np.random.default_rng(index)
+    mask = (random.random(self.format.seq_length) < random.random()).astype(np.float32)
+    if index in (0, 1, 7):
+        mask[:] = 0
+    if index == 5:
+        mask[:4] = mask[12:] = 0
+    return {**_plain_sample(self, index), "loss_mask": mask}
+
+
+def _counting_on_the_device(kind: Any) -> Any:
+    return lambda experts, ctx, grouped, padded: kind(experts, ctx, True, padded)
+
+
+@contextmanager
+def settings(combination: Combination) -> Iterator[None]:
+    """What a combination sets beside flags: sizes, data, and that numbers of rows stay on the device as on a GPU."""
+    patches: list[tuple[Any, str, Any]] = [
+        (compiled_regions, "_compiled", lambda function, static: function),
+        (mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS),
+        (param_layout, "HOST_CHUNK", HOST_CHUNK),
+    ]
+    if combination["documents"] == "masked":
+        patches.append((mock_data.MockGPTDataset, "__getitem__", _masked_sample))
+    if combination["row counts"] == "on the device":
+        patches.append((dispatcher, "on_device", lambda x: True))
+        kinds = {name: _counting_on_the_device(kind) for name, kind in dispatcher.DISPATCHERS.items()}
+        patches.append((layer, "DISPATCHERS", kinds))
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        yield
+
+
 @lru_cache
-def reference(model_argv: tuple[str, ...]) -> Snapshot:
+def reference(alone: Combination) -> Snapshot:
     """The same model on one process."""
-    with mock.patch.object(mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS):
-        return train_in_world(1, model_argv, STEPS)
+    with settings(alone):
+        return train_in_world(1, alone.argv, STEPS)
 
 
 def difference(combination: Combination) -> str | None:
@@ -55,16 +113,15 @@ def difference(combination: Combination) -> str | None:
 
 def compared(combination: Combination) -> tuple[str | None, float]:
     """(what is not what one process computes or None, the largest relative error of a tensor)"""
-    with (
-        mock.patch.object(compiled_regions, "_compiled", lambda function, static: function),
-        mock.patch.object(mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS),
-        mock.patch.object(param_layout, "HOST_CHUNK", HOST_CHUNK),
-    ):
+    with settings(combination):
         unseen = int(combination["norm"] != "awaited")  # what is recorded, is read before the next step
         snapshot = train_in_world(combination.world_size, combination.argv, STEPS - unseen, unseen=unseen)
     if snapshot.replica_errors:
         return snapshot.replica_errors[0], inf
-    one = reference(tuple(combination.model_argv))
+    one = reference(combination.alone)
+    initial = [key for key in snapshot.tensors if key.startswith("initial weight")]
+    if wrong := next((key for key in initial if not one[key].equal(snapshot[key])), None):
+        return f"{wrong}: has other bits", inf
     found = list(differences(Snapshot({key: one[key] for key in snapshot.tensors}), snapshot))
     wrong = next((f"{key}: relative error {error:.1e}" for key, error in found if error > TOLERANCE), None)
     return wrong, max(error for _, error in found)

@@ -11,6 +11,7 @@ from math import inf
 from tests.parity import matrix
 from tests.parity.matrix import compared, whole_matrix
 from tests.parity.matrix.combination import FACTORS
+from tests.parity.matrix.design import write_design
 
 
 def choices_of(text: str) -> list[tuple[str, str]]:
@@ -33,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=choices_of,
         help="combinations with any of these: FACTOR=CHOICE,...",
     )
+    parser.add_argument("--design", action="store_true", help="write design.txt anew")
     args = parser.parse_args(argv)
+    if args.design:
+        write_design()
+        return 0
     chosen = {pair for pairs in args.choices or () for pair in pairs}
     wanted = [each for each in whole_matrix() if not chosen or any(each[name] == choice for name, choice in chosen)]
     began, failures, largest = time.perf_counter(), [], 0.0

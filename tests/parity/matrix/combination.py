@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass
 
 from megatron.core.parts import RECOMPUTED_PARTS, SHARDING_STRATEGIES
@@ -11,15 +11,12 @@ from megatron.training.config.flags import home_of, spelling_table
 
 COMMON = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 "
-    "--make-vocab-size-divisible-by 8 --lr 1e-2 --weight-decay 0.1 --mock-data --global-batch-size 8 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --weight-decay 0.1 --mock-data --global-batch-size 4 "
     "--train-iters 2 --eval-iters 0 --num-workers 0 --fp64 --cpu"
 )
 
 # What a choice adds to the flags. Model factors are part of the one-process reference too, layout factors are not.
-BIASED_EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1"
-    " --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.01"
-)
+BIASED_EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24"
 EXPERTS = f"--disable-bias-linear {BIASED_EXPERTS}"
 MODEL_FACTORS: dict[str, dict[str, str]] = {
     "heads": {
@@ -42,7 +39,11 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         " --original-max-position-embeddings 8 --rotary-percent 0.5 --normalization RMSNorm --activation-func xielu"
         " --attention-dropout 0",
         "gptj": "--position-embedding-type rope --rotary-interleaved --rotary-seq-len-interpolation-factor 2",
+        "no positions": "--position-embedding-type none --squared-relu --apply-layernorm-1p",
     },
+    "depth": {"6": "", "7": "--num-layers 7"},
+    "vocabulary": {"60": "", "padding": "--vocab-size 33 --make-vocab-size-divisible-by 128"},
+    "batch": {"4": "", "6": "--global-batch-size 6"},
     "block": {
         "plain": "",
         "output norms": "--norm-placement output --logits-scaling 3 --embedding-multiplier 2",
@@ -72,6 +73,9 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "dense": "",
         "moe": EXPERTS,
         "drops": f"{EXPERTS} --moe-expert-capacity-factor 1.1",
+        "drops last": f"{EXPERTS} --moe-expert-capacity-factor 0.6 --moe-token-drop-policy position",
+        "many": "--disable-bias-linear --num-experts 64 --moe-router-topk 1 --moe-router-pre-softmax"
+        " --moe-ffn-hidden-size 24",
         "biased": f"{BIASED_EXPERTS} --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 0.02",
     },
     "routing": {
@@ -83,9 +87,18 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         " --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0,1]*3)",
         "gated": "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate --moe-layer-freq 2",
     },
+    "balancing": {
+        "sequence": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
+        "batch": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+        "two losses": "--moe-router-load-balancing-type seq_aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.3",
+        "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 0.01",
+        "forced": "--moe-router-force-load-balancing --moe-aux-loss-coeff 0.1",
+        "none": "--moe-router-load-balancing-type none",
+    },
     "update": {
         "adam": "",
         "muon": "--optimizer muon --muon-nesterov --muon-momentum 0.8 --muon-extra-scale-factor 0.2",
+        "muon sgd": "--optimizer muon --muon-scalar-optimizer sgd",
         "clipped": "--qk-clip --qk-clip-threshold 1e-4 --qk-clip-alpha 0.3",
     },
     "states": {
@@ -96,15 +109,18 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
     "groups": {
         "usual": "",
         "own": "--param-group 'linear_(qkv|fc1|q) lr_mult=0.3 weight_decay=0.5' --weight-decay-on matrices norms",
+        "decoupled": "--decoupled-lr 0.3 --decoupled-min-lr 0.1",
+        "frozen": r"--freeze embedding --freeze 'layers\.[01]\.' --freeze layers.2.*fc1",
     },
     "multi token": {"0": "", "1": "--mtp-num-layers 1", "2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"},
     "documents": {
         "whole": "",
         "packed": "--tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids --eod-mask-loss",
+        "masked": "",
     },
 }
 LAYOUT_FACTORS: dict[str, dict[str, str]] = {
-    "world": {"1": "", "2": "", "4": "", "8": ""},
+    "world": {"1": "", "2": "", "3": "", "4": "", "6": "", "8": ""},
     "tp": {
         "1": "",
         "2": "--tp 2",
@@ -112,24 +128,37 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "4": "--tp 4",
         "4sp": "--tp 4 --sequence-parallel",
     },
-    "pp": {"1": "", "2": "--pp 2", "4": "--pp 4"},
+    "linears": {"plain": "", "overlapped": "--tp-comm-overlap"},
+    "pp": {"1": "", "2": "--pp 2", "3": "--pp 3", "4": "--pp 4"},
     "schedule": {
         "1f1b": "--pipeline-schedule 1f1b",
         "gpipe": "--pipeline-schedule gpipe",
         "interleaved2": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
         "interleaved3": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 3",
+        "layer by layer": "--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 1",
+        "in groups": "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 3",
         "zb-h1": "--pipeline-schedule zb-h1",
         "zb-h2": "--pipeline-schedule zb-h2",
         "zb-v": "--pipeline-schedule zb-v",
     },
+    "stages": {
+        "even": "",
+        "ends": "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 0",
+        "loss counts": "--account-for-loss-in-pipeline-split",
+        "two": "--pipeline-model-parallel-layout Et*4|t*2L",
+        "four": "--pipeline-model-parallel-layout Et*3||t|t*2L",
+    },
+    "ranks": {"tp dp pp": "", "tp pp dp": "--use-tp-pp-dp-mapping"},
     "cp": {
         "1": "",
         "2ring": "--cp 2 --cp-comm-type p2p",
         "2gather": "--cp 2 --cp-comm-type all_gather",
         "2ulysses": "--cp 2 --cp-comm-type a2a",
         "4ring": "--cp 4 --cp-comm-type p2p",
+        "4gather": "--cp 4 --cp-comm-type all_gather",
+        "4ulysses": "--cp 4 --cp-comm-type a2a",
     },
-    "ep": {"1": "", "2": "--ep 2", "4": "--ep 4"},
+    "ep": {"1": "", "2": "--ep 2", "4": "--ep 4", "8": "--ep 8"},
     "etp": {"as tp": "", "1": "--etp 1", "2": "--etp 2", "4": "--etp 4"},
     "dispatcher": {
         "alltoall": "--moe-token-dispatcher-type alltoall",
@@ -140,6 +169,7 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "padded": "--moe-pad-expert-input-to-capacity",
         "in turns": "--overlap-moe-expert-parallel-comm",
     },
+    "row counts": {"on the host": "", "on the device": ""},
     "optimizer": {
         "zero1": "",
         "replicated": "--no-use-distributed-optimizer",
@@ -155,6 +185,10 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "none": "",
         "selective": "--recompute-granularity selective",
         "latents": "--recompute-granularity selective --recompute-modules mla_up_proj layernorm",
+        "mlp": "--recompute-granularity selective --recompute-modules mlp layernorm",
+        "activations": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act",
+        "experts": "--recompute-granularity selective --recompute-modules moe core_attn",
+        "of experts": "--recompute-granularity selective --recompute-modules moe_act layernorm shared_experts",
         "full uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
         "full block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     },
@@ -165,7 +199,7 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
             for count in (1, 2)
         },
     },
-    "micro batch": {"1": "--micro-batch-size 1", "2": "--micro-batch-size 2"},
+    "micro batch": {"1": "--micro-batch-size 1", "2": "--micro-batch-size 2", "3": "--micro-batch-size 3"},
     "regions": {"plain": "", "fused": "--compile"},
 }
 
@@ -182,7 +216,8 @@ for _options in (*MODEL_FACTORS.values(), *LAYOUT_FACTORS.values()):
     for _name in [name for name, choice in _options.items() if not _is_there(choice)]:
         del _options[_name]
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
-OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "routing")
+FIRST = {name: next(iter(options)) for name, options in FACTORS.items()}
+OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "row counts", "routing", "balancing")
 """Factors that only models with experts have."""
 
 
@@ -197,7 +232,12 @@ class Combination:
         """The first choice of every factor, but for those named (underscores stand for spaces)."""
         named = {name.replace("_", " "): choice for name, choice in changed.items()}
         assert named.keys() <= FACTORS.keys(), named
-        return cls(tuple(named.get(name, next(iter(options))) for name, options in FACTORS.items()))
+        return cls(tuple(named.get(name, first) for name, first in FIRST.items()))
+
+    @classmethod
+    def read(cls, line: str) -> Combination:
+        """The combination of which `line` is the string."""
+        return cls.of(**dict(part.split("=") for part in line.split(", ")))
 
     @property
     def is_there(self) -> bool:
@@ -209,24 +249,27 @@ class Combination:
         return int(self["world"])
 
     @property
-    def argv(self) -> list[str]:
-        return self._flags(tuple(FACTORS))
+    def items(self) -> Set[tuple[str, str]]:
+        return dict(zip(FACTORS, self.choices, strict=True)).items()
 
     @property
-    def model_argv(self) -> list[str]:
-        """Flags of the same model on one process."""
-        return self._flags(tuple(MODEL_FACTORS))
-
-    def _flags(self, names: Sequence[str]) -> list[str]:
+    def argv(self) -> list[str]:
         moe = self["mlp"] != "dense"
-        named = [FACTORS[name][self[name]] for name in names if moe or name not in OF_EXPERTS]
+        named = [options[self[name]] for name, options in FACTORS.items() if moe or name not in OF_EXPERTS]
         line = " ".join([COMMON, *named])
-        return shlex.split(line) if "'" in line or '"' in line else line.split()  # shlex takes a fifth of the search
+        return shlex.split(line) if "'" in line else line.split()  # shlex takes a fifth of the search
+
+    def changed(self, factor: str, choice: str) -> Combination:
+        place = list(FACTORS).index(factor)
+        return Combination((*self.choices[:place], choice, *self.choices[place + 1 :]))
+
+    @property
+    def alone(self) -> Combination:
+        """The same model on one process."""
+        return Combination.of(**{name: self[name] for name in MODEL_FACTORS})
 
     def __getitem__(self, factor: str) -> str:
         return self.choices[list(FACTORS).index(factor)]
 
     def __str__(self) -> str:
-        plain = Combination.of()
-        shown = [f"{name} {self[name]}" for name in FACTORS if name == "world" or self[name] != plain[name]]
-        return ", ".join(shown)
+        return ", ".join(f"{name}={self[name]}" for name in FACTORS if name == "world" or self[name] != FIRST[name])

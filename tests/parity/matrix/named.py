@@ -31,7 +31,7 @@ NAMED = {
     ),
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
     "fused norms, recomputed": Combination.of(
-        world="2", tp="2sp", regions="fused", style="llama", recompute="latents", optimizer="overlapped"
+        world="2", tp="2sp", regions="fused", style="llama", recompute="mlp", optimizer="overlapped"
     ),
     "fused norms and dropout": Combination.of(world="4", pp="2", tp="2", regions="fused", micro_batch="2"),
     "sharded gradients of tied embeddings": Combination.of(
@@ -47,7 +47,7 @@ NAMED = {
         world="4", tp="2sp", optimizer="parameters", recompute="full uniform", regions="fused"
     ),
     "sharded parameters of experts": Combination.of(
-        world="8",
+        world="4",
         pp="2",
         ep="2",
         mlp="moe",
@@ -87,7 +87,7 @@ NAMED = {
         world="4", mlp="moe", ep="2", offload="part", states="bf16", optimizer="overlapped"
     ),
     "norm known after the forward passes of the next step": Combination.of(
-        world="4", pp="4", schedule="zb-h2", norm="validated later"
+        world="4", pp="4", schedule="zb-h2", norm="validated later", embeddings="untied"
     ),
     "norm known later, biases of experts": Combination.of(
         world="4", pp="2", ep="2", schedule="zb-v", mlp="moe", routing="groups", norm="validated later"

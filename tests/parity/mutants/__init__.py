@@ -72,7 +72,7 @@ def planted(patches: Sequence[Patch]) -> Iterator[None]:
 
 def seen(name: str, combination: Combination) -> str | None:
     """What the matrix says of a combination with the mutant planted; None if it notices nothing."""
-    reference(tuple(combination.model_argv))
+    reference(combination.alone)
     with planted(MUTANTS[name][0]):
         try:
             return difference(combination)

@@ -66,7 +66,30 @@ def _sum_of_all_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) ->
     return y.index_select(0, index).unflatten(0, (-1, k)).sum(1)
 
 
+def _bias_by_local_places(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
+    return _true_sinkhorn_bias(logits, places, Axis())
+
+
+def _bits_of_local_places(key: Any, sample: Tensor, places: Tensor, n: int) -> Tensor:
+    return _true_random_bits(key, sample, places % 8, n)
+
+
+_true_sinkhorn_bias, _true_random_bits = router.sinkhorn_bias, router.random_bits
+
+
 MUTANTS: Mutants = {
+    "sinkhorn over a part of the sequence": (
+        [(router, "sinkhorn_bias", _bias_by_local_places)],
+        [Combination.of(world="2", cp="2ring", mlp="moe", balancing="sinkhorn")],
+    ),
+    "forced choices by places in a part of the sequence": (
+        [(router, "random_bits", _bits_of_local_places)],
+        [Combination.of(world="4", tp="2sp", etp="1", mlp="moe", balancing="forced")],
+    ),
+    "auxiliary loss of the global batch from the loads of one rank": (
+        [(balance, "start_all_reduce_", lambda x, axis: mappings.Pending(x))],
+        [Combination.of(world="2", mlp="moe", balancing="batch")],
+    ),
     "experts' sums over expert tensor ranks dropped": (
         [(dispatcher, "reduce_scatter", _keep_own_gradient)],
         [

@@ -1,0 +1,115 @@
+"""A covering design: every legal pair of choices occurs in one of its combinations.
+
+`design.txt` holds it: the combinations, a line each, and below the pairs that no legal combination has, as lines
+`FACTOR=CHOICE without FACTOR=CHOICE CHOICE, ...`. `python -m tests.parity.matrix --design` writes it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations, groupby
+from operator import itemgetter
+from pathlib import Path
+from random import Random
+
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import findings
+from tests.parity.matrix.combination import FACTORS, FIRST, OF_EXPERTS, Combination
+from tests.parity.matrix.named import NAMED
+
+DESIGN = Path(__file__).with_name("design.txt")
+SEPARATOR = " without "
+
+SIZES = ("world", "tp", "pp", "cp", "ep", "etp", "schedule", "optimizer", "batch", "mlp", "style", "heads")
+"""Factors on which most rules depend."""
+
+Choice = tuple[str, str]
+Pair = tuple[Choice, Choice]
+
+
+@cache
+def faults(combination: Combination) -> int:
+    """What validation says of it, flags without effect among it, or that it is another one under a second name."""
+    said = len(findings(parse_args(combination.argv), combination.world_size))
+    if combination["mlp"] == "dense":
+        said += sum(combination[name] != FIRST[name] for name in OF_EXPERTS)
+    return said
+
+
+def pairs_of(combination: Combination) -> set[Pair]:
+    return set(combinations(zip(FACTORS, combination.choices, strict=True), 2))
+
+
+def all_pairs() -> Iterator[Pair]:
+    choices = [(name, choice) for name, options in FACTORS.items() for choice in options]
+    return ((a, b) for a, b in combinations(choices, 2) if a[0] != b[0])
+
+
+@cache
+def pairwise() -> tuple[Combination, ...]:
+    """The combinations of `design.txt` whose choices are all there."""
+    lines = DESIGN.read_text(encoding="utf-8").splitlines()
+    found = (Combination.read(line) for line in lines if SEPARATOR not in line)
+    return tuple(combination for combination in found if combination.is_there)
+
+
+def illegal_pairs() -> set[Pair]:
+    """Those of `design.txt`."""
+    lines = [line.split(SEPARATOR) for line in DESIGN.read_text(encoding="utf-8").splitlines() if SEPARATOR in line]
+    read = [((*one.split("="),), (*other.split("="),)) for one, others in lines for other in others.split(", ")]
+    return {pair for pair in read if all(choice in FACTORS[name] for name, choice in pair)}
+
+
+def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: int) -> Combination | None:
+    """A legal combination with `pair`: into a known one with one of the choices, choices of those with the other one
+    and random ones are taken over as long as that makes no more faults."""
+    with_a, with_b = ([c for c in known if choice in c.items] or known for choice in pair)
+    free = [name for name in FACTORS if name not in dict(pair)]
+    sizes = [name for name in free if name in SIZES]
+    starts = [random.choice(each) for each in (with_a, with_b) for _ in range(8)]
+    found = min((start.changed(*pair[0]).changed(*pair[1]) for start in starts), key=faults)
+    left = faults(found)
+    for _ in range(steps):
+        if not left:
+            return found
+        other, donor = found, random.choice(random.choice((with_a, with_b)))
+        for name in random.sample(random.choice((free, sizes)), random.choice((1, 1, 2, 3))):
+            other = other.changed(name, random.choice((donor[name], random.choice(list(FACTORS[name])))))
+        if (now := faults(other)) <= left:
+            found, left = other, now
+    return None
+
+
+def write_design(seed: int = 0) -> None:
+    """Keeps what is still legal and the pairs that are noted as illegal, completes one missing pair after the other,
+    and has each new combination cover as many others as it can."""
+    random, illegal = Random(seed), illegal_pairs()
+    chosen = [combination for combination in pairwise() if not faults(combination)]
+    known = [c for c in (Combination.of(), *NAMED.values()) if not faults(c)]
+    covered = set[Pair]().union(*map(pairs_of, chosen))
+    missing = dict.fromkeys(pair for pair in all_pairs() if pair not in covered and pair not in illegal)
+    for choice in ((name, choice) for name, options in FACTORS.items() for choice in options):
+        known += filter(None, [complete((choice, choice), known, random, 3000)])
+    while missing:
+        pair = next(iter(missing))
+        found = complete(pair, [*known, *chosen], random, 100)
+        if found is None:
+            illegal.add(pair)
+            del missing[pair]
+            continue
+        for name in random.sample(list(FACTORS), len(FACTORS)):
+            gains = {c: len(missing.keys() & pairs_of(found.changed(name, c))) for c in FACTORS[name]}
+            for choice in sorted(gains, key=lambda c: -gains[c]):
+                if gains[choice] <= gains[found[name]]:
+                    break
+                if name not in dict(pair) and not faults(found.changed(name, choice)):
+                    found = found.changed(name, choice)
+                    break
+        chosen.append(found)
+        for other in pairs_of(found):
+            missing.pop(other, None)
+    lines = [str(combination) for combination in chosen]
+    for one, pairs in groupby((pair for pair in all_pairs() if pair in illegal), key=itemgetter(0)):
+        lines.append("=".join(one) + SEPARATOR + ", ".join("=".join(other) for _, other in pairs))
+    DESIGN.write_text("\n".join(lines) + "\n", encoding="utf-8")
