@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.extensions.offload import saved_activations
 from megatron.extensions.offload.host_update import HostUpdate
-from megatron.extensions.offload.saved_activations import HostBuffer, HostPool
+from megatron.extensions.offload.saved_activations import ActivationOffload, HostBuffer, HostPool, Part
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants, nothing
 
@@ -41,9 +40,10 @@ def _free_when_taken(self: HostPool, nbytes: int) -> HostBuffer:
     return buffer
 
 
-def _sent_noted(self: Any, x: Tensor, buffer: HostBuffer) -> None:
-    _true_send(self, x, buffer)
-    self.__dict__.setdefault("latest", {})[len(x)] = buffer
+def _sent_noted(self: Any, x: Tensor) -> Any:
+    sent = _true_send(self, x)
+    self.__dict__.setdefault("latest", {})[len(x)] = sent[0]
+    return sent
 
 
 def _latest_fetched(self: Any, buffer: HostBuffer, nbytes: int) -> Any:
@@ -51,15 +51,15 @@ def _latest_fetched(self: Any, buffer: HostBuffer, nbytes: int) -> Any:
     return _true_fetch(self, self.latest[nbytes], nbytes)
 
 
-def _moved_as_seen(self: saved_activations.Part, x: Tensor) -> Any:
+def _moved_as_seen(self: Part, x: Tensor) -> Any:
     """The second view of memory that travels gets the place of the first one."""
     view = _true_pack(self, x)
     return view if isinstance(view, Tensor) else view._replace(offset=0)
 
 
-_true_take, _true_pack = HostPool.take, saved_activations.Part.pack
+_true_take, _true_pack = HostPool.take, Part.pack
 
-_true_send, _true_fetch = saved_activations.Copies.send, saved_activations.Copies.fetch
+_true_send, _true_fetch = ActivationOffload.send, ActivationOffload.fetch
 
 OFFLOADED = Combination.of(world="2", pp="2", activations="2 offloaded", heads="gqa", style="llama")
 
@@ -72,11 +72,11 @@ MUTANTS: Mutants = {
         [OFFLOADED, OFFLOADED_SPLIT],
     ),
     "the activations of another micro-batch are fetched": (
-        [(saved_activations.Copies, "send", _sent_noted), (saved_activations.Copies, "fetch", _latest_fetched)],
+        [(ActivationOffload, "send", _sent_noted), (ActivationOffload, "fetch", _latest_fetched)],
         [OFFLOADED_SPLIT, OFFLOADED],
     ),
     "offloaded views begin where their memory does": (
-        [(saved_activations.Part, "pack", _moved_as_seen)],
+        [(Part, "pack", _moved_as_seen)],
         [OFFLOADED],
     ),
     "parameters not copied back from the host": (
