@@ -109,6 +109,7 @@ def write_design(seed: int = 0) -> None:
         chosen.append(found)
         for other in pairs_of(found):
             missing.pop(other, None)
+        illegal -= pairs_of(found)
     lines = [str(combination) for combination in chosen]
     for one, pairs in groupby((pair for pair in all_pairs() if pair in illegal), key=itemgetter(0)):
         lines.append("=".join(one) + SEPARATOR + ", ".join("=".join(other) for _, other in pairs))
