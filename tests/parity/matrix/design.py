@@ -1,7 +1,8 @@
 """A covering design: every legal pair of choices occurs in one of its combinations.
 
-`design.txt` holds it: the combinations, a line each, and below the pairs that no legal combination has, as lines
-`FACTOR=CHOICE without FACTOR=CHOICE CHOICE, ...`. `python -m tests.parity.matrix --design` writes it anew.
+`design.txt` holds it: the combinations, a line each, and below the pairs for which the search has found no
+legal combination, as lines `FACTOR=CHOICE without FACTOR=CHOICE, ...`. `python -m tests.parity.matrix --design` adds
+what is missing; it searches again for pairs whose lines are removed.
 """
 
 from __future__ import annotations
