@@ -40,7 +40,7 @@ def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = loss_of(model, tokens, tokens)
     loss.backward()
     assert loss.dim() == 0 and all(parameter.grad is not None for parameter in model.parameters())
-    wider = PEERS["transformers"](replace(style, ffn=128))
-    monkeypatch.setitem(PEERS, "transformers", lambda style: wider)
+    wider = PEERS["transformers"](replace(style, ffn=128), torch.float32)
+    monkeypatch.setitem(PEERS, "transformers", lambda style, dtype: wider)
     with pytest.raises(ValueError, match=r"transformers's model has \d+ parameters, not \d+"):
         build_peer("transformers", style, "float32")

@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         contestants = [Contestant(name, contestant, (one, args.steps, args.warm_up)) for name, one in variants.items()]
 
         def rows_of(found: Found) -> list[Any]:
-            return compared(found, ["as it is"])
+            return compared(found, lambda name: iter(["as it is"]))
 
         rows = rows_of(interleaved(contestants, args.rounds, note=lambda found: note(rows_of(found))))
         say_rows(rows)

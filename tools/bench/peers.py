@@ -1,14 +1,18 @@
 """The models that speed.py compares with: those of other programs, as their users build them.
 
-Each builder takes a style, and returns the model and its loss, `loss(run, tokens, labels)` of tokens and
+Each builder takes a style and a dtype, and returns the model and its loss, `loss(run, tokens, labels)` of tokens and
 labels [b, s], in which `run` is the model or a compiled one. `pip install -r tools/bench/requirements.txt`, in an
 environment of its own, has the packages.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -62,15 +66,20 @@ def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., 
     import torch
 
     kind = getattr(torch, dtype)
-    model, loss_of = PEERS[name](style)
+    model, loss_of = PEERS[name](style, kind)
     found = sum(parameter.numel() for parameter in model.parameters())
     if style.llama and found != style.parameters:
         raise ValueError(f"{name}'s model has {found} parameters, not {style.parameters}")
+    # `to` would make complex rotary tables (torchtitan's) real.
+    tables = [(part, key, x) for part in model.modules() for key, x in part._buffers.items() if x is not None]
     model = model.to(kind).train()
+    for part, key, x in tables:
+        if x.is_complex():
+            part._buffers[key] = x
     return model, loss_of
 
 
-def transformers_model(style: Style) -> tuple[Any, Callable[..., Any]]:
+def transformers_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]:
     import transformers
 
     if style.llama:
@@ -104,7 +113,7 @@ def transformers_model(style: Style) -> tuple[Any, Callable[..., Any]]:
     return model, lambda run, tokens, labels: cross_entropy(run(input_ids=tokens).logits, labels)
 
 
-def litgpt_model(style: Style) -> tuple[Any, Callable[..., Any]]:
+def litgpt_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]:
     import litgpt
 
     config = litgpt.Config(
@@ -125,10 +134,99 @@ def litgpt_model(style: Style) -> tuple[Any, Callable[..., Any]]:
     return litgpt.GPT(config), lambda run, tokens, labels: cross_entropy(run(tokens), labels)
 
 
-PEERS: dict[str, Callable[[Style], tuple[Any, Callable[..., Any]]]] = {
+def torchtitan_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]:
+    import torch
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
+
+    # Its MLP is 8/3 of the width, rounded up to a multiple.
+    assert 8 * style.hidden // 3 <= style.ffn < 2 * (8 * style.hidden // 3)
+    model = Transformer(
+        TransformerModelArgs(
+            dim=style.hidden,
+            n_layers=style.layers,
+            n_heads=style.heads,
+            n_kv_heads=style.groups,
+            vocab_size=style.vocab,
+            multiple_of=style.ffn,
+            max_seq_len=style.seq,
+        )
+    )
+    with torch.no_grad():
+        model.init_weights()
+    return model, lambda run, tokens, labels: cross_entropy(run(tokens), labels)
+
+
+def megatron_core_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]:
+    """megatron-core's GPTModel of its own layers, without Transformer Engine and Apex, which need a GPU."""
+    _forget_this_program()
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    # All of megatron-core that would reach for a GPU in one step on a CPU: where rotary tables and masks are made, and
+    # the random state of attention dropout, which is 0.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("gloo")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[import-not-found]
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # type: ignore[import-not-found]
+    from megatron.core.transformer.transformer_config import TransformerConfig  # type: ignore[import-not-found]
+
+    from megatron.core import parallel_state  # type: ignore[attr-defined]
+    from megatron.core.models.gpt import GPTModel  # type: ignore[attr-defined]
+
+    parallel_state.initialize_model_parallel()
+    get_cuda_rng_tracker().fork = lambda *names: nullcontext()
+    of_style: dict[str, Any] = {}
+    if style.llama:
+        of_style = {"gated_linear_unit": True, "activation_func": F.silu, "normalization": "RMSNorm"}
+    config = TransformerConfig(
+        num_layers=style.layers,
+        hidden_size=style.hidden,
+        num_attention_heads=style.heads,
+        num_query_groups=style.groups,
+        ffn_hidden_size=style.ffn,
+        add_bias_linear=not style.llama,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **of_style,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization=of_style.get("normalization")),
+        vocab_size=style.vocab,
+        max_sequence_length=style.seq,
+        position_embedding_type="rope" if style.llama else "learned_absolute",
+        share_embeddings_and_output_weights=not style.llama,
+    )
+    positions = torch.arange(style.seq).expand(style.micro_batch, -1)
+    hidden = torch.ones(1, 1, style.seq, style.seq, dtype=torch.bool).triu(1)
+    return model, lambda run, tokens, labels: run(tokens, positions, hidden, labels=labels).mean()
+
+
+def _forget_this_program() -> None:
+    """Makes `import megatron` find megatron-core's, which has the same name as the package beside `tools`."""
+    root = Path(__file__).resolve().parents[2]
+    sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+
+
+PEERS: dict[str, Callable[[Style, Any], tuple[Any, Callable[..., Any]]]] = {
     "transformers": transformers_model,
     "litgpt": litgpt_model,
+    "torchtitan": torchtitan_model,
+    "megatron-core": megatron_core_model,
 }
+ONLY_LLAMA = ("litgpt", "torchtitan")
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -65,14 +65,14 @@ def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) 
     return parser
 
 
-def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
+def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], float] = time.perf_counter) -> Round:
     """Tokens per second of so many steps."""
 
     def one_round() -> float:
-        start = time.perf_counter()
+        start = clock()
         for _ in range(steps):
             step()
-        return steps * tokens / (time.perf_counter() - start)
+        return steps * tokens / (clock() - start)
 
     return one_round
 
@@ -228,13 +228,13 @@ class Row:
     times: dict[str, float]
 
 
-def compared(found: Found, beside: Sequence[str]) -> list[Row]:
-    """A row for each contestant, compared by medians with those that `beside` names."""
+def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
+    """A row for each contestant, compared by medians with those that `beside` names for it."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():
         spread, failed = spreads.get(name), values if isinstance(values, str) else None
-        others = [other for other in beside if other in spreads and other != name] if spread else []
+        others = [other for other in beside(name) if other in spreads and other != name] if spread else []
         if spread or failed:
             times = {other: spreads[name].median / spreads[other].median for other in others}
             rows.append(Row(name, spread, failed, times))

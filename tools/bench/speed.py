@@ -1,20 +1,24 @@
-"""Speed of this program beside others or an older revision, in turns: training, parallelism, start-up.
+"""Speed of this program beside others or an older revision, in turns: training, parallelism, generation, start-up.
 
     python tools/bench/speed.py --list                                                  # the cells
     python tools/bench/speed.py --only "llama float32 eager" --rounds 7
-    python tools/bench/speed.py --only TP "ours ZeRO-3" --ranks 4                # a cell, and a contestant of another
-    python tools/bench/speed.py                                                  # all
-    python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older    # a `git worktree add` of it
+    python tools/bench/speed.py --only TP "ours ZeRO-3" "torch FSDP2 ZeRO-3" --ranks 4  # a cell, and two of another
+    python tools/bench/speed.py                                                         # all
+    python tools/bench/speed.py --only "ours TP" start-up --before /tmp/older           # a `git worktree add` of it
 
-Contestants are processes of their own. In one process, optimizer step included: the models of transformers and
-litgpt (tools/bench/peers.py), with torch's fused AdamW and gradient clipping; `pip install -r
+Contestants are processes of their own. In one process, optimizer step included: the models of transformers, litgpt,
+torchtitan and megatron-core (tools/bench/peers.py), with torch's fused AdamW and gradient clipping; `pip install -r
 tools/bench/requirements.txt`, in an environment of its own. In bf16 theirs are bf16 parameters, updated in bf16, the
 fastest they can be trained; ours keeps fp32 main parameters and fp32 gradient sums as always. The ceiling does nothing
 but the matrix products of the model's linear layers and head, forward and backward, in the same precision.
 
 TP, PP and DP: 8 micro-batches of one sequence a step in float32, over gloo processes of one thread, beside one process
-of as many threads. "silent DP" shows what this machine allows at most: processes that share the batch and never
-communicate.
+of as many threads and beside torch's own (tools/bench/torch_parallel.py). Two show what this machine allows at most:
+processes that share the batch out but never speak to each other, and tensor parallelism whose layers leave their
+collectives out (its results are nonsense, its work is all there).
+
+Generation: new tokens per second of processor time, of prompts of several lengths, batched in one cache, one by one,
+and batched by transformers' `generate`. Decoding is greedy, and every text has all its tokens.
 
 Start-up: seconds of commands, each in a fresh interpreter, beside an interpreter that imports torch alone.
 
@@ -30,7 +34,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, product
 from pathlib import Path
@@ -39,7 +43,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.peers import PEERS, STYLES, Style, build_peer
+from tools.bench.peers import ONLY_LLAMA, PEERS, STYLES, Style, build_peer
 from tools.bench.side_by_side import (
     DIGITS,
     Contestant,
@@ -58,24 +62,27 @@ from tools.bench.side_by_side import (
 
 FORMATS = {"float32": [], "bfloat16": ["--bf16"]}
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
-OURS, CEILING, ALONE = "ours", "ceiling", "one process"
+OURS, CEILING, ALONE, ONE_BY_ONE, BATCHED = "ours", "ceiling", "one process", "one by one", "batched"
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT_STYLE, MICRO_BATCHES = Style(8, 384, 4, 4, 1024, 256, 8192, 1, llama=True), 8
-LAYOUTS = {
-    "ours TP": "--tp {n}",
-    "ours TP+SP": "--tp {n} --sequence-parallel",
-    "ours TP+SP overlapped": "--tp {n} --sequence-parallel --tp-comm-overlap",
-    "ours PP 1f1b": "--pp {n} --pipeline-schedule 1f1b",
-    "ours PP interleaved": "--pp {n} --pipeline-schedule interleaved",
-    "ours PP zb-h1": "--pp {n} --pipeline-schedule zb-h1",
-    "ours PP zb-v": "--pp {n} --pipeline-schedule zb-v",
-    "ours DP": "--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce",
-    "ours ZeRO-1": "--dp {n} --overlap-grad-reduce --overlap-param-gather",
-    "ours ZeRO-2": "--dp {n} --data-parallel-sharding-strategy optim_grads",
-    "ours ZeRO-3": "--dp {n} --data-parallel-sharding-strategy optim_grads_params",
-    "ours CP": "--cp {n}",
+LAYOUTS: dict[str, tuple[str, str | None]] = {
+    "ours TP": ("--tp {n}", "torch DTensor TP"),
+    "ours TP+SP": ("--tp {n} --sequence-parallel", "torch DTensor TP"),
+    "ours TP+SP overlapped": ("--tp {n} --sequence-parallel --tp-comm-overlap", None),
+    "ours PP 1f1b": ("--pp {n} --pipeline-schedule 1f1b", "torch PP 1F1B"),
+    "ours PP interleaved": ("--pp {n} --pipeline-schedule interleaved", "torch PP Interleaved1F1B"),
+    "ours PP zb-h1": ("--pp {n} --pipeline-schedule zb-h1", "torch PP ZBV"),
+    "ours PP zb-v": ("--pp {n} --pipeline-schedule zb-v", "torch PP ZBV"),
+    "ours DP": ("--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce", "torch DDP"),
+    "ours ZeRO-1": ("--dp {n} --overlap-grad-reduce --overlap-param-gather", "torch FSDP2"),
+    "ours ZeRO-2": ("--dp {n} --data-parallel-sharding-strategy optim_grads", "torch FSDP2 ZeRO-2"),
+    "ours ZeRO-3": ("--dp {n} --data-parallel-sharding-strategy optim_grads_params", "torch FSDP2 ZeRO-3"),
+    "ours CP": ("--cp {n}", None),
 }
-"""Name -> flags for n ranks."""
+"""Name -> flags for n ranks, and torch's own of that kind."""
+
+SHORTEST, LONGEST, NEW, PROMPTS = 16, 128, 32, 16
+GENERATION_STYLE = Style(4, 512, 8, 8, 2048, LONGEST + NEW + 1, 8192, 1, llama=True)
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
@@ -156,6 +163,61 @@ def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
     return ours(argv, tokens, steps)
 
 
+def silent_tensor_parallel(argv: Sequence[str], tokens: int, steps: int) -> Round:
+    from megatron.core.tensor_parallel import layers
+
+    layers.COLUMN = layers.ROW = layers.LOCAL
+    return ours(argv, tokens, steps)
+
+
+def torchs(kind: str, tokens: int, steps: int) -> Round:
+    from tools.bench.torch_parallel import started
+
+    return timed(started(kind, LAYOUT_STYLE, MICRO_BATCHES), steps, tokens)
+
+
+# Generation
+
+
+def prompts() -> list[list[int]]:
+    """Of lengths from the shortest to the longest, in no order."""
+    span = LONGEST - SHORTEST
+    lengths = [SHORTEST + span * (number * 7 % PROMPTS) // (PROMPTS - 1) for number in range(PROMPTS)]
+    return [[(number * 131 + place * 17) % 8192 for place in range(size)] for number, size in enumerate(lengths)]
+
+
+def our_texts(dtype: str, rows: int) -> Round:
+    """New tokens per second with so many texts at once."""
+    import torch
+
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.extensions.inference.generation import Engine, Request, StageRunner
+    from megatron.training.config.arguments import parse_args
+    from megatron.training.config.validation import resolve_legal
+
+    config = resolve_legal(parse_args(flags(GENERATION_STYLE, dtype)), 1)
+    torch.manual_seed(1)
+    model = GPTModel(config.model, config.parallel).eval()
+    requests = [Request(prompt, NEW) for prompt in prompts()]
+
+    def texts() -> None:
+        assert all(found.error is None for found in Engine(StageRunner({0: model}), rows=rows).run(requests))
+
+    return timed(texts, 1, PROMPTS * NEW, time.process_time)
+
+
+def their_texts(dtype: str) -> Round:
+    """New tokens per second of transformers, all prompts at once, padded on the left."""
+    import torch
+
+    model = build_peer("transformers", GENERATION_STYLE, dtype)[0].eval()
+    model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
+    ids = torch.tensor([[0] * (LONGEST - len(each)) + each for each in prompts()])
+    mask = torch.tensor([[0] * (LONGEST - len(each)) + [1] * len(each) for each in prompts()])
+    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    return timed(lambda: model.generate(ids, attention_mask=mask, **how), 1, PROMPTS * NEW, time.process_time)
+
+
 # Start-up
 
 
@@ -214,6 +276,13 @@ class Cell:
         """This program's side, but for what it is compared with."""
         return [c for c in self.contestants if c.build in (ours, starts) and c.name != self.baseline]
 
+    def rivals(self, name: str) -> Iterator[str]:
+        """Those whom a contestant is compared with."""
+        yield self.baseline
+        yield from PEERS if name == OURS else ()
+        _, torchs_own = LAYOUTS.get(name, ("", None))
+        yield from [torchs_own] if torchs_own else []
+
     def chosen(self, names: Sequence[str]) -> Cell:
         return replace(self, contestants=[c for c in self.contestants if c.name in (*names, self.baseline)])
 
@@ -224,11 +293,15 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
         style, compiled = STYLES[name], mode == "compiled"
         members = [Contestant(OURS, ours, (flags(style, dtype, compiled), style.tokens, steps), threads)]
         for other in PEERS:
-            if style.llama or other != "litgpt":
+            if style.llama or other not in ONLY_LLAMA:
                 members.append(Contestant(other, peer, (other, style, dtype, compiled, steps), threads))
         members.append(Contestant(CEILING, ceiling, (style, dtype, steps), threads))
         found[f"{name} {dtype} {mode}"] = Cell(members, CEILING)
     found |= layouts(ranks, steps)
+    for dtype in FORMATS:
+        ways = {ONE_BY_ONE: (our_texts, (dtype, 1)), BATCHED: (our_texts, (dtype, PROMPTS))}
+        ways["transformers"] = (their_texts, (dtype,))
+        found[f"generation {dtype}"] = Cell([Contestant(way, *build) for way, build in ways.items()], ONE_BY_ONE)
     commands = [Contestant(name, starts, ([sys.executable, *words], to)) for name, (words, to) in COMMANDS.items()]
     return found | {"start-up": Cell(commands, commands[0].name, "s")}
 
@@ -238,10 +311,13 @@ def layouts(n: int, steps: int) -> dict[str, Cell]:
     common, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.seq
     members = [
         Contestant(name, ours, ([*common, *more.format(n=n).split()], tokens, steps), ranks=n)
-        for name, more in LAYOUTS.items()
+        for name, (more, _) in LAYOUTS.items()
     ]
     part = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES // n)
     members.append(Contestant("silent DP", silent, (part, tokens, steps), ranks=n))
+    members.append(Contestant("silent TP", silent_tensor_parallel, ([*common, "--tp", str(n)], tokens, steps), ranks=n))
+    for name in dict.fromkeys(rival for _, rival in LAYOUTS.values() if rival):
+        members.append(Contestant(name, torchs, (name, tokens, steps), ranks=n))
     alone = Contestant(ALONE, ours, (common, tokens, steps), threads=min(n, os.cpu_count() or 1))
     kinds: dict[str, Cell] = {kind: Cell([alone], ALONE) for kind in ("TP", "PP", "DP")}
     for member in members:
@@ -313,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not whole and len(chosen.contestants) == 1:
             continue
         if args.before is None:
-            found = compared(interleaved(chosen.contestants, args.rounds), (cell.baseline, *PEERS))
+            found = compared(interleaved(chosen.contestants, args.rounds), chosen.rivals)
             say_rows(found, f"{name:<24}", cell.unit)
             rows += [{"cell": name, "unit": cell.unit, **asdict(row)} for row in found]
             continue

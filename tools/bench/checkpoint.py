@@ -1,0 +1,265 @@
+"""Measures saving and loading checkpoints beside torch.distributed.checkpoint (DCP) alone, and beside the bare disk.
+
+    OMP_NUM_THREADS=1 python tools/bench/checkpoint.py --folder /path/on/the/disk
+
+Ranks hold equal parts of a transformer's parameters in fp32 and Adam's two moments. One after the other, round by
+round, the same bytes are saved by this program in the foreground and in the background, by `dcp.save` and
+`dcp.async_save`, and written to plain files with one fsync each; and loaded back by this program, which verifies
+checksums first, and by `dcp.load`. Every figure is the median of the rounds with the least and the most; a first round
+is not counted. The stall is how long training waits. Caches of the file system are warm when loading.
+
+A folder in memory (/dev/shm) shows what the programs themselves cost, a folder on a disk what is left of that there.
+Memory needed: 3 times the state, 12 bytes a parameter, with the files where they lie in memory. The buffer that
+background saves copy to is taken when a run begins and kept; the stall of the first one is told apart.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import checkpoint_folder
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
+from megatron.core.parallel_state import Axis, initialize_model_parallel
+from megatron.testing.local_world import run_world
+from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
+
+BYTES = 12
+"""Of a parameter and its moments in fp32."""
+
+Seconds = dict[str, list[float]]
+
+
+def shapes(parameters: float, ranks: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Matrices of a transformer with about so many parameters, of width 1024: (name, shape)."""
+    h, left, layer = 1024, int(parameters), 0
+    yield "embedding", (32768, h)
+    left -= 32768 * h
+    while left > 0:
+        for name, shape in (("qkv", (3 * h, h)), ("proj", (h, h)), ("fc1", (4 * h, h)), ("fc2", (4 * h, h))):
+            yield f"layers.{layer}.{name}", shape
+            left -= shape[0] * shape[1]
+        layer += 1
+
+
+class State:
+    """One rank's rows of every tensor, as this program and as DCP take them."""
+
+    def __init__(self, parameters: float, rank: int, ranks: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        self.local: dict[str, torch.Tensor] = {}
+        self.boxes: dict[str, ShardedBoxes] = {}
+        mesh = init_device_mesh("cpu", (ranks,))
+        self.dtensors: dict[str, DTensor] = {}
+        for name, (rows, columns) in shapes(parameters, ranks):
+            mine = rows // ranks
+            for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
+                key, data = f"{kind}.{name}", torch.empty(mine, columns)
+                data.uniform_(generator=generator)
+                self.local[key] = data
+                self.boxes[key] = ShardedBoxes((mine * ranks, columns), [((rank * mine, 0), data)])
+                self.dtensors[key] = DTensor.from_local(data, mesh, [Shard(0)], run_check=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(data.nbytes for data in self.local.values())
+
+
+class Bench:
+    """The ways to save and load, on one rank. Each returns its seconds; the slowest rank's count."""
+
+    def __init__(self, root: Path, state: State, world: Axis) -> None:
+        self.root, self.state, self.world = root, state, world
+        self.savers = {
+            background: CheckpointSaver(root / "own", world, background=background) for background in (False, True)
+        }
+
+    def prepare(self) -> Seconds:
+        """Takes memory, as a run does beside its first steps."""
+        self.savers[True].prepare(self.state.boxes)
+        self.savers[True].wait()
+        return {}
+
+    def own_save(self, background: bool, first: bool = False) -> Seconds:
+        saver, begin = self.savers[background], time.perf_counter()
+        saver.save(1, self.state.boxes, {"iteration": 1})
+        stall = time.perf_counter() - begin
+        saver.wait()
+        total = time.perf_counter() - begin
+        assert all(report.complete for report in saver.reports())
+        if first:
+            return {"stall of a run's first background save": [stall]}
+        return {"stall of a background save": [stall], "background save": [total]} if background else {"save": [total]}
+
+    def close(self) -> Seconds:
+        """Gives memory back, so that the ways do not add up."""
+        self.savers[True].close()
+        return {}
+
+    def dcp_save(self) -> Seconds:
+        begin = time.perf_counter()
+        dcp.save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
+        return {"dcp.save": [time.perf_counter() - begin]}
+
+    def dcp_async_save(self) -> Seconds:
+        begin = time.perf_counter()
+        future = dcp.async_save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
+        stall = time.perf_counter() - begin
+        future.result()  # type: ignore[union-attr]
+        return {"stall of dcp.async_save": [stall], "dcp.async_save": [time.perf_counter() - begin]}
+
+    def raw_write(self) -> Seconds:
+        path = self.root / "raw" / f"{self.world.rank}"
+        path.parent.mkdir(exist_ok=True)
+        begin = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for data in self.state.local.values():
+                view = memoryview(data.numpy()).cast("B")
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        return {"plain files with fsync": [time.perf_counter() - begin]}
+
+    def own_load(self) -> Seconds:
+        begin = time.perf_counter()
+        checkpoint = choose_checkpoint(checkpoint_folder(self.root / "own", 1), self.world)
+        assert checkpoint is not None
+        verified = time.perf_counter() - begin
+        checkpoint.load(self.state.boxes, self.world)
+        total = time.perf_counter() - begin
+        return {"load": [total], "of it reading into tensors, without checksums": [total - verified]}
+
+    def dcp_load(self) -> Seconds:
+        begin = time.perf_counter()
+        dcp.load(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
+        return {"dcp.load": [time.perf_counter() - begin]}
+
+    def rounds(self, count: int, limit: float) -> Seconds:
+        """Up to `count` rounds after a first one that is not counted, and none that would begin after `limit` s."""
+        groups: list[list[tuple[str, Callable[[], Seconds]]]] = [
+            [
+                ("own", lambda: self.own_save(False)),
+                ("", self.own_load),
+                ("own", self.prepare),
+                ("own", lambda: self.own_save(True, first=True)),
+                ("own", lambda: self.own_save(True)),
+                ("own", self.close),
+            ],
+            [("dcp", self.dcp_save), ("", self.dcp_load), ("dcp", self.dcp_async_save)],
+            [("raw", self.raw_write)],
+        ]
+        found: Seconds = {}
+        began = time.monotonic()
+        for number in range(count + 1):
+            late = torch.tensor(float(number > 1 and time.monotonic() - began > limit))
+            dist.all_reduce(late, op=dist.ReduceOp.MAX)
+            if late:
+                break
+            turn = number % len(groups)  # who comes first changes
+            for group in groups[turn:] + groups[:turn]:
+                for writes, way in group:
+                    self._clear(writes)
+                    for name, seconds in self._slowest(way()).items():
+                        if number:
+                            found.setdefault(name, []).append(seconds)
+                self._clear(group[0][0])
+        return found
+
+    def _clear(self, name: str) -> None:
+        if name and self.world.first:
+            shutil.rmtree(self.root / name, ignore_errors=True)
+        dist.barrier()
+
+    def _slowest(self, seconds: Seconds) -> dict[str, float]:
+        if not seconds:
+            return {}
+        values = torch.tensor([value for (value,) in seconds.values()], dtype=torch.float64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return dict(zip(seconds, values.tolist(), strict=True))
+
+
+def measure(rank: int, ranks: int, root: Path, parameters: float, rounds: int, limit: float) -> tuple[int, Seconds]:
+    """(bytes of this rank, seconds of every round)"""
+    state = State(parameters, rank, ranks)
+    return state.nbytes, Bench(root, state, initialize_model_parallel().world).rounds(rounds, limit)
+
+
+BESIDE = {
+    "save": ("dcp.save", "plain files with fsync"),
+    "background save": ("dcp.async_save",),
+    "stall of a background save": ("save", "stall of dcp.async_save"),
+    "load": ("dcp.load",),
+}
+"""Way -> those with whose seconds its own are compared, round by round."""
+
+
+def ratios(seconds: Seconds) -> dict[str, Spread]:
+    """The seconds of each of `BESIDE` over those of others."""
+    return {
+        f"{way} / {other}": Spread.of([a / b for a, b in zip(seconds[way], seconds[other], strict=True)])
+        for way, others in BESIDE.items()
+        for other in others
+    }
+
+
+def file_system(folder: Path) -> str:
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    return max((mount for mount in mounts if folder.resolve().is_relative_to(mount[0])), key=lambda m: len(m[0]))[1]
+
+
+def refuse_to_swap(parameters: float) -> None:
+    """Raises SystemExit if the state and its copies do not fit into the memory that is free."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    needed = 3 * BYTES * parameters + 2**31
+    if needed > free:
+        raise SystemExit(
+            f"--parameters {parameters:g} needs up to {needed / 2**30:.1f} GiB for the state, copies and files, and "
+            f"{free / 2**30:.1f} GiB are free: give at most {(free - 2**31) / 3 / BYTES:.0e}"
+        )
+
+
+def main() -> int:
+    parser = bench_parser(__doc__, 5, ranks=(2, "processes that hold equal parts"))
+    parser.add_argument("--parameters", type=float, default=3e8)
+    parser.add_argument("--seconds", type=float, default=200, help="no round begins after this many seconds")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
+    args = parser.parse_args()
+    refuse_to_swap(args.parameters)
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as name:
+        facts = machine() | {"file_system": file_system(Path(name)), "parameters": args.parameters, "ranks": args.ranks}
+        work = (Path(name), args.parameters, args.rounds, args.seconds)
+        results = run_world(args.ranks, measure, *work, timeout=args.seconds + 600)
+    size, seconds = sum(nbytes for nbytes, _ in results), results[0][1]
+    found = {way: Spread.of(values) for way, values in seconds.items()}
+    print(f"{facts['file_system']}, {args.ranks} ranks, {args.parameters:g} parameters, {size / 1e9:.2f} GB")
+    for way, spread in found.items():
+        print(f"{way:<52} {spread:6.2f} s" + ("" if "stall" in way else f"  {size / 1e9 / spread.median:6.2f} GB/s"))
+    beside = ratios(seconds)
+    for name, ratio in beside.items():
+        print(f"{name:<52} {ratio:6.2f}")
+    rows = [{"way": way, "seconds": asdict(spread), "rounds": seconds[way]} for way, spread in found.items()]
+    rows += [{"ratio": name, **asdict(ratio)} for name, ratio in beside.items()]
+    write_json(args.json, facts | {"bytes": size}, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
