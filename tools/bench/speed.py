@@ -73,6 +73,7 @@ LAYOUTS: dict[str, tuple[str, str | None]] = {
     "ours PP interleaved": ("--pp {n} --pipeline-schedule interleaved", "torch PP Interleaved1F1B"),
     "ours PP zb-h1": ("--pp {n} --pipeline-schedule zb-h1", "torch PP ZBV"),
     "ours PP zb-v": ("--pp {n} --pipeline-schedule zb-v", "torch PP ZBV"),
+    "ours PP 2bw": ("--pp {n} --pipeline-schedule 2bw", "torch PP 1F1B"),
     "ours DP": ("--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce", "torch DDP"),
     "ours ZeRO-1": ("--dp {n} --overlap-grad-reduce --overlap-param-gather", "torch FSDP2"),
     "ours ZeRO-2": ("--dp {n} --data-parallel-sharding-strategy optim_grads", "torch FSDP2 ZeRO-2"),
