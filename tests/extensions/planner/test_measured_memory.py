@@ -177,6 +177,7 @@ def compare(world_size: int, flags: str) -> list[tuple[Memory, Memory]]:
         (1, "--recompute-granularity full"),
         (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-h1 --fp8-format e4m3 --fp8-recipe delayed"),
         (2, f"--optimizer-cpu-offload {ZERO2}"),
+        (2, f"{LLAMA} --pp 2 --pipeline-schedule 2bw"),
         (4, f"--pp 2 {ZERO3}"),
         (2, f"{OFFLOAD} 1 --pp 2 --pipeline-schedule zb-h1"),
         (2, f"{LLAMA} {OFFLOAD} 3 --cp 2 {ZERO3}"),
