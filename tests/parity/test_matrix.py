@@ -46,5 +46,5 @@ def test_every_pair_occurs_in_a_legal_combination_or_none_was_found() -> None:
 
 
 def test_every_choice_is_covered() -> None:
-    covered = {choice for combination in every_choice() for choice in combination.items}
+    covered = {choice for combination in (*every_choice(), Combination.of()) for choice in combination.items}
     assert covered == {(name, choice) for name, options in FACTORS.items() for choice in options}
