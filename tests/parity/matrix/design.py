@@ -1,4 +1,4 @@
-"""A covering design: every legal pair of choices occurs in one of its combinations.
+"""A covering design: every pair of choices, for which a search finds a legal combination, occurs in one of its own.
 
 `design.txt` holds it: the combinations, a line each, and below the pairs for which the search has found no
 legal combination, as lines `FACTOR=CHOICE without FACTOR=CHOICE, ...`. `python -m tests.parity.matrix --design` adds
@@ -94,7 +94,7 @@ def write_design(seed: int = 0) -> None:
         known += filter(None, [complete((choice, choice), known, random, 3000)])
     while missing:
         pair = next(iter(missing))
-        found = complete(pair, [*known, *chosen], random, 100)
+        found = complete(pair, [*known, *chosen], random, 400)
         if found is None:
             illegal.add(pair)
             del missing[pair]

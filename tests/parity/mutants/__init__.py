@@ -53,6 +53,10 @@ OF_EXTENSIONS = tuple(
 MUTANTS: Mutants = {name: mutant for subject in (*SUBJECTS, *OF_EXTENSIONS) for name, mutant in subject.MUTANTS.items()}
 
 
+STALE = ("TypeError", "AttributeError", "NameError", "ImportError")
+"""Errors of a mutant that no longer fits what it replaces, not of the product."""
+
+
 @contextmanager
 def planted(patches: Sequence[Patch]) -> Iterator[None]:
     """The product with a mutant in it."""
@@ -77,4 +81,7 @@ def seen(name: str, combination: Combination) -> str | None:
         try:
             return difference(combination)
         except (RuntimeError, TimeoutError) as error:
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:160]}"
+            said = str(error).strip().splitlines()[-1]
+            if said.startswith(STALE):
+                raise
+            return f"{type(error).__name__}: {said[:160]}"

@@ -17,9 +17,9 @@ from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants, nothing
 
 
-def _reversed_on_last_stage(self: Any, batches: Any, seed: Any, training: bool) -> None:
+def _reversed_on_last_stage(self: Any, batches: Any, *more: Any, **named: Any) -> None:
     """The last stage pairs hidden states with the labels of another micro-batch."""
-    _true_begin(self, list(reversed(batches)) if self.pp.size > 1 and self.pp.last else batches, seed, training)
+    _true_begin(self, list(reversed(batches)) if self.pp.size > 1 and self.pp.last else batches, *more, **named)
 
 
 _true_begin = executor.PipelineExecutor._begin
