@@ -1,6 +1,6 @@
 """The parity matrix: legal combinations of parallelisms, each against one process in fp64.
 
-The combinations of `design.txt` have worlds of 1 to 8 ranks and every legal pair of choices; `NAMED` adds those that
+The combinations of `design.txt` have worlds of 1 to 8 ranks and the legal pairs of choices; `NAMED` adds those that
 have gone wrong in published frameworks. Initial weights must have the bits of one process; loss, every gradient,
 gradient norm, every weight and moment of two steps must be equal but for rounding. Fused regions are those of
 --compile, run as they are written: tests/pure/test_regions.py compares them with what a compiler makes of them.
