@@ -20,6 +20,9 @@ from megatron.training.config.run_config import RunConfig
 NEAREST_MEASURED = 3
 """Layouts that are measured to name the nearest one if nothing fits: those with the lowest bounds on memory."""
 
+MOST_PREDICTED = 150
+"""Predictions after which a search that may leave layouts out predicts only what saves memory in those that it has."""
+
 MOST_OF_A_SHAPE = 6
 """Layouts of one `Layout.shape` that a search that may leave some out predicts: those with the lowest bounds."""
 
@@ -188,7 +191,7 @@ class LayoutSearch:
         if isinstance(item, Found):
             if item.layout.shape not in self._found:  # of which a faster one stands for it
                 yield from self._measured(item)
-        elif self.effort.interrupted:
+        elif self.effort.interrupted or (self.most_timed is not None and self.effort.predicted >= MOST_PREDICTED):
             self._leave_out(bound)
         elif isinstance(item, Family):
             yield from self._layouts(item, bound)
