@@ -116,8 +116,8 @@ def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         train, found = run.pipeline.train, []
 
-        def train_and_count(*args: Any) -> Any:
-            losses = train(*args)
+        def train_and_count(*args: Any, **named: Any) -> Any:
+            losses = train(*args, **named)
             found.append((run.ddp._started, len(run.ddp.buckets)))
             return losses
 
