@@ -76,11 +76,13 @@ def _prepared(run: TrainingRun, step: Step, batches: list[Batch]) -> StepInput:
 
 
 def _following(run: TrainingRun, step: Step) -> StepInput | None:
-    """What the next step reads; None if there is none with the same model."""
+    """What the next step reads; None if there is none with the same model, or meters look at it as a whole."""
     number, sample = step.iteration + 1, step.first_sample + step.samples
     if number in (run.config.checks.iterations_to_skip or ()) or run.plan.at(sample) is not run.plan.at(
         step.first_sample
     ):
+        return None
+    if any(meter.reads_result(number) for meter in run.meters):
         return None
     return _input_of(run, Step(number, sample, run.batch_sizes.at(sample)))
 

@@ -44,6 +44,12 @@ NOT_REPRODUCED = (
     "hardware, or a kernel that races"
 )
 
+NEWER_WEIGHTS = (
+    "run again, with the weights after the update that the step was made beside, everything is finite: these weights, "
+    "or the hardware, are the cause"
+)
+"""Of a schedule that does not flush, which has not kept the step's own weights."""
+
 
 @dataclass(frozen=True)
 class SavedStep:
@@ -72,7 +78,8 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
     watchdog.doing(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
     finding = search(run.forward_backward, step, run.data.read_batches(step), verdict.result.loss_scale)
     watchdog.doing(phase)
-    text = finding.describe() if finding is not None else NOT_REPRODUCED
+    nothing = NOT_REPRODUCED if run.pipeline.flushes else NEWER_WEIGHTS
+    text = finding.describe() if finding is not None else nothing
     if not verdict.ends_run:
         return StepFinding(text)
     if run.config.checkpoint.save is not None:

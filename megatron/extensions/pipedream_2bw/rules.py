@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_FORMATS, STATE_STORES, UPDATES_AHEAD
+from megatron.core.parts import LINEAR_FORMATS, STATE_STORES, UPDATE_HOOKS, UPDATES_AHEAD
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.extensions.pipedream_2bw.flags import NAME
 from megatron.training.config.batch_size import legal_sizes
@@ -28,15 +28,17 @@ def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
     if p.fp16:
         yield "--fp16", "the passes of a step begin before the loss scale that they need is known"
     if list(LINEAR_FORMATS.wanted(p)):
-        yield "products in another format", "casts of weights are of one version"
+        yield "--fp8-format", "casts of weights are of one version"
     if p.microbatch_runner is not None:
-        yield f"{p.microbatch_runner} in place of the executor", "they hold the weights of one version"
+        yield "--cuda-graph-impl", "graphs hold the weights of one version"
     if p.activation_store is not None:
-        yield f"{p.activation_store}", "it expects each step to end"
+        yield "--cpu-offloading", "it expects each step to end"
     if c.ddp.shards_gradients:
         yield f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}", "weights are not kept"
     if o.host_fraction:
-        yield "optimizer states in host memory", "they are updated at the end of a step"
+        yield "--optimizer-cpu-offload", "states in host memory are updated at the end of a step"
+    if list(UPDATE_HOOKS.wanted(o)):
+        yield "--qk-clip", "it reads what the passes of one step have noted"
     if o.matrices is not None:
         yield f"--optimizer {o.optimizer}", "it is not proved for updates in the midst of the next step"
     if [name for name in STATE_STORES if STATE_STORES.facts(name).holds(o)][1:-1] or o.state_store != "two versions":

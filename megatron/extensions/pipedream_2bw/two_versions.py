@@ -16,7 +16,7 @@ backward pass so lies where it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class VersionedShard(OptimizerShard):
         super().__init__(bucket, states, layout, place)
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
-        self.place, self.previous = place, self.device_params.clone()
-        """Of this shard: parameters before the last update. Replaced by a view once there are two memories."""
+        self.place, self.previous = place, self.device_params
+        """Of this shard: parameters before the last update, a view of the other memory once there is one."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ class LateUpdates:
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.optimizer, self.ddp = optimizer, optimizer.ddp
         self.shards = [shard for shard in optimizer.shards if isinstance(shard, VersionedShard)]
-        self.other = [buffer.param_data.clone() for buffer in self.ddp.buffers]
-        """The memory of parameters before the last update, by buffer."""
+        self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
+        """The memory of parameters before the last update, by buffer. NaN until they are loaded, or `start`."""
         self._newest = _views(self.ddp)
         self._exchange()
         self._previous = _views(self.ddp)
@@ -136,16 +136,19 @@ class LateUpdates:
             shard.attach(shard.grads, shard.device_params)
 
     @torch.no_grad()
-    def start(self, loaded: bool) -> None:
-        """Makes the weights before the last update whole, of which each rank has `loaded` its shards; else they are the
-        newest ones. Collective."""
-        if not loaded:
-            for shard in self.shards:
-                shard.previous.copy_(shard.device_params)
+    def start(self) -> bool:
+        """Makes the weights before the last update whole, of which each rank has loaded its shards; those that were not
+        loaded are the newest ones. Returns whether all of this rank's were loaded. Collective."""
+        complete = True
+        for shard in self.shards:
+            pieces = shard.pieces({PREVIOUS: shard.previous})
+            complete &= not any(piece.data.isnan().any().item() for piece in pieces)
+            shard.previous.copy_(torch.where(shard.previous.isnan(), shard.device_params, shard.previous))
         self._exchange()
         self.ddp.start_param_sync()
         self.ddp.wait_param_sync()
         self._exchange()
+        return complete
 
 
 def _views(ddp: DistributedDataParallel) -> list[Tensor]:
@@ -160,21 +163,12 @@ def _views(ddp: DistributedDataParallel) -> list[Tensor]:
 
 
 class VersionsOfPasses(Callback):
-    """Tells the executor which weights a pass uses. Its state says that a checkpoint has both versions."""
-
-    loaded = False
-
-    def state(self) -> Any:
-        return {"versions": 2}
-
-    def load_state(self, state: Any) -> None:
-        self.loaded = self.config.checkpoint.load_optim
+    """Tells the executor which weights a pass uses."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         updates = run.optimizer.ahead
         assert isinstance(updates, LateUpdates)
-        if run.progress.loaded_from and not self.loaded:
-            run.say(" the checkpoint has one version of the weights: both versions start from it")
-        updates.start(self.loaded)
+        if not updates.start() and run.progress.loaded_from:
+            run.say(" weights before the last update are not loaded: both versions start from the newest ones")
         run.pipeline.executor.use_weights = updates.use_for
         return ()

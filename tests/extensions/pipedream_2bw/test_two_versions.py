@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.actions import Kind, counterpart
 from megatron.core.pipeline_parallel.passes import lists_of_step, lists_of_steps
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import simulate
+from megatron.extensions.pipedream_2bw.two_versions import LateUpdates
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, resolve_legal, validate
@@ -281,6 +282,48 @@ def test_an_evaluation_in_the_midst_sees_the_newest_weights() -> None:
     ranks = run_world(4, evaluated, config_of("--fp64 --pp 4", 4))
     assert ranks[-1][0] == pytest.approx(expected, rel=1e-9)
     assert all(found == pytest.approx(losses, rel=1e-9) for _, found in ranks)
+
+
+def thawed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[float]:
+    """The most that the two versions differ by, by parameter, when a run trains on what was frozen before."""
+    frozen = replace(config, optimizer=replace(config.optimizer, freeze=("embedding",)))
+    with local_run(replace(frozen, checkpoint=replace(config.checkpoint, save=folder)), rank, world_size) as run:
+        for _ in range(3):
+            train_step(run)
+        save(run)
+        run.saver.finish()
+        run.pipeline.drop_begun()
+    other_seed = replace(config.training, seed=2)
+    loading = replace(config.checkpoint, load=folder, load_rng=False, override_data_fingerprint=True)
+    with local_run(replace(config, training=other_seed, checkpoint=loading), rank, world_size) as run:
+        updates = run.optimizer.ahead
+        assert isinstance(updates, LateUpdates)
+        pairs = zip(updates._newest, updates._previous, strict=True)
+        return [(newest - previous).abs().max().item() for newest, previous in pairs]
+
+
+def test_weights_without_a_former_version_start_from_the_newest(tmp_path: Path) -> None:
+    for differences in run_world(2, thawed, config_of("--fp64 --pp 2", 2), str(tmp_path)):
+        assert max(differences) < 0.02 and sum(difference > 0 for difference in differences) > 0
+    assert any(difference == 0 for difference in run_world(1, thawed, config_of("--fp64", 1), str(tmp_path / "one"))[0])
+
+
+def measured(rank: int, world_size: int, config: RunConfig) -> list[bool]:
+    """Of each step, whether passes of the next one have begun in it."""
+    with local_run(config, rank, world_size) as run:
+        begun = []
+        for _ in range(4):
+            train_step(run)
+            begun.append(run.begun is not None)
+        results(run)
+        run.pipeline.drop_begun()
+        return begun
+
+
+@pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
+def test_a_step_that_is_looked_at_runs_alone() -> None:
+    """Both ends of it empty the pipeline: its passes are not begun in the step before."""
+    assert run_world(2, measured, config_of("--fp64 --pp 2 --log-layer-stats 3", 2)) == [[True, False, False, True]] * 2
 
 
 SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
