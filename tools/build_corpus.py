@@ -22,9 +22,8 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.fsync import whole_file
-from megatron.training.config.output_files import why_not_written
 
-from .common import run_tool, tool_parser
+from .common import refuse_unwritable, run_tool, tool_parser
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 TABLE_FOLDERS = frozenset({"encodings", "pydoc_data"})
@@ -61,8 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-mb", type=float, default=float("inf"), help="stop after this many MB of text")
     args = parser.parse_args(argv)
 
-    if (why := why_not_written(args.output)) is not None:
-        raise ValueError(f"--output {args.output}: {why}; name a file in a folder that can be written")
+    refuse_unwritable("--output", args.output)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     count = size = 0
     with whole_file(args.output) as file, open(file, "w", encoding="utf-8") as out:

@@ -33,11 +33,10 @@ if not __package__:  # run as a file of a clone
 
 from megatron.extensions.planner.device_file import DeviceFile, read_device, tile_share
 from megatron.training.config.arguments import command_line
-from megatron.training.config.output_files import why_not_written
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch
 
-from .common import processor_name, run_tool, tool_parser
+from .common import processor_name, refuse_unwritable, run_tool, tool_parser
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in (args.output, args.kernels):
         if path is not None and path.suffix != ".yaml":
             parser.error(f"{path} must end in .yaml, as --device takes paths that do")
-    if os.environ.get("RANK", "0") == "0" and (why := why_not_written(args.output)) is not None:
-        parser.error(f"--output {args.output}: {why}; name a file in a folder that can be written")
+    if os.environ.get("RANK", "0") == "0":
+        refuse_unwritable("--output", args.output)
     import torch
 
     if not args.cpu and not torch.cuda.is_available():

@@ -36,16 +36,7 @@ from megatron.extensions.inference.jsonl import answers, read_lines
 from megatron.extensions.inference.model import LoadedModel
 from megatron.training.reliability.launch import Launch
 
-from .common import (
-    add_extension_flag,
-    add_model_flags,
-    model_flag_problems,
-    open_model,
-    refuse,
-    run_tool,
-    too_small,
-    tool_parser,
-)
+from .common import model_flag_problems, model_parser, open_model, refuse, run_tool, too_small
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,8 +44,6 @@ def main(argv: list[str] | None = None) -> int:
     sampling, launch = sampling_of(args), Launch.from_environment()
     with ExitStack() as stack:
         model = open_model(args, launch, stack)
-        if model is None:
-            return 2
         if not model.leads:
             model.runner.follow()
             return 0
@@ -161,9 +150,7 @@ def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defau
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = tool_parser(__doc__)
-    add_extension_flag(parser, argv)
-    add_model_flags(parser)
+    parser = model_parser(__doc__, argv)
     parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
     parser.add_argument("--jsonl", metavar="FILE", help="requests, one JSON object a line; - for standard input")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the answers to --jsonl go (default: screen)")

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.passes import lists_of_steps, pipeline_list
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
 
-from .common import add_extension_flag, refuse_picture, run_tool
+from .common import add_config_flags, add_extension_flag, refuse, refuse_picture, run_tool, too_small, tool_parser
 from .pictures.drawing import (
     COLOURS,
     NAMES,
@@ -43,61 +43,48 @@ SMALLEST_INCHES = 0.17
 """Of an action of a schedule that does not fit otherwise: three small digits."""
 
 LONG_RUN = 50
+COSTS: dict[str, tuple[float, str]] = {
+    "forward": (1.0, "time of F"),
+    "input_grad": (1.0, "time of I"),
+    "weight_grad": (1.0, "time of W; B takes I + W"),
+    "comm": (0.0, "time of a message between two ranks"),
+    "exchanges": (0, "all-to-alls of experts in F, and in B or I"),
+    "exchange": (0.0, "time of such an all-to-all"),
+}
+"""Field of `StageCosts` and flag -> (default, help)."""
 
 MOST_COLUMNS = 480
 """Characters of a line of text; of a longer one the two ends are printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = build_parser(argv)
-    args = parser.parse_args(argv)
-    if min(args.pp, args.num_microbatches, args.steps) < 1:
-        parser.error("--pp, --num-microbatches and --steps must be at least 1")
-    if (args.microbatch_group_size_per_virtual_pipeline_stage or args.pp) < args.pp:
-        parser.error(f"--microbatch-group-size-per-virtual-pipeline-stage must be at least --pp {args.pp}")
-    if not all(map(math.isfinite, (args.forward, args.input_grad, args.weight_grad, args.comm, args.exchange))):
-        parser.error("--forward, --input-grad, --weight-grad, --comm and --exchange must be finite numbers")
-    try:
-        refuse_picture("--output", args.output)
-    except ValueError as error:
-        parser.error(str(error))
-    if min(args.forward, args.input_grad, args.weight_grad) <= 0 or args.comm < 0:
-        parser.error("--forward, --input-grad and --weight-grad must be above 0, --comm not below")
-    if args.exchanges < 0 or args.exchange < 0:
-        parser.error("--exchanges and --exchange must not be below 0")
-    chunks = args.num_virtual_stages_per_pipeline_rank
-    try:
-        layout = layout_of(args.pipeline_schedule, args.pp, chunks)
-    except ValueError as error:
-        parser.error(str(error))
-    group = args.microbatch_group_size_per_virtual_pipeline_stage
+    args = build_parser(argv).parse_args(argv)
+    check(args)
+    schedule, pp, chunks = args.pipeline_schedule, args.pp, args.num_virtual_stages_per_pipeline_rank
+    layout = layout_of(schedule, pp, chunks)
     in_turns = args.overlap_moe_expert_parallel_comm
-    if in_turns and not runs_in_turns(args.pipeline_schedule, layout.pp, layout.chunks):
-        parser.error("--overlap-moe-expert-parallel-comm needs --pipeline-schedule interleaved or zb-h2, or --pp 1")
-    build = partial(
-        pipeline_lists, args.pipeline_schedule, args.pp, args.num_microbatches, chunks, group=group, in_turns=in_turns
-    )
-    flushes = PIPELINE_SCHEDULES.facts(args.pipeline_schedule).flushes
-    steps = [args.num_microbatches] * (1 if flushes else args.steps)
-    if not flushes and args.num_microbatches < args.pp:
-        parser.error(f"--num-microbatches must be at least --pp {args.pp} with {args.pipeline_schedule}")
-    lists = build() if flushes else lists_of_steps(args.pipeline_schedule, args.pp, steps)
-    costs = StageCosts(
-        args.forward,
-        args.input_grad,
-        args.weight_grad,
-        args.comm,
-        activation=1 / layout.chunks,
-        exchanges=args.exchanges,
-        exchange=args.exchange,
-    )
+    if in_turns and not runs_in_turns(schedule, pp, layout.chunks):
+        raise ValueError("--overlap-moe-expert-parallel-comm needs --pipeline-schedule interleaved or zb-h2, or --pp 1")
+    group = args.microbatch_group_size_per_virtual_pipeline_stage
+    build = partial(pipeline_lists, schedule, pp, args.num_microbatches, chunks, group=group, in_turns=in_turns)
+    flushes = PIPELINE_SCHEDULES.facts(schedule).flushes
+    if not flushes and args.num_microbatches < pp:
+        raise ValueError(f"--num-microbatches must be at least --pp {pp} with {schedule}")
+    lists = build() if flushes else lists_of_steps(schedule, pp, [args.num_microbatches] * args.steps)
+    costs = StageCosts(**{name: getattr(args, name) for name in COSTS}, activation=1 / layout.chunks)
     found = simulate(lists, costs)
     if args.messages:
         for rank, actions in enumerate(lists):
             print(f"rank {rank}: {' '.join(short(action) for action in actions)}")
     names = Names(layout, None if flushes else args.num_microbatches)
     print("\n".join(without_middle(text_of(found, names))))
-    print(summary_of(found) if flushes else of_run(found, args, costs))
+    step = f"time of a step {found.makespan:g}, bubble {found.bubble:.4f}"
+    print(step if flushes else of_run(found, args, costs))
+    peaks = ", ".join(f"{peak:g}" for peak in found.peak_activations)
+    print(f"peak activations by rank, in microbatches of a rank's whole layers: {peaks}")
+    if found.exchanging:
+        hidden = 1 - found.exposed / found.exchanging
+        print(f"all-to-alls of experts behind computation: {hidden:.1%} of their time")
     if UPDATES_AHEAD and flushes:
         from megatron.extensions.planner.time.pipeline import post_validated
 
@@ -105,38 +92,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag = "--optimizer-post-validation"
         print(f"with {flag}, where nothing is clipped: time of a step {time:g}, bubble {bubble:.4f}")
     if args.output:
-        title = f"{args.pipeline_schedule}, p = {args.pp}, m = {args.num_microbatches}, v = {layout.chunks}"
+        title = f"{schedule}, p = {pp}, m = {args.num_microbatches}, v = {layout.chunks}"
         draw(found, names, f"{title}: bubble {found.bubble:.1%}", args.output)
     return 0
 
 
 def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Draw a pipeline schedule and state its bubble.")
+    parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
-    parser.add_argument("--pipeline-schedule", choices=PIPELINE_SCHEDULES, default="1f1b")
-    parser.add_argument("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
-    parser.add_argument("--num-microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3, help="steps to draw of a schedule that does not flush")
-    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, help="default: what the schedule takes")
-    parser.add_argument(
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        type=int,
-        help="interleaved: micro-batches that pass through a stage before the rank's next one; default: --pp",
-    )
-    parser.add_argument("--forward", type=float, default=1.0, help="time of F")
-    parser.add_argument("--input-grad", type=float, default=1.0, help="time of I")
-    parser.add_argument("--weight-grad", type=float, default=1.0, help="time of W; B takes I + W")
-    parser.add_argument("--comm", type=float, default=0.0, help="time of a message between two ranks")
-    parser.add_argument("--exchanges", type=int, default=0, help="all-to-alls of experts in F, and in B or I")
-    parser.add_argument("--exchange", type=float, default=0.0, help="time of such an all-to-all")
-    parser.add_argument(
-        "--overlap-moe-expert-parallel-comm", action="store_true", help="forward and backward passes run in turns"
-    )
-    parser.add_argument(
-        "--messages", action="store_true", help="print the action list of each rank, with sends and receives"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="write a picture")
+    add = parser.add_argument
+    add("--pipeline-schedule", choices=PIPELINE_SCHEDULES, default="1f1b")
+    add("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
+    add("--num-microbatches", type=int, default=8)
+    add("--steps", type=int, default=3, help="steps to draw of a schedule that does not flush")
+    names = "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_virtual_pipeline_stage"
+    add_config_flags(parser, "stages, as in training", *names)
+    for name, (default, text) in COSTS.items():
+        add(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
+    add("--overlap-moe-expert-parallel-comm", action="store_true", help="forward and backward passes run in turns")
+    add("--messages", action="store_true", help="print the action list of each rank, with sends and receives")
+    add("--output", type=Path, metavar="FILE.png", help="write a picture")
     return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError with every problem of single flags."""
+    problems = too_small(args, pp=1, num_microbatches=1, steps=1)
+    problems += too_small(args, microbatch_group_size_per_virtual_pipeline_stage=args.pp)
+    for name in COSTS:
+        value, above = getattr(args, name), name in ("forward", "input_grad", "weight_grad")
+        if not math.isfinite(value) or value < 0 or (above and not value):
+            least = "above 0" if above else "of at least 0"
+            problems.append(f"--{name.replace('_', '-')} {value:g}: must be a finite number {least}")
+    refuse(problems)
+    refuse_picture("--output", args.output)
 
 
 def short(action: Action) -> str:
@@ -177,11 +166,10 @@ class Names:
 def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> str:
     """What is said of a schedule that does not flush: of the run that is drawn, and of `LONG_RUN` steps."""
     long = simulate(lists_of_steps(args.pipeline_schedule, args.pp, [args.num_microbatches] * LONG_RUN), costs)
-    peaks = ", ".join(f"{peak:g}" for peak in found.peak_activations)
     return (
         f"{args.steps} steps: time {found.makespan:g}, bubble {found.bubble:.4f}\n"
         f"{LONG_RUN} steps: time of a step {long.makespan / LONG_RUN:g}, bubble {long.bubble:.4f}, all of it where the "
-        f"pipeline fills and empties\npeak activations by rank, in microbatches: {peaks}"
+        "pipeline fills and empties"
     )
 
 
@@ -213,18 +201,6 @@ def without_middle(lines: Sequence[str]) -> list[str]:
 def drawn(timeline: Sequence[Timed]) -> list[Timed]:
     """What takes time. Passes that run in turns are drawn as one, named by the forward."""
     return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
-
-
-def summary_of(found: Simulation) -> str:
-    exchanges = ""
-    if found.exchanging:
-        hidden = 1 - found.exposed / found.exchanging
-        exchanges = f"\nall-to-alls of experts behind computation: {hidden:.1%} of their time"
-    peaks = ", ".join(f"{peak:g}" for peak in found.peak_activations)
-    return (
-        f"time of a step {found.makespan:g}, bubble {found.bubble:.4f}\n"
-        f"peak activations by rank, in microbatches of a rank's whole layers: {peaks}{exchanges}"
-    )
 
 
 def draw(found: Simulation, names: Names, title: str, path: Path) -> None:

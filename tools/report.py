@@ -19,9 +19,8 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.fsync import whole_file
-from megatron.training.config.output_files import why_not_written
 
-from .common import run_tool, tool_parser
+from .common import refuse, refuse_unwritable, run_tool, too_small, tool_parser
 from .pictures import report_sections as sections
 from .pictures.plot_memory import read_plan
 from .pictures.run_folder import CONFIG, RunFolder, read_run
@@ -43,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--gpus-per-node", type=int, default=8, help="for the map of ranks without a trace (default: 8)"
     )
     args = parser.parse_args(argv)
-    if args.gpus_per_node < 1:
-        parser.error("--gpus-per-node must be at least 1")
+    refuse(too_small(args, gpus_per_node=1))
     run = read_run(args.run, args.metrics_file, args.outcome, args.trace)
     other = read_run(args.against) if args.against is not None else None
     plan, why = None, "--no-plan"
@@ -53,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif not args.no_plan:
         plan, why = computed_plan(run)
     output = args.output or run.path / "report.html"
-    if (reason := why_not_written(output)) is not None:
-        parser.error(f"--output {output}: {reason}; name a file in a folder that can be written")
+    refuse_unwritable("--output", output)
     text = report(run, other, plan, why, args.gpus_per_node)
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as file:

@@ -34,16 +34,7 @@ from megatron.extensions.inference.openai_api import Limits, OpenAIApi
 from megatron.extensions.inference.serving import EngineLoop
 from megatron.training.reliability.launch import Launch
 
-from .common import (
-    add_extension_flag,
-    add_model_flags,
-    model_flag_problems,
-    open_model,
-    refuse,
-    run_tool,
-    too_small,
-    tool_parser,
-)
+from .common import model_flag_problems, model_parser, open_model, refuse, run_tool, too_small
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -54,8 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError("serving needs FastAPI and uvicorn: pip install 'paritrain[serve]'")
     with ExitStack() as stack:
         model = open_model(args, launch, stack)
-        if model is None:
-            return 2
         if not model.leads:
             for number in SIGNALS:  # the first rank ends the others
                 signal.signal(number, signal.SIG_IGN)
@@ -109,9 +98,7 @@ def give_up(launch: Launch, error: Exception) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = tool_parser(__doc__)
-    add_extension_flag(parser, argv)
-    add_model_flags(parser)
+    parser = model_parser(__doc__, argv)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
     )

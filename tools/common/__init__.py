@@ -102,29 +102,32 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
         )
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of tools that generate text: model, device, layout, tokenizer."""
+def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.ArgumentParser:
+    """A parser of tools that generate text: extensions, model, device, layout, tokenizer."""
     from torch.cuda import is_available
 
+    parser = tool_parser(about)
+    add_extension_flag(parser, argv)
     parser.add_argument("--load", type=Path, required=True, help="checkpoint, folder of them, or Hugging Face folder")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
     parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
     parser.add_argument("--device", default="cuda" if is_available() else "cpu", help="default: cuda, or cpu")
     add_config_flags(parser, "layout, over the ranks that torchrun or srun starts", *LAYOUT_FIELDS)
     add_config_flags(parser, "tokenizer, where its files are not where they were in training", *TOKENIZER_FIELDS)
+    return parser
 
 
 def model_flag_problems(args: argparse.Namespace) -> list[str]:
-    """What is wrong with the flags of `add_model_flags` together."""
+    """What is wrong with the flags of `model_parser` together."""
     names = [name for name in TOKENIZER_FIELDS if name != "tokenizer_type" and getattr(args, name)]
     if not names or args.tokenizer_type:
         return []
     return [f"{', '.join('--' + name.replace('_', '-') for name in names)} needs --tokenizer-type beside it"]
 
 
-def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel | None:
-    """The model that the flags of `add_model_flags` and --load name, until `stack` ends. Where it cannot be loaded the
-    first rank raises ValueError, and the others have None."""
+def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel:
+    """The model that the flags of `model_parser` name, until `stack` ends. Where it cannot be loaded, the first rank
+    raises ValueError, and the others end with its exit code."""
     from megatron.extensions.inference.model import loaded_model
 
     tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
@@ -134,7 +137,7 @@ def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> Lo
     except ValueError:
         if launch.rank == 0:
             raise
-        return None
+        sys.exit(2)
 
 
 def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
@@ -159,6 +162,12 @@ def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
             value = getattr(args, field.name)
             values[field.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
+
+
+def refuse_unwritable(flag: str, path: Path) -> None:
+    """Raises ValueError if a file could not be written, before any work is done for it."""
+    if (why := why_not_written(path)) is not None:
+        raise ValueError(f"{flag} {path}: {why}; name a file in a folder that can be written")
 
 
 def refuse_output(paths: list[Path], overwrite: bool) -> None:
@@ -193,8 +202,7 @@ def refuse_picture(flag: str, path: Path | None) -> None:
         raise ValueError(
             f"{flag} {path}: must end with the kind of picture: {', '.join(PICTURES)}; for example {example}"
         )
-    if (why := why_not_written(path)) is not None:
-        raise ValueError(f"{flag} {path}: {why}; name a file in a folder that can be written")
+    refuse_unwritable(flag, path)
     if find_spec("matplotlib") is None:
         raise ValueError(f"{flag} {path}: needs matplotlib: pip install 'paritrain[plot]'")
 

@@ -275,7 +275,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     write_metrics(tmp_path / "a" / "checkpoints", 1)
     with pytest.raises(ValueError, match=f"did you mean {tmp_path}/a/checkpoints"):
         main([str(tmp_path / "a")])
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="is not a file that can be written"):
         main([str(tmp_path / "a" / "checkpoints"), "--no-plan", "--output", str(tmp_path)])
 
 
