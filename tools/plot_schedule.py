@@ -24,7 +24,8 @@ from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import lists_of_steps, pipeline_lists, version_of
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
-from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
+from megatron.core.pipeline_parallel.walk import TIMED, Timed
+from megatron.extensions.simulator.simulator import Simulation, StageCosts, simulate
 
 from .common import add_config_flags, add_extension_flag, refuse, refuse_picture, run_tool, too_small, tool_parser
 from .pictures.drawing import (

@@ -198,9 +198,6 @@ PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b", in_turns=True)
 PIPELINE_SCHEDULES.register(
     "interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True, any_groups=True, in_turns=True
 )
-PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True)
-PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True, in_turns=True)
-PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True)
 
 MICROBATCH_RUNNERS: Registry[Any, facts.RunnerFacts] = Registry(
     "runner", facts.RunnerFacts, attributes=("prepare", "build")
@@ -240,15 +237,10 @@ PLANS: Registry[Any, facts.PlanFacts] = Registry("plan", facts.PlanFacts, attrib
 TOKENIZERS: Registry[Any, facts.TokenizerFacts] = Registry(
     "--tokenizer-type", facts.TokenizerFacts, "config, vocab_size"
 )
-"""`build(config, vocab_size)`: a `megatron.core.tokenizers.tokenizer.Tokenizer`; `vocab_size` is --vocab-size."""
+"""`build(config, vocab_size)`: a `megatron.core.tokenizers.Tokenizer`; `vocab_size` is --vocab-size."""
 
-_TOKENIZERS, _MODEL = "megatron.core.tokenizers.tokenizer", ("tokenizer_model",)
-TOKENIZERS.register("SentencePieceTokenizer", f"{_TOKENIZERS}:sentencepiece", needs=_MODEL)
-TOKENIZERS.register("Llama2Tokenizer", f"{_TOKENIZERS}:llama2", needs=_MODEL)
-TOKENIZERS.register("HuggingFaceTokenizer", f"{_TOKENIZERS}:huggingface", needs=_MODEL, finds_files=True)
-TOKENIZERS.register("GPT2BPETokenizer", f"{_TOKENIZERS}:gpt2_bpe", needs=("vocab_file", "merge_file"))
-TOKENIZERS.register("NullTokenizer", f"{_TOKENIZERS}:null")
-TOKENIZERS.register("ByteTokenizer", f"{_TOKENIZERS}:byte")
+TOKENIZERS.register("NullTokenizer", "megatron.core.tokenizers:null")
+TOKENIZERS.register("ByteTokenizer", "megatron.core.tokenizers:byte")
 
 MODEL_FLAGS: Registry[Any, NoFacts] = Registry("--load", NoFacts, "config, reader")
 """Kind of path that --load takes beside checkpoints (`megatron.core.dist_checkpointing.path_kind`) ->

@@ -31,13 +31,19 @@ class BuiltIn:
 
 
 BUILT_IN: tuple[BuiltIn, ...] = (
-    BuiltIn("diagnosis", "Search for NaNs, dump and replay of a step, layer statistics, stragglers, traces, profiles."),
+    BuiltIn("simulator", "times, bubbles and peak memory of pipeline schedules, by simulation"),
+    BuiltIn(
+        "diagnosis",
+        "Search for NaNs, dump and replay of a step, layer statistics, stragglers, traces, profiles.",
+        needs=("simulator",),
+    ),
     BuiltIn(
         "planner",
         "memory, FLOPs and time of a run before it starts; the fastest layouts; rehearsals",
-        needs=("fp8", "fusions"),
+        needs=("fp8", "fusions", "simulator"),
     ),
-    BuiltIn("conversion", "conversion of checkpoints between formats"),
+    BuiltIn("tokenizers", "tokenizers that read files: SentencePiece, Hugging Face, GPT-2"),
+    BuiltIn("conversion", "conversion of checkpoints between formats", needs=("tokenizers",)),
     BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
     BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
     BuiltIn("logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
@@ -48,17 +54,22 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("unit_sharding", "ZeRO-2 and ZeRO-3: gradients and parameters sharded over data-parallel ranks"),
     BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
+    BuiltIn("zero_bubble", "zero-bubble pipeline schedules: ZB-H1, ZB-H2, ZB-V"),
     BuiltIn("pipedream_2bw", "PipeDream-2BW: pipelines that never flush, with two versions of the weights"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
     BuiltIn("cpu_half", "matrix products of 16 bits in fp32, on CPUs without instructions for them"),
     BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
-    BuiltIn("text_data", "training on text files, local or remote, without preprocessing; fill-in-the-middle samples"),
+    BuiltIn(
+        "text_data",
+        "training on text files, local or remote, without preprocessing; fill-in-the-middle samples",
+        needs=("tokenizers",),
+    ),
     BuiltIn(
         "evaluation",
         "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints.",
         needs=("inference", "text_data"),
     ),
-    BuiltIn("inference", "Generation of text from checkpoints, and its server.", needs=("cpu_half",)),
+    BuiltIn("inference", "Generation of text from checkpoints, and its server.", needs=("cpu_half", "tokenizers")),
     BuiltIn(
         "resilience",
         "Runs on several hosts, some of which may be lost: heartbeats, elastic restarts, a lease on --save.",

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig, PrecisionConfig
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.testing import gradient_check
 from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, moved_by_rounding, relative_difference, train_in_world
@@ -53,8 +54,17 @@ TOLERANCE = 1e-9
 DEFAULTS = Path(__file__).with_name("parity_defaults.yaml")
 VOCAB_SIZE = 60
 
+
+def _schedule_of(flags: str) -> str | None:
+    """The pipeline schedule that flags name."""
+    return next(iter(re.findall(r"--pipeline-schedule (\S+)", flags)), None)
+
+
 _LAYOUTS = tomllib.loads(Path(__file__).with_name("parity_layouts.toml").read_text(encoding="utf-8"))
-LAYOUTS, EXPERT_LAYOUTS = _LAYOUTS["dense"], _LAYOUTS["experts"]
+LAYOUTS, EXPERT_LAYOUTS = (
+    {name: flags for name, flags in _LAYOUTS[kind].items() if _schedule_of(flags) in (None, *PIPELINE_SCHEDULES)}
+    for kind in ("dense", "experts")
+)
 CHECKPOINTS = ("dp2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-dp2-to-dp2")
 EXPERT_CHECKPOINTS = ("ep2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-ep2-to-dp2-replicated")
 ONE_PROCESS, FINITE_DIFFERENCES, GIVEN = "one-process", "finite-differences", "given"

@@ -23,7 +23,6 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, resolve, validate
@@ -211,6 +210,7 @@ def test_map_of_contributing_leads_to_its_subjects() -> None:
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
     from megatron.extensions.planner.time.pipeline import post_validated
+    from megatron.extensions.simulator.simulator import StageCosts, simulate
 
     text = (ROOT / "docs/layouts.md").read_text()
     rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \| (the same|0) \|$", text, re.MULTILINE)

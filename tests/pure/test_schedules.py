@@ -16,7 +16,8 @@ from megatron.core.pipeline_parallel.schedules import (
     runs_in_turns,
     splits_backward,
 )
-from megatron.core.pipeline_parallel.simulator import TIMED, StageCosts, simulate
+from megatron.core.pipeline_parallel.walk import TIMED
+from megatron.extensions.simulator.simulator import StageCosts, simulate
 
 ONE_STAGE = ("gpipe", "1f1b")
 
@@ -43,7 +44,7 @@ def test_every_small_schedule_runs(schedule):
                 assert_runs(build_schedule(schedule, p, m, v), layout_of(schedule, p, v), m)
 
 
-IN_TURNS = (("interleaved", 2), ("interleaved", 3), ("zb-h2", None))
+IN_TURNS = (("interleaved", 2), ("interleaved", 3), *((("zb-h2", None),) if "zb-h2" in PIPELINE_SCHEDULES else ()))
 
 
 @pytest.mark.parametrize(("schedule", "v"), [*IN_TURNS, ("1f1b", None), ("interleaved", 1)])
@@ -126,54 +127,10 @@ def test_bubble_of_interleaved_is_smaller_by_the_stages_on_a_rank(p, rounds, mor
         assert found.peak_activations[0] == pytest.approx(p * v * (1 + (p - 1) / (p * v)))
 
 
-@given(st.integers(1, 10), st.integers(0, 20), st.floats(0, 0.2), st.sampled_from([("zb-h1", 1), ("zb-h2", 2)]))
-@settings(max_examples=60, deadline=None)
-def test_bubble_of_zero_bubble_schedules(p, more, uneven, schedule_k):
-    schedule, k = schedule_k
-    m = 2 * p - 1 + more
-    forward, input_grad, weight_grad = 1.0, 1.0 + uneven, 1.0 - uneven
-    found = simulate(build_schedule(schedule, p, m), StageCosts(forward, input_grad, weight_grad))
-    idle = (p - 1) * (forward + input_grad - k * weight_grad)
-    assert max(found.spans) == pytest.approx(m * 3 + idle)
-    assert found.busy == pytest.approx([m * 3] * p)
-    assert found.peak_activations == [k * (p - 1) + 1] * p
-
-
-@given(st.integers(1, 10), st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
-def test_zb_v_has_no_idle_ranks_and_the_memory_of_1f1b(p, more):
-    m = 2 * p - 1 + more
-    found = simulate(build_schedule("zb-v", p, m), StageCosts(1, 1, 1, activation=0.5))
-    assert sum(found.busy) == p * max(found.spans)
-    assert max(found.peak_activations) <= p
-
-
-@pytest.mark.parametrize("p", [1, 4, 8, 16])
-def test_a_step_lasts_as_long_as_its_slowest_rank(p):
-    """No rank updates before the gradients of all are there: zb-h2 ends where zb-h1 does, and zb-v half as late."""
-    m = 2 * p
-    for schedule, time, late in (("zb-h1", 1.0, p - 1), ("zb-h2", 1.0, p - 1), ("zb-v", 0.5, (p - 1) / 2)):
-        found = simulate(build_schedule(schedule, p, m), StageCosts(time, time, time))
-        assert found.makespan == 3 * m + late
-        assert found.bubble == pytest.approx(late / (3 * m + late))
-
-
-def test_zb_h1_holds_no_more_than_1f1b():
-    for p in range(1, 9):
-        for m in range(1, 17):
-            peaks = [simulate(build_schedule(name, p, m)).peak_activations for name in ("zb-h1", "1f1b")]
-            assert max(peaks[0]) <= max(peaks[1])
-
-
 def test_halves_of_the_backward_where_the_schedule_says_so():
     for schedule in PIPELINE_SCHEDULES:
         kinds = {action.kind for actions in build_schedule(schedule, 3, 4) for action in actions}
         assert kinds == ({Kind.F, Kind.I, Kind.W} if splits_backward(schedule) else {Kind.F, Kind.B})
-
-
-def test_zb_v_starts_and_ends_on_the_first_rank():
-    layout = layout_of("zb-v", 4)
-    assert layout.stages_of(0) == [0, 7] and layout.stages_of(3) == [3, 4]
 
 
 def test_placing_messages_hardly_costs_time():

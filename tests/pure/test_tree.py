@@ -25,7 +25,7 @@ WITHOUT_TORCH = [
     "megatron.core.pipeline_parallel.layout",
     "megatron.core.pipeline_parallel.passes",
     "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.pipeline_parallel.simulator",
+    "megatron.core.pipeline_parallel.walk",
     "megatron.core.distributed.param_layout",
     "megatron.core.tokenizers",
     "megatron.extensions.planner.commands",

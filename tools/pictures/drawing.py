@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from megatron.core.pipeline_parallel.actions import Action
-    from megatron.core.pipeline_parallel.simulator import Timed
+    from megatron.core.pipeline_parallel.walk import Timed
 
 COLOURS = {
     "F": "#4c78a8",

@@ -19,7 +19,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools.pictures"
 
 from megatron.core.pipeline_parallel.actions import Action, Kind
-from megatron.core.pipeline_parallel.simulator import Timed
+from megatron.core.pipeline_parallel.walk import Timed
 from megatron.extensions.diagnosis.trace.pipeline_timeline import MeasuredStep, covered, measured_steps
 from megatron.extensions.diagnosis.trace.trace_file import PLANNED_TRACK, Event, Trace, read_trace
 

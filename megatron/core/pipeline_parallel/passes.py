@@ -23,10 +23,7 @@ from megatron.core.pipeline_parallel.actions import (
 )
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, forward_only, layout_of
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
-
-# Only the order of starts is read from these times: a whole backward takes two forwards.
-UNIT_COSTS = StageCosts(forward=1.0, input_grad=1.0, weight_grad=1.0)
+from megatron.core.pipeline_parallel.walk import Walk
 
 
 def add_communication(lists: Lists, validates: bool = False) -> Schedule:
@@ -45,8 +42,9 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
-    timeline = simulate(lists, UNIT_COSTS).timeline
-    starts = [{action: start for action, start, _ in timed} for timed in timeline]
+    run = Walk(lists)
+    run.run()
+    starts = [{action: start for action, start, _ in timed} for timed in run.timeline]
     walk = [(starts[rank][unit[0]], rank, unit) for rank, actions in enumerate(lists) for unit in units(actions)]
     for _, rank, unit in sorted(walk, key=_walk_order):
         if validates and any(action.kind in BACKWARDS for action in unit):
@@ -112,7 +110,7 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
     one_sided = [action for action in counts if action.kind in OTHER_END and counterpart(action) not in counts]
     if one_sided:
         raise ValueError(f"{one_sided[0]} has no {counterpart(one_sided[0])}")
-    simulate(lists)
+    Walk(lists).run()
 
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:

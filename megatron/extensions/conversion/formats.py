@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.param_meta import ParamMeta
-from megatron.core.tokenizers.huggingface import tokenizer_file
+from megatron.extensions.tokenizers.huggingface import tokenizer_file
 from megatron.training.config.run_config import RunConfig
 from megatron.training.progress import Progress
 

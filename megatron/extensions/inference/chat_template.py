@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer
-from megatron.core.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.inference.generation import Engine, Generation, Request
 from megatron.extensions.inference.model import LoadedModel
+from megatron.extensions.tokenizers.huggingface import tokenizer_file
 
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."} and so on."""

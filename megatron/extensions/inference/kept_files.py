@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.fsync import whole_file
-from megatron.core.tokenizers.huggingface import tokenizer_file
+from megatron.extensions.tokenizers.huggingface import tokenizer_file
 from megatron.training.hooks import Callback
 
 FOLDER = "tokenizer"

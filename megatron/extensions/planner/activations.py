@@ -18,7 +18,6 @@ from itertools import pairwise
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
-from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.extensions.planner.fake_stage import (
     FakeStages,
@@ -32,6 +31,7 @@ from megatron.extensions.planner.fake_stage import (
 )
 from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.time.pipeline import Schedule
+from megatron.extensions.simulator.simulator import StageCosts, held_at_peak
 
 MEASURED_LAYERS = 3
 """Number of identical layers measured per recomputed group; each further one adds the same."""

@@ -11,12 +11,12 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, PIPELINE_SCHEDULES, update_ahead
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
 from megatron.extensions.planner.device_file import read_device
 from megatron.extensions.planner.memory import GIB, RANKS_SHOWN, Fit, fullest, memory_lines, memory_of_ranks
 from megatron.extensions.planner.time.pipeline import flows_between_steps, post_validated, unflushed
+from megatron.extensions.simulator.simulator import StageCosts, simulate
 from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
 from megatron.training.config.flags import flat_values
 from megatron.training.config.foreign_flags import DIFFERENCES

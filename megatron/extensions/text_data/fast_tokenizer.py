@@ -11,8 +11,8 @@ import importlib.util
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers import Tokenizer
+from megatron.extensions.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 
 PROBES = (
     "a",

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.gpt_dataset import Dataset, TextDataset
 from megatron.core.datasets.index_cache import content_hash
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.text_data.flags import FillInMiddleConfig, of_users
 from megatron.training.config.flags import dashed
 

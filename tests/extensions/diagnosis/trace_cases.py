@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.actions import COMPUTE, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.extensions.diagnosis.trace.assembly import RankTrace, assemble
 from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, malformed
+from megatron.extensions.simulator.simulator import StageCosts, simulate
 
 MS = 1_000_000
 

@@ -19,8 +19,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.actions import Kind, counterpart
 from megatron.core.pipeline_parallel.passes import lists_of_step, lists_of_steps
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.extensions.pipedream_2bw.two_versions import LateUpdates
+from megatron.extensions.simulator.simulator import simulate
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, resolve_legal, validate

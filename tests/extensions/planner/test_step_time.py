@@ -10,7 +10,6 @@ import pytest
 
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.commands import DryRun
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
@@ -19,6 +18,7 @@ from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.planner.time.replay import Collective, Event, Move, Network, Placement, Product, Replay, Wait
 from megatron.extensions.planner.time.step_time import SUBJECTS, PlannerCache, StepTime, predict_step
+from megatron.extensions.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch

@@ -7,9 +7,9 @@ import pytest
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.extensions.post_validation.flags import PostValidationFlags
 from megatron.extensions.post_validation.rules import WAIT_FOR_RANK_0
+from megatron.extensions.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import findings, resolve

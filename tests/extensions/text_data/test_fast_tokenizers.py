@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.extensions.text_data.fast_tokenizer import (
     ALWAYS_COMPARED,
     SHARE_COMPARED,
@@ -19,6 +18,7 @@ from megatron.extensions.text_data.fast_tokenizer import (
     StandIn,
     stand_in_for,
 )
+from megatron.extensions.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from tests.forked import ROOT
 from tools import preprocess_data
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.pipeline_parallel.actions import Action, Lists
-from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, simulate
+from megatron.core.pipeline_parallel.walk import TIMED
 from megatron.extensions.diagnosis.trace.pipeline_timeline import (
     MeasuredStep,
     actions_of,
@@ -27,6 +27,7 @@ from megatron.extensions.diagnosis.trace.trace_file import (
     process_events,
     slice_event,
 )
+from megatron.extensions.simulator.simulator import Simulation, simulate
 
 SpanRow = Sequence[Any]
 """[track, name, category, start, stop, args], times in nanoseconds of the rank's own clock."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, counterpart
-from megatron.core.pipeline_parallel.simulator import Simulation, StageCosts, Timed
+from megatron.core.pipeline_parallel.walk import Timed
 from megatron.extensions.diagnosis.trace.trace_file import Event, Trace
+from megatron.extensions.simulator.simulator import Simulation, StageCosts
 
 PIPELINE = "pipeline"
 """Category of the slices of actions."""

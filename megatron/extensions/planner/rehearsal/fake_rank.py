@@ -29,7 +29,6 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing import storage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_groups
-from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
 from megatron.extensions.planner.fake_stage import NoValues, regions_as_kernels
@@ -37,6 +36,7 @@ from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, call_site, places_of
 from megatron.extensions.planner.rehearsal.matching import Box, Failure, Holder, RankRecord, coords_of
 from megatron.extensions.planner.time.pipeline import Schedule
+from megatron.extensions.simulator.simulator import StageCosts, held_at_peak
 from megatron.testing.local_world import die_with_parent
 from megatron.training import setup
 from megatron.training.config.batch_size import microbatches_of

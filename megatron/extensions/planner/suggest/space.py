@@ -32,7 +32,7 @@ OFFLOADING = ("none", "states", "activations")
 CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
 """Stages of a rank in schedules that take any number."""
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+SCHEDULES = tuple(name for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v") if name in PIPELINE_SCHEDULES)
 """Schedules that are searched, and a run's own. gpipe takes as long as 1f1b, and more memory."""
 
 

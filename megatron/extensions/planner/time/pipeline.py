@@ -14,7 +14,8 @@ from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import lists_of_steps, pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, at_stage, simulate
+from megatron.core.pipeline_parallel.walk import TIMED
+from megatron.extensions.simulator.simulator import Simulation, StageCosts, at_stage, simulate
 from megatron.training.config.run_config import RunConfig
 
 ROUNDS = 3

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from megatron.core.distributed.param_layout import unit_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, param_gather, update_ahead
-from megatron.core.pipeline_parallel.simulator import StageCosts
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages, whole_model
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.fake_stage import MicroBatch
@@ -34,6 +33,7 @@ from megatron.extensions.planner.time.replay import (
     Times,
     placement,
 )
+from megatron.extensions.simulator.simulator import StageCosts
 from megatron.training.config.run_config import RunConfig
 
 SUBJECTS = (

@@ -9,7 +9,6 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.stages import (
     FIRST_LAYERS,
     LAST_LAYERS,
@@ -89,7 +88,7 @@ def _groups(p: ModelParallelConfig, layout: PipelineLayout) -> Iterator[Problem]
 def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
     """A schedule of the user's own is built for this run; the library's are proved by its tests."""
     schedule, microbatches = c.parallel.schedule, c.training.num_microbatches
-    if not microbatches or PIPELINE_SCHEDULES[schedule].__module__ == build_schedule.__module__:
+    if not microbatches or PIPELINE_SCHEDULES.built_in(schedule):
         return
     try:
         pipeline_lists(schedule, layout.pp, microbatches, layout.chunks)

@@ -1,4 +1,5 @@
-"""Interface of a tokenizer, two tokenizers without files, and the construction of the one that flags name."""
+"""Tokenizers, under Megatron-LM's names: their interface, two without files, and the construction of the one of
+`--tokenizer-type`, whose package is imported then. Those of files are parts of an extension."""
 
 from __future__ import annotations
 
@@ -8,8 +9,6 @@ from typing import Protocol
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.parts import TOKENIZERS
-from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
-from megatron.core.tokenizers.sentencepiece import Llama2Tokenizer, SentencePieceTokenizer
 
 
 class Tokenizer(Protocol):
@@ -81,22 +80,6 @@ class ByteTokenizer:
 
     def find(self, token: str) -> int | None:
         return token.encode()[0] if len(token.encode()) == 1 else None
-
-
-def sentencepiece(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
-    return SentencePieceTokenizer(str(config.tokenizer_model))
-
-
-def llama2(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
-    return Llama2Tokenizer(str(config.tokenizer_model))
-
-
-def huggingface(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
-    return HuggingFaceTokenizer(str(config.tokenizer_model))
-
-
-def gpt2_bpe(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
-    return GPT2BPETokenizer(str(config.vocab_file), str(config.merge_file))
 
 
 def null(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.config.data import TokenizerConfig
+
 # Appended in this order to a model without <EOD>, so that ids equal those of Megatron-LM's data.
 APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
@@ -85,3 +87,11 @@ class SentencePieceTokenizer(_OverModel):
     def find(self, token: str) -> int | None:
         added = next((id for id, name in self._special.items() if name == token), None)
         return super().find(token) if added is None else added
+
+
+def build_sentencepiece(config: TokenizerConfig, vocab_size: int | None) -> SentencePieceTokenizer:
+    return SentencePieceTokenizer(str(config.tokenizer_model))
+
+
+def build_llama2(config: TokenizerConfig, vocab_size: int | None) -> Llama2Tokenizer:
+    return Llama2Tokenizer(str(config.tokenizer_model))

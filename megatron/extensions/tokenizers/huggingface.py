@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.data import TokenizerConfig
+
 # Names of the end-of-document token, tried if no configuration file names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "<|im_end|>")
 GPT2_EOD = "<|endoftext|>"
@@ -151,3 +153,11 @@ def _object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"--tokenizer-model {file.parent}: {file} is not a JSON object; get the file again")
     return found
+
+
+def build_huggingface(config: TokenizerConfig, vocab_size: int | None) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(str(config.tokenizer_model))
+
+
+def build_gpt2_bpe(config: TokenizerConfig, vocab_size: int | None) -> GPT2BPETokenizer:
+    return GPT2BPETokenizer(str(config.vocab_file), str(config.merge_file))

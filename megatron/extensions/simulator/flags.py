@@ -1,0 +1,1 @@
+"""The simulator has no flags and registers no parts."""

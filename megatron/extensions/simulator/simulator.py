@@ -1,0 +1,171 @@
+"""When every action of a set of lists runs, how much of the time is idle, and what memory it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.actions import BACKWARDS, Action, Kind, Lists, units
+from megatron.core.pipeline_parallel.walk import TIMED, Timed, Walk
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Times and memory of one microbatch on one stage: one number for all stages, or one for each.
+
+    A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks, or by stage
+    that of messages between the stage and the next one.
+    `activation` is held from F to the end of the backward; between I and W this times `kept_for_weight_grad`.
+
+    Each F, and each B or I, has `exchanges` all-to-alls of experts at equal distances, each of time `exchange`, in
+    which it waits. Passes that run in turns compute meanwhile.
+    """
+
+    forward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    comm: PerStage = 0.0
+    activation: PerStage = 1.0
+    kept_for_weight_grad: PerStage = 1.0
+    exchanges: int | Sequence[int] = 0
+    exchange: float = 0.0
+
+    def time(self, action: Action) -> float:
+        """Time that a compute action computes; 0 of others, whose time is in `comm`."""
+        if action.kind is Kind.F:
+            return at_stage(self.forward, action.stage)
+        time = 0.0
+        if action.kind in (Kind.B, Kind.I):
+            time += at_stage(self.input_grad, action.stage)
+        if action.kind in (Kind.B, Kind.W):
+            time += at_stage(self.weight_grad, action.stage)
+        return time
+
+    def exchanges_of(self, action: Action) -> int:
+        """All-to-alls of an action."""
+        return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
+
+    def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
+        """(time, part of it in which nothing is computed) of an action alone, or of two that run in turns.
+
+        A pass hands over when it has started an all-to-all, and takes over again when the other one does. All-to-alls
+        run one after the other.
+        """
+        left = [self.exchanges_of(action) for action in actions]
+        part = [self.time(action) / (count + 1) for action, count in zip(actions, left, strict=True)]
+        arrival, unfinished = [0.0] * len(actions), list(range(len(actions)))
+        clock = channel = waited = 0.0
+        while unfinished:
+            running = unfinished.pop(0)
+            waited += max(0.0, arrival[running] - clock)
+            clock = max(clock, arrival[running]) + part[running]
+            if left[running]:
+                left[running] -= 1
+                channel = arrival[running] = max(clock, channel) + self.exchange
+                unfinished.append(running)
+        return clock, waited
+
+    def memory(self, action: Action) -> float:
+        """Activations that an action adds to (F) or frees from (B, I, W) its rank."""
+        after = at_stage(self.kept_for_weight_grad, action.stage)
+        share = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: after - 1, Kind.W: -after}
+        return share.get(action.kind, 0.0) * at_stage(self.activation, action.stage)
+
+
+def at_stage(value: PerStage, stage: int) -> float:
+    """The entry of `stage`, or the one number that stands for all stages."""
+    return value if isinstance(value, int | float) else value[stage]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` found out, by rank. `timeline` has the actions of a rank in order."""
+
+    timeline: list[list[Timed]]
+    peak_activations: list[float]
+
+    exchanging: float = 0.0
+    """Time of all all-to-alls of experts."""
+
+    exposed: float = 0.0
+    """Part of it in which their rank computes nothing."""
+
+    @property
+    def spans(self) -> list[float]:
+        """From the first start to the last end of each rank."""
+        return [timed[-1].stop - timed[0].start if timed else 0.0 for timed in self._compute]
+
+    @property
+    def busy(self) -> list[float]:
+        """Time that each rank computes, or waits for an all-to-all of experts."""
+        return [sum(stop - start for _, start, stop in timed) for timed in self._compute]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end of all ranks."""
+        return max((timed.stop for timeline in self.timeline for timed in timeline), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of a step: no rank updates its parameters before the gradient norm is known, which needs the
+        gradients of all ranks, so that a step lasts from the first start to the last end of all of them."""
+        time = self.makespan
+        return 1 - sum(self.busy) / len(self.timeline) / time if time else 0.0
+
+    @property
+    def _compute(self) -> list[list[Timed]]:
+        return [[timed for timed in timeline if timed.action.kind in TIMED] for timeline in self.timeline]
+
+
+class _TimedWalk(Walk):
+    """A walk by `costs`, which adds up the time of all-to-alls."""
+
+    def __init__(self, lists: Lists, costs: StageCosts, rendezvous: bool) -> None:
+        super().__init__(lists, rendezvous=rendezvous)
+        self.costs = costs
+        self.exchanging = self.exposed = 0.0
+
+    def time_of(self, actions: Sequence[Action]) -> float:
+        time, waited = self.costs.duration(actions)
+        self.exchanging += self.costs.exchange * sum(map(self.costs.exchanges_of, actions))
+        self.exposed += waited
+        return time
+
+    def lag(self, stage: int | None) -> float:
+        comm = self.costs.comm
+        if isinstance(comm, int | float):
+            return comm
+        return max(comm) if stage is None else comm[stage]
+
+
+def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool = False) -> Simulation:
+    """Runs lists, with or without sends and receives, on paper, as a `Walk` does. Raises DeadlockError if they cannot
+    run to their end, ValueError if an action is listed twice."""
+    costs = costs or StageCosts()
+    walk = _TimedWalk(lists, costs, rendezvous)
+    walk.run()
+    peaks = [held_at_peak(actions, costs)[0] for actions in lists]
+    return Simulation(walk.timeline, peaks, walk.exchanging, walk.exposed)
+
+
+def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
+    """The most activations that a rank holds between two actions, and the micro-batches of each stage that are between
+    their forward and their backward then. A list without a backward holds the activations of one action. Two passes
+    that run in turns are one action: while they run, one more is held in part."""
+    forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
+    held = peak = 0.0
+    inside: Counter[int] = Counter()
+    most: dict[int, int] = {}
+    for unit in units(actions):
+        for action in unit:
+            held += costs.memory(action)
+            inside[action.stage] += (action.kind is Kind.F) - (action.kind in BACKWARDS)
+        if held > peak:
+            peak, most = held, dict(inside)
+        if forward_only:
+            held = 0.0
+            inside.clear()
+    return peak, most

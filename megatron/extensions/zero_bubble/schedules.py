@@ -1,0 +1,77 @@
+"""ZB-H1, ZB-H2 and ZB-V as pure functions of integers: p pipeline ranks and m microbatches."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.schedules import F, Schedule, alternate
+
+
+def I(stage: int, microbatch: int) -> Action:  # noqa: E743 (the papers' letter)
+    return Action(Kind.I, stage, microbatch)
+
+
+def W(stage: int, microbatch: int) -> Action:
+    return Action(Kind.W, stage, microbatch)
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with the weight gradients put off to where it is idle.
+
+    No rank holds more than p microbatches, 1F1B's peak, but every rank as many, where 1F1B's later ones hold fewer; the
+    bubble is (p - 1)(F + I - W).
+    """
+    return _zero_bubble(p, m, 1)
+
+
+def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
+    """ZB-H2 (arXiv 2401.10241, section 2.2): twice the forwards ahead fill the bubble to (p - 1)(F + I - 2W),
+    and a rank holds up to 2p - 1 microbatches.
+
+    With `in_turns` a forward and an input gradient of the steady state run in turns, each forward one further ahead. A
+    message then takes a turn to a neighbour and its answer one back, for which a rank runs two forwards further ahead
+    than the next: those of ZB-H1, one apart, would wait for each other.
+    """
+    return _zero_bubble(p, m, 2, in_turns)
+
+
+def _zero_bubble(p: int, m: int, k: int, in_turns: bool = False) -> Schedule:
+    """Rank r runs k (p - r - 1) forwards ahead, and its weight gradients k r microbatches behind."""
+    lists = []
+    for rank in range(p):
+        behind = k * rank
+        ahead = k * (p - rank - 1) + in_turns
+        base = alternate([F(rank, i) for i in range(m)], [I(rank, i) for i in range(m)], ahead, in_turns)
+        actions = []
+        for action in base:
+            actions.append(action)
+            if action.kind is Kind.I and action.microbatch >= behind:
+                actions.append(W(rank, action.microbatch - behind))
+        lists.append(actions + [W(rank, i) for i in range(max(0, m - behind), m)])
+    return lists
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """ZB-V (arXiv 2401.10241, section 6): stages r and 2p - 1 - r on rank r, so that the loss is on rank 0.
+
+    No bubble where F, I and W take equally long and m >= 2p - 1, with 1F1B's peak memory. For fewer microbatches
+    the ones beyond m are left out of the schedule of 2p - 1.
+    """
+    n = max(m, 2 * p - 1)
+    lists = []
+    for rank in range(p):
+        down, up = rank, 2 * p - 1 - rank
+        f0, i0, w0 = (Kind.F, down), (Kind.I, down), (Kind.W, down)
+        f1, i1, w1 = (Kind.F, up), (Kind.I, up), (Kind.W, up)
+        fed = n - (2 * p - 1 - rank)  # rounds of the steady state that still have a forward to start
+        order = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
+        order += [f0, i0, w0, f1, i1, w1] * fed + [i0, w0, f1, i1, w1] * (n - p - fed)
+        order += [i0, i1] * rank + [i0, w0] * (p - rank) + [w1] * rank + [w0] * rank
+        counts: Counter[tuple[Kind, int]] = Counter()
+        actions = []
+        for kind, stage in order:
+            actions.append(Action(kind, stage, counts[kind, stage]))
+            counts[kind, stage] += 1
+        lists.append([action for action in actions if action.microbatch < m])
+    return lists
