@@ -227,14 +227,6 @@ def table_after(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def test_documented_bytes_and_times_add_up() -> None:
-    rows = table_after("Bytes of one layer of Llama 3 8B")
-    total = next(number for number, row in enumerate(rows) if row[0] == "**element-wise, the last three rows**")
-    for column, cell in list(enumerate(rows[total]))[1:]:
-        counts = [re.fullmatch(r"[\d,]+", row[column]) for row in rows[total - 3 : total]]
-        assert sum(int(count[0].replace(",", "")) for count in counts if count) == int(cell.strip("*").replace(",", ""))
-
-
 def test_targets_are_below_the_predictions_of_their_attention() -> None:
     whole, targets = table_after("Whole steps on one H100"), table_after("Benchmarks to run on a GPU")
     speeds = [int(row[-1].rpartition(" ")[2]) for row in whole if row[-1][-1].isdigit()]
