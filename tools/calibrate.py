@@ -106,9 +106,8 @@ def calibrate(args: argparse.Namespace) -> int:
     keep_memory(device)  # as in a run
     if args.cpu:
         torch.set_num_threads(1)
-    steps = (
-        [] if args.kernels else [(flags, step_seconds(flags)) for flags in (STEPS_OF_CPU if args.cpu else STEPS_OF_GPU)]
-    )
+    measured = () if args.kernels else STEPS_OF_CPU if args.cpu else STEPS_OF_GPU
+    steps = [(flags, step_seconds(flags)) for flags in measured]
     if not args.cpu:
         torch.cuda.set_device(device)
     if world > 1:
@@ -118,12 +117,8 @@ def calibrate(args: argparse.Namespace) -> int:
     found, accuracy = measured_device(args, clock, precisions, ranks_per_node, steps)
     if world == 1 or dist.get_rank() == 0:
         errors = ", ".join(f"{what} {100 * error:.0f} %" for what, error in accuracy.items())
-        write(
-            args.output,
-            found,
-            f"{world} rank{'s' * (world > 1)}, {ranks_per_node} a node, on torch {torch.__version__}",
-            errors,
-        )
+        how = f"{world} rank{'s' * (world > 1)}, {ranks_per_node} a node, on torch {torch.__version__}"
+        write(args.output, found, how, errors)
     if world > 1:
         dist.destroy_process_group()
     return 0
@@ -184,15 +179,7 @@ def _train(words: list[str], screen: Path) -> None:
     os._exit(pretrain_gpt.main(words))
 
 
-LAUNCHED = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "SLURM_STEP_NUM_TASKS",
-)
+LAUNCHED = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_STEP_NUM_TASKS".split()
 
 
 def predicted(flags: str, device: DeviceFile) -> float:

@@ -83,6 +83,10 @@ class Summary:
     def megabytes_per_second(self) -> float:
         return self.input_bytes / 1e6 / max(self.seconds, 1e-9)
 
+    @property
+    def rates(self) -> str:
+        return f"{self.documents_per_second:,.0f} documents/s, {self.megabytes_per_second:.2f} MB/s"
+
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
         """Counts a chunk, and reports its bad lines."""
         for number, reason in encoded.bad:
@@ -102,8 +106,7 @@ class Summary:
     def text(self) -> str:
         lines = [
             f"documents {self.documents:,}, tokens {self.tokens:,}, input {self.input_bytes / 1e6:,.1f} MB",
-            f"time {self.seconds:.1f} s: {self.documents_per_second:,.0f} documents/s, "
-            f"{self.megabytes_per_second:.2f} MB/s, {self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s",
+            f"time {self.seconds:.1f} s: {self.rates}, {self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s",
             f"peak memory {self.main_peak_memory / 1e6:.0f} MB in the main process, "
             f"{self.worker_peak_memory / 1e6:.0f} MB in a worker",
             f"empty documents {self.empty_documents:,}, blank lines {self.blank_lines:,}, bad lines {self.num_bad:,}",
@@ -112,10 +115,6 @@ class Summary:
             lines.append(f"by gigatoken; ids of {self.compared:,} characters compared with those of tokenizers: equal")
         lines += [f"  {path}: {count:,} bad lines" for path, count in self.bad_lines.items()]
         return "\n".join(lines)
-
-
-def _named(inputs: Sequence[TextFile]) -> str:
-    return inputs[0].path if len(inputs) == 1 else f"{inputs[0].path} and {len(inputs) - 1} further files"
 
 
 class Progress:
@@ -142,12 +141,8 @@ class Progress:
         elif summary.documents // self.interval > self.shown:
             self.shown = summary.documents // self.interval
             share = 100 * sum(self.done.values()) / max(1, sum(self.sizes.values()))
-            print(
-                f"{summary.documents:,} documents ({share:.0f} % of the input), "
-                f"{summary.documents_per_second:,.0f} documents/s, {summary.megabytes_per_second:.2f} MB/s",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"{summary.documents:,} documents ({share:.0f} % of the input), {summary.rates}"
+            print(said, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -170,8 +165,9 @@ def preprocess(
             summary.add(chunk, encoded)
             progress.update(chunk, summary)
         if not summary.tokens:
+            more = f" and {len(inputs) - 1} further files" if len(inputs) > 1 else ""
             raise ValueError(
-                f"--input: no document with text in {_named(inputs)} ({summary.num_bad} bad lines, "
+                f"--input: no document with text in {inputs[0].path}{more} ({summary.num_bad} bad lines, "
                 f"{summary.empty_documents} empty documents, {summary.blank_lines} blank lines): nothing written"
             )
     summary.seconds = time.monotonic() - progress.start
@@ -297,11 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates = {"documents_per_second": summary.documents_per_second, "mb_per_second": summary.megabytes_per_second}
         Path(args.summary_file).write_text(json.dumps(asdict(summary) | rates, indent=1) + "\n")
     if summary.num_bad > args.max_bad_lines:
-        print(
-            f"error: {summary.num_bad} bad lines, --max-bad-lines allows for {args.max_bad_lines}; "
-            "all other documents are in the output",
-            file=sys.stderr,
-        )
+        allowed = f"--max-bad-lines allows for {args.max_bad_lines}; all other documents are in the output"
+        print(f"error: {summary.num_bad} bad lines, {allowed}", file=sys.stderr)
         return 1
     return 0
 

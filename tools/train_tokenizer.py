@@ -36,7 +36,7 @@ THREADS = 8
 
 
 def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) -> Iterator[str]:
-    """Lines of all documents; what cannot be read goes into `bad`."""
+    """Lines of all documents, none too long for SentencePiece; what cannot be read goes into `bad`."""
     reading = Reading(tuple(keys), text_documents="line")
     for file in files:
         file = replace(file, format=file.format or "text")
@@ -49,22 +49,13 @@ def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) ->
                     texts = texts_of(record, chunk, of_file)
                     for text in texts:
                         text.encode()
-                except UnicodeError as error:
-                    bad.append(f"{chunk.path}:{number}: not UTF-8 ({error.reason})")  # type: ignore[attr-defined]
-                    continue
                 except ValueError as error:
-                    bad.append(f"{chunk.path}:{number}: {error}")
+                    why = f"not UTF-8 ({error.reason})" if isinstance(error, UnicodeEncodeError) else error
+                    bad.append(f"{chunk.path}:{number}: {why}")
                     continue
-                for text in texts:
-                    yield from cut(text)
-
-
-def cut(text: str) -> Iterator[str]:
-    """Lines of a text, none too long for SentencePiece and none empty."""
-    for line in text.splitlines():
-        for start in range(0, len(line), SENTENCE_CHARACTERS):
-            if piece := line[start : start + SENTENCE_CHARACTERS].replace("\0", " "):
-                yield piece
+                for line in (line for text in texts for line in text.splitlines()):
+                    for start in range(0, len(line), SENTENCE_CHARACTERS):
+                        yield line[start : start + SENTENCE_CHARACTERS].replace("\0", " ")
 
 
 def train(args: argparse.Namespace, inputs: Sequence[TextFile]) -> tuple[bytes, list[str]]:
@@ -106,23 +97,8 @@ def train(args: argparse.Namespace, inputs: Sequence[TextFile]) -> tuple[bytes, 
     return model.getvalue(), bad
 
 
-def vocabulary(model: bytes) -> str:
-    """Pieces and scores, one a line."""
-    from sentencepiece import SentencePieceProcessor
-
-    pieces = SentencePieceProcessor(model_proto=model)
-    return "".join(f"{pieces.id_to_piece(id)}\t{pieces.get_score(id):g}\n" for id in range(pieces.get_piece_size()))
-
-
 PROBES = {"line breaks": "a\n\nb", "spaces": "a  b", "characters outside its vocabulary": "a \ue000"}
-
-
-def lost_text(model: bytes) -> list[str]:
-    """What of a text decoding does not give back."""
-    from sentencepiece import SentencePieceProcessor
-
-    pieces = SentencePieceProcessor(model_proto=model)
-    return [what for what, text in PROBES.items() if pieces.decode(pieces.encode(text)) != text]
+"""Texts that a lossy tokenizer does not give back."""
 
 
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
@@ -172,6 +148,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from sentencepiece import SentencePieceProcessor
+
     args = parse_args(argv)
     if not 0 < args.character_coverage <= 1:
         raise ValueError(f"--character-coverage {args.character_coverage}: must be above 0 and at most 1")
@@ -180,13 +158,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     refuse_output(list(targets.values()), args.overwrite)
     targets[".model"].parent.mkdir(parents=True, exist_ok=True)
     model, bad = train(args, inputs)
-    for suffix, content in ((".vocab", vocabulary(model).encode()), (".model", model)):
+    pieces = SentencePieceProcessor(model_proto=model)
+    scores = [f"{pieces.id_to_piece(id)}\t{pieces.get_score(id):g}\n" for id in range(pieces.get_piece_size())]
+    for suffix, content in ((".vocab", "".join(scores).encode()), (".model", model)):
         with whole_file(targets[suffix]) as file:
             file.write_bytes(content)
     for problem in bad[:100]:
         print(f"{problem}; left out", file=sys.stderr)
     print(f"{targets['.model']}: {args.vocab_size} tokens, {args.model_type}, from {len(inputs)} files")
-    if lost := lost_text(model):
+    if lost := [what for what, text in PROBES.items() if pieces.decode(pieces.encode(text)) != text]:
         remedy = "any --model-type but word is lossless with --byte-fallback and --normalization-rule-name identity"
         print(f"note: the tokenizer is lossy: decoding does not give back all {', '.join(lost)}; {remedy}")
     if len(bad) > args.max_bad_lines:

@@ -17,6 +17,7 @@ import argparse
 import re
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,13 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not tokens:
         raise ValueError(f"{args.script or ' '.join(words)}: {NO_SCRIPT if args.script else 'holds no flags'}")
     reader = read_flags([word for name, values in tokens if not LAUNCHER.match(name) for word in (name, *values)])
-    kept, changed, dropped, refused = sorted_out(reader.readings)
+    groups = defaultdict[str, list[Reading]](list)
+    for reading in reader.readings:
+        kind, reading = sorted_out(reading)
+        groups[kind].append(reading)
+    changed, refused = groups["Changed"], groups["Not translated"]
     print("pretrain_gpt.py \\")
-    print(" \\\n".join(f"    {shown(reading.ours)}" for reading in [*kept, *changed]))
-    for title, readings in (("Changed", changed), ("Without effect here", dropped), ("Not translated", refused)):
-        if readings:
+    print(" \\\n".join(f"    {shown(reading.ours)}" for reading in [*groups["Kept"], *changed]))
+    for title in ("Changed", "Without effect here", "Not translated"):
+        if groups[title]:
             print(f"\n{title}:")
-        for reading in readings:
+        for reading in groups[title]:
             because = f": {reading.why}" if reading.why else ""
             becomes = f" -> {shown(reading.ours)}" if reading.ours and not reading.problem else ""
             print(f"  {shown(reading.given)}{becomes}{because}")
@@ -139,16 +144,15 @@ def shown(words: Sequence[str]) -> str:
     return " ".join(map(quoted, words))
 
 
-def sorted_out(readings: Sequence[Reading]) -> tuple[list[Reading], list[Reading], list[Reading], list[Reading]]:
-    """Those that are flags here as they stand, are read as others, have no effect, and are problems."""
-    kinds: tuple[list[Reading], ...] = ([], [], [], [])
-    for reading in readings:
-        if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):
-            reading = replace(reading, problem=False)  # a value that only the shell knows
-        kinds[3 if reading.problem else 2 if not reading.ours else 1 if reading.ours != reading.given else 0].append(
-            reading
-        )
-    return kinds[0], kinds[1], kinds[2], kinds[3]
+def sorted_out(reading: Reading) -> tuple[str, Reading]:
+    """(what becomes of a flag, its reading). A value that only the shell knows is no problem."""
+    if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):
+        reading = replace(reading, problem=False)
+    if reading.problem:
+        return "Not translated", reading
+    if not reading.ours:
+        return "Without effect here", reading
+    return "Kept" if reading.ours == reading.given else "Changed", reading
 
 
 if __name__ == "__main__":

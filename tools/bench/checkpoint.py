@@ -20,9 +20,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,7 @@ from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
 BYTES = 12
 """Of a parameter and its moments in fp32."""
 
-Seconds = dict[str, list[float]]
+Seconds = dict[str, float]
 
 
 def shapes(parameters: float, ranks: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -83,49 +85,55 @@ class State:
 
 
 class Bench:
-    """The ways to save and load, on one rank. Each returns its seconds; the slowest rank's count."""
+    """The ways to save and load, on one rank. Each returns its seconds by name; the slowest rank's count."""
 
     def __init__(self, root: Path, state: State, world: Axis) -> None:
         self.root, self.state, self.world = root, state, world
-        self.savers = {
-            background: CheckpointSaver(root / "own", world, background=background) for background in (False, True)
+
+    def own_save(self) -> Seconds:
+        with closing(CheckpointSaver(self.root / "own", self.world, background=False)) as saver:
+            return {"save": self._saved(saver)[1]}
+
+    def own_background_saves(self) -> Seconds:
+        """Takes memory first, as a run does beside its first steps, and gives it back."""
+        with closing(CheckpointSaver(self.root / "own", self.world, background=True)) as saver:
+            saver.prepare(self.state.boxes)
+            saver.wait()
+            first, _ = self._saved(saver)
+            stall, total = self._saved(saver)
+        return {
+            "stall of a run's first background save": first,
+            "stall of a background save": stall,
+            "background save": total,
         }
 
-    def prepare(self) -> Seconds:
-        """Takes memory, as a run does beside its first steps."""
-        self.savers[True].prepare(self.state.boxes)
-        self.savers[True].wait()
-        return {}
-
-    def own_save(self, background: bool, first: bool = False) -> Seconds:
-        saver, begin = self.savers[background], time.perf_counter()
+    def _saved(self, saver: CheckpointSaver) -> tuple[float, float]:
+        """(seconds until training goes on, until all is on disk)"""
+        self._clear("own")
+        begin = time.perf_counter()
         saver.save(1, self.state.boxes, {"iteration": 1})
         stall = time.perf_counter() - begin
         saver.wait()
         total = time.perf_counter() - begin
         assert all(report.complete for report in saver.reports())
-        if first:
-            return {"stall of a run's first background save": [stall]}
-        return {"stall of a background save": [stall], "background save": [total]} if background else {"save": [total]}
-
-    def close(self) -> Seconds:
-        """Gives memory back, so that the ways do not add up."""
-        self.savers[True].close()
-        return {}
+        return stall, total
 
     def dcp_save(self) -> Seconds:
+        self._clear("dcp")
         begin = time.perf_counter()
         dcp.save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
-        return {"dcp.save": [time.perf_counter() - begin]}
+        return {"dcp.save": time.perf_counter() - begin}
 
     def dcp_async_save(self) -> Seconds:
+        self._clear("dcp")
         begin = time.perf_counter()
         future = dcp.async_save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
         stall = time.perf_counter() - begin
         future.result()  # type: ignore[union-attr]
-        return {"stall of dcp.async_save": [stall], "dcp.async_save": [time.perf_counter() - begin]}
+        return {"stall of dcp.async_save": stall, "dcp.async_save": time.perf_counter() - begin}
 
     def raw_write(self) -> Seconds:
+        self._clear("raw")
         path = self.root / "raw" / f"{self.world.rank}"
         path.parent.mkdir(exist_ok=True)
         begin = time.perf_counter()
@@ -135,7 +143,7 @@ class Bench:
                 while view:
                     view = view[file.write(view) :]
             os.fsync(file.fileno())
-        return {"plain files with fsync": [time.perf_counter() - begin]}
+        return {"plain files with fsync": time.perf_counter() - begin}
 
     def own_load(self) -> Seconds:
         begin = time.perf_counter()
@@ -144,79 +152,50 @@ class Bench:
         verified = time.perf_counter() - begin
         checkpoint.load(self.state.boxes, self.world)
         total = time.perf_counter() - begin
-        return {"load": [total], "of it reading into tensors, without checksums": [total - verified]}
+        return {"load": total, "of it reading into tensors, without checksums": total - verified}
 
     def dcp_load(self) -> Seconds:
         begin = time.perf_counter()
         dcp.load(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
-        return {"dcp.load": [time.perf_counter() - begin]}
+        return {"dcp.load": time.perf_counter() - begin}
 
-    def rounds(self, count: int, limit: float) -> Seconds:
+    def rounds(self, count: int, limit: float) -> dict[str, list[float]]:
         """Up to `count` rounds after a first one that is not counted, and none that would begin after `limit` s."""
-        groups: list[list[tuple[str, Callable[[], Seconds]]]] = [
-            [
-                ("own", lambda: self.own_save(False)),
-                ("", self.own_load),
-                ("own", self.prepare),
-                ("own", lambda: self.own_save(True, first=True)),
-                ("own", lambda: self.own_save(True)),
-                ("own", self.close),
-            ],
-            [("dcp", self.dcp_save), ("", self.dcp_load), ("dcp", self.dcp_async_save)],
-            [("raw", self.raw_write)],
+        groups: list[list[Callable[[], Seconds]]] = [
+            [self.own_save, self.own_load, self.own_background_saves],
+            [self.dcp_save, self.dcp_load, self.dcp_async_save],
+            [self.raw_write],
         ]
-        found: Seconds = {}
+        found = defaultdict[str, list[float]](list)
         began = time.monotonic()
         for number in range(count + 1):
-            late = torch.tensor(float(number > 1 and time.monotonic() - began > limit))
-            dist.all_reduce(late, op=dist.ReduceOp.MAX)
-            if late:
+            if self._slowest([float(number > 1 and time.monotonic() - began > limit)])[0]:
                 break
             turn = number % len(groups)  # who comes first changes
             for group in groups[turn:] + groups[:turn]:
-                for writes, way in group:
-                    self._clear(writes)
-                    for name, seconds in self._slowest(way()).items():
-                        if number:
-                            found.setdefault(name, []).append(seconds)
-                self._clear(group[0][0])
-        return found
+                for way in group:
+                    seconds = way()
+                    for name, slowest in zip(seconds, self._slowest(seconds.values()), strict=True):
+                        found[name] += [slowest] if number else []
+                for name in ("own", "dcp", "raw"):  # so that the ways do not add up
+                    self._clear(name)
+        return dict(found)
 
     def _clear(self, name: str) -> None:
-        if name and self.world.first:
+        if self.world.first:
             shutil.rmtree(self.root / name, ignore_errors=True)
         dist.barrier()
 
-    def _slowest(self, seconds: Seconds) -> dict[str, float]:
-        if not seconds:
-            return {}
-        values = torch.tensor([value for (value,) in seconds.values()], dtype=torch.float64)
+    def _slowest(self, seconds: Iterable[float]) -> list[float]:
+        values = torch.tensor(list(seconds), dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return dict(zip(seconds, values.tolist(), strict=True))
+        return values.tolist()
 
 
-def measure(rank: int, ranks: int, root: Path, parameters: float, rounds: int, limit: float) -> tuple[int, Seconds]:
+def measure(rank: int, ranks: int, root: Path, parameters: float, rounds: int, limit: float) -> tuple[int, Any]:
     """(bytes of this rank, seconds of every round)"""
     state = State(parameters, rank, ranks)
     return state.nbytes, Bench(root, state, initialize_model_parallel().world).rounds(rounds, limit)
-
-
-BESIDE = {
-    "save": ("dcp.save", "plain files with fsync"),
-    "background save": ("dcp.async_save",),
-    "stall of a background save": ("save", "stall of dcp.async_save"),
-    "load": ("dcp.load",),
-}
-"""Way -> those with whose seconds its own are compared, round by round."""
-
-
-def ratios(seconds: Seconds) -> dict[str, Spread]:
-    """The seconds of each of `BESIDE` over those of others."""
-    return {
-        f"{way} / {other}": Spread.of([a / b for a, b in zip(seconds[way], seconds[other], strict=True)])
-        for way, others in BESIDE.items()
-        for other in others
-    }
 
 
 def file_system(folder: Path) -> str:
@@ -252,11 +231,7 @@ def main() -> int:
     print(f"{facts['file_system']}, {args.ranks} ranks, {args.parameters:g} parameters, {size / 1e9:.2f} GB")
     for way, spread in found.items():
         print(f"{way:<52} {spread:6.2f} s" + ("" if "stall" in way else f"  {size / 1e9 / spread.median:6.2f} GB/s"))
-    beside = ratios(seconds)
-    for name, ratio in beside.items():
-        print(f"{name:<52} {ratio:6.2f}")
-    rows = [{"way": way, "seconds": asdict(spread), "rounds": seconds[way]} for way, spread in found.items()]
-    rows += [{"ratio": name, **asdict(ratio)} for name, ratio in beside.items()]
+    rows = [{"way": way, "seconds": spread, "rounds": seconds[way]} for way, spread in found.items()]
     write_json(args.json, facts | {"bytes": size}, rows)
     return 0
 

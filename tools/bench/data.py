@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -39,6 +39,9 @@ if __package__ in (None, ""):
 import numpy as np
 
 from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import GPTDataset
 
 ROOT = Path(__file__).resolve().parents[2]
 MEGABYTES, VOCAB = 50, 32000
@@ -208,20 +211,21 @@ def write_dataset(prefix: Path) -> None:
             builder.add_documents(np.zeros(int(part.sum()), np.uint16), part)
 
 
-def build_gpt(prefix: Path, epochs: int, cache: Path) -> float:
-    """Seconds from the files of a data set to its samples."""
+def open_dataset(prefix: Path, samples: int, cache: Path) -> GPTDataset:
     from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
     from megatron.core.datasets.index_cache import IndexCache
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+    format, indices = SampleFormat(SEQ, 0, None, False, False, False), IndexCache(str(cache), "")
+    return GPTDataset(IndexedDataset(str(prefix)), range(DOCUMENTS), samples, format, seed=1234, cache=indices)
+
+
+def build_gpt(prefix: Path, epochs: int, cache: Path) -> float:
+    """Seconds from the files of a data set to its samples."""
+    import megatron.core.datasets.gpt_dataset  # noqa: F401 (not a part of what is timed)
+
     samples = int(synthetic_lengths().sum(dtype=np.int64)) * epochs // SEQ - 1
-    format = SampleFormat(SEQ, None, None, False, False, False)
-
-    def build() -> None:
-        indexed = IndexedDataset(str(prefix))
-        GPTDataset(indexed, range(DOCUMENTS), samples, format, seed=1234, cache=IndexCache(str(cache), ""))
-
-    return timed(build)
+    return timed(lambda: open_dataset(prefix, samples, cache))
 
 
 def build_blend(size: int, cache: Path) -> float:
@@ -236,18 +240,16 @@ def build_blend(size: int, cache: Path) -> float:
 def index(folder: Path, rounds: int) -> Iterator[Row]:
     prefix = folder / "documents"
     write_dataset(prefix)
-    cells: list[tuple[str, Callable[..., float], tuple[Any, ...]]] = [
-        (f"{epochs} epoch{'s' if epochs > 1 else ''}", build_gpt, (prefix, epochs)) for epochs in (1, 3, 10)
-    ]
-    cells += [(f"blend of {size // 10**6} million", build_blend, (size,)) for size in (10**6, 5 * 10**6)]
+    cells: dict[str, tuple[Any, ...]] = {f"epochs {epochs}": (build_gpt, prefix, epochs) for epochs in (1, 3, 10)}
+    cells |= {f"blend of {size // 10**6} million": (build_blend, size) for size in (10**6, 5 * 10**6)}
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     arrays: dict[str, float] = {}
     for _ in range(rounds):
-        for name, function, args in cells:
+        for name, call in cells.items():
             cache = folder / "cache"
             shutil.rmtree(cache, ignore_errors=True)
             for state in ("cold", "warm"):
-                found.setdefault((name, state), []).append(in_own_process(function, *args, cache))
+                found.setdefault((name, state), []).append(in_own_process(*call, cache))
             arrays[name] = sum(path.stat().st_size for path in cache.glob("*.npy")) / 2**20
     for (name, state), results in found.items():
         peak = max(memory for _, memory in results)
@@ -260,16 +262,10 @@ def index(folder: Path, rounds: int) -> Iterator[Row]:
 
 def load_rate(prefix: Path, cache: Path, workers: int) -> float:
     """Millions of tokens a second out of the loader, in micro-batches of four samples."""
-    from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
-    from megatron.core.datasets.index_cache import IndexCache
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.samplers import DataIterator
 
-    format = SampleFormat(SEQ, 0, None, False, False, False)
-    cached = IndexCache(str(cache), "")
-    dataset = GPTDataset(IndexedDataset(str(prefix)), range(DOCUMENTS), 100_000, format, seed=1, cache=cached)
     steps, batch = 100, 32
-    with closing(DataIterator(dataset, micro_batch_size=4, num_workers=workers)) as loader:
+    with closing(DataIterator(open_dataset(prefix, 100_000, cache), micro_batch_size=4, num_workers=workers)) as loader:
         loader.next_step(0, batch)
         seconds = timed(lambda: [loader.next_step(step * batch, batch) for step in range(1, steps + 1)])
     return steps * batch * SEQ / seconds / 1e6
@@ -299,9 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in PARTS[part](Path(name), args.rounds):
                 rows.append(row)
                 memory = "" if row.peak_memory_mb is None else f"{row.peak_memory_mb:6,.0f} MB"
-                print(
-                    f"{row.part:<11}{row.what:<28}{row.value:8.3f} {row.unit:<17}{memory:<10} {row.beside}", flush=True
-                )
+                what = f"{row.part:<11}{row.what:<28}"
+                print(f"{what}{row.value:8.3f} {row.unit:<17}{memory:<10} {row.beside}", flush=True)
     write_json(args.json, facts, rows)
     return 0
 

@@ -46,6 +46,7 @@ from megatron.extensions.planner.device_file import DeviceFile, device_names, re
 from megatron.extensions.planner.fake_stage import NoValues
 from megatron.training.config.run_config import RunConfig
 from tools.bench.gpu import SHAPES, add_model_flags, config_of, model_flags
+from tools.bench.side_by_side import own_run
 
 GUARD = r"""
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -340,9 +341,6 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
 def run_step(config: RunConfig) -> None:
     """The first step of the run of pretrain_gpt.py, within `fake_cuda`."""
     from megatron.extensions.fusions.hooks import KernelChoice
-    from megatron.training.initialize import StartupPhases, initialize
-    from megatron.training.reliability.launch import Launch
-    from megatron.training.setup import build_run
     from megatron.training.train_step import train_step
 
     with (
@@ -350,7 +348,7 @@ def run_step(config: RunConfig) -> None:
         mock.patch.object(KernelChoice, "choose", lambda self, config, parallel, runtime: parallel),  # is given
         mock.patch.object(KernelChoice, "on_model"),  # there is nothing to time
     ):
-        run = build_run(config, initialize(config, Launch(), StartupPhases()))
+        run = own_run(config)
     train_step(run)
     run.data.close()
 

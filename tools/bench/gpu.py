@@ -38,7 +38,7 @@ from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
-from megatron.training.reliability.launch import Launch, choose_allocators
+from megatron.training.reliability.launch import choose_allocators
 from tools.bench import device_time, gpu_page
 from tools.bench.side_by_side import (
     Contestant,
@@ -49,6 +49,7 @@ from tools.bench.side_by_side import (
     compared,
     interleaved,
     machine,
+    own_run,
     positive,
     say_rows,
     timed,
@@ -154,10 +155,7 @@ def gib(size: float) -> str:
 
 def built(config: RunConfig, warm_up: int) -> TrainingRun:
     """The run of one process that pretrain_gpt.py would build, after so many steps."""
-    from megatron.training.initialize import StartupPhases, initialize
-    from megatron.training.setup import build_run
-
-    run = build_run(config, initialize(config, Launch(), StartupPhases()))
+    run = own_run(config)
     take_steps(run, warm_up)
     return run
 

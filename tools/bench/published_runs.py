@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import yaml
@@ -31,8 +31,8 @@ if __package__ in (None, ""):
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import read_device
 from megatron.extensions.planner.flops import model_flops
-from megatron.extensions.planner.memory import RankMemory, memory_of_ranks
-from megatron.extensions.planner.time.step_time import PlannerCache, StepTime, predict_step
+from megatron.extensions.planner.memory import memory_of_ranks
+from megatron.extensions.planner.time.step_time import PlannerCache, predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
@@ -58,8 +58,12 @@ class PublishedRun:
     cp: int
     vp: int
     device: str
+    precision: str
     flags: str
     """All of pretrain_gpt.py's flags."""
+
+    published: Mapping[str, float]
+    """step (seconds), tokens (tokens/s of a device), tflops, or memory (GiB)."""
 
     fit: bool
     """Whether constants of the device file were fitted to it."""
@@ -67,26 +71,19 @@ class PublishedRun:
     other: bool
     """Whether its hardware is another than the device file's: not counted."""
 
-    published: Mapping[str, float]
-    """step (seconds), tokens (tokens/s of a device), tflops, or memory (GiB)."""
-
-    precision: str
-    differs: str = ""
+    differs: str
     """What the published program does otherwise and no flag asks for."""
 
-    keeps_scores: int = 0
+    keeps_scores: int
     """Bytes that the published program keeps for each score of attention."""
-
-    @property
-    def layout(self) -> str:
-        sizes = {"TP": self.tp, "PP": self.pp, "VP": self.vp, "CP": self.cp}
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP"
 
     HEAD: ClassVar[str] = f"{'model':<17}{'source':<14}{'':<12}{'GPUs':>6}{'tokens':>8}{'batch':>11}  {'layout':<22}"
 
     def __str__(self) -> str:
+        sizes = {"TP": self.tp, "PP": self.pp, "VP": self.vp, "CP": self.cp}
+        layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP"
         what = f"{self.model:<17}{self.source:<14}{self.device:<6}{self.precision:<6}"
-        return f"{what}{self.gpus:>6}{self.length:>8}{f'{self.gbs} by {self.mbs}':>11}  {self.layout:<22}"
+        return f"{what}{self.gpus:>6}{self.length:>8}{f'{self.gbs} by {self.mbs}':>11}  {layout:<22}"
 
     def config(self) -> RunConfig:
         """Resolved. Raises ValueError if it is not legal."""
@@ -117,68 +114,57 @@ def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
     families, models = ({**shared[kind], **table.get(kind, {})} for kind in ("families", "models"))
     for row in table["runs"]:
         model, source, _, length, gbs, mbs, tp, pp, cp, vp = row["is"]
-        shape = models[model]
+        shape, of_source, device = models[model], table["source_flags"][source], row.get("device", "h100")
         layers, hidden, heads, groups, ffn = shape["shape"]
-        recipe = row.get("fp8")
         flags = [
             table["common"],
             families[shape["family"]],
             shape.get("flags", ""),
-            table["source_flags"][source],
+            of_source,
             row.get("flags", ""),
             f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --ffn-hidden-size {ffn}",
             f"--group-query-attention --num-query-groups {groups}" if groups != heads else "",
             f"--seq-length {length} --global-batch-size {gbs} --micro-batch-size {mbs}",
             f"--tp {tp} --pp {pp} --cp {cp}",
             f"--num-virtual-stages-per-pipeline-rank {vp}" if vp > 1 else "",
-            "--sequence-parallel" if tp > 1 and row.get("device") != "a100" else "",
-            f"--fp8-format hybrid --fp8-recipe {recipe}" if recipe else "",
+            "--sequence-parallel" if tp > 1 and device != "a100" else "",
+            f"--fp8-format hybrid --fp8-recipe {row['fp8']}" if "fp8" in row else "",
         ]
+        in_fp8 = "fp8" in row or "--fp8" in of_source
+        precision = "fp16" if "--fp16" in of_source else "fp8" if in_fp8 else "bf16"
         published = {kind: float(row[kind]) for kind in ("step", "tokens", "tflops", "memory") if kind in row}
         assert len(published) == 1, row
-        yield PublishedRun(
-            *row["is"],
-            row.get("device", "h100"),
-            " ".join(" ".join(flags).split()),
-            row.get("fit", False),
-            row.get("other", False),
-            published,
-            "fp16"
-            if "--fp16" in table["source_flags"][source]
-            else "fp8"
-            if recipe or "--fp8" in table["source_flags"][source]
-            else "bf16",
-            row.get("differs", ""),
-            table.get("keeps_scores", {}).get(source, 0),
-        )
+        told = row.get("fit", False), row.get("other", False), row.get("differs", "")
+        scores = table.get("keeps_scores", {}).get(source, 0)
+        yield PublishedRun(*row["is"], device, precision, " ".join(flags), published, *told, scores)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A run and its prediction."""
+    """A run beside what is predicted of its step, in seconds, or planned of its fullest rank, in GiB."""
 
     run: PublishedRun
     published: float
-    step: StepTime
+    found: float
+    about: str
+    parts: str
+    scores: float | None = None
+    """GiB of scores that the published program keeps beside what is planned."""
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted step time."""
-        return self.step.seconds / self.published - 1
+        """Relative."""
+        return self.found / self.published - 1
+
+    @property
+    def error_with_scores(self) -> float:
+        return (self.found + (self.scores or 0.0)) / self.published - 1
 
     def __str__(self) -> str:
-        mark = " fitted" if self.run.fit else " other hardware" if self.run.other else ""
-        times = f"{self.published:>11.2f} s{self.step.seconds:>11.2f} s{self.error:>+8.1%}"
-        return f"{self.run}{times}  {self.step.bound_by}{mark}"
-
-    @property
-    def parts(self) -> str:
-        shares = sorted(self.step.parts.items(), key=lambda part: -part[1])
-        return ", ".join(f"{name} {value / self.step.seconds:.1%}" for name, value in shares if value > 0)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        return {"published_s": self.published, "predicted_s": self.step.seconds, "error": self.error}
+        unit = " s" if self.scores is None else " GiB"
+        text = f"{self.run}{self.published:>9.2f}{unit:<4}{self.found:>9.2f}{unit:<4}{self.error:>+8.1%}"
+        more = "" if self.scores is None else f"{self.scores:>9.2f}{unit}{self.error_with_scores:>+8.1%}"
+        return f"{text}{more}  {self.about}".rstrip()
 
 
 def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> Iterator[Compared]:
@@ -187,61 +173,26 @@ def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> 
     for run in runs:
         config = run.config()
         step = predict_step(config, run.gpus, read_device(run.device), 8, cache)
-        yield Compared(run, run.seconds(config), step)
+        shares = sorted(step.parts.items(), key=lambda part: -part[1])
+        parts = ", ".join(f"{name} {value / step.seconds:.1%}" for name, value in shares if value > 0)
+        mark = " fitted" if run.fit else " other hardware" if run.other else ""
+        yield Compared(run, run.seconds(config), step.seconds, f"{step.bound_by}{mark}", parts)
 
 
-@dataclass(frozen=True)
-class PlannedPeak:
-    """A run and the plan of the rank that holds most."""
-
-    run: PublishedRun
-    fullest: RankMemory
-
-    @property
-    def planned(self) -> float:
-        """GiB."""
-        return self.fullest.total / GIB
-
-    @property
-    def scores(self) -> float:
-        """GiB of scores that the published program keeps beside what is planned."""
-        run, held = self.run, self.fullest
-        pairs = zip(held.plan.stages, held.activations.in_flight, strict=True)
-        layers = sum(len(stage.layers) * microbatches for stage, microbatches in pairs)
-        heads = run.config().model.num_attention_heads // run.tp
-        return run.keeps_scores * layers * run.mbs * heads * run.length**2 / run.cp / GIB
-
-    @property
-    def error(self) -> float:
-        """Relative error of the planned peak."""
-        return self.planned / self.run.published["memory"] - 1
-
-    @property
-    def error_with_scores(self) -> float:
-        return (self.planned + self.scores) / self.run.published["memory"] - 1
-
-    def __str__(self) -> str:
-        run = self.run
-        differs = f"{'  not counted: ' if run.other else '  ' if run.differs else ''}{run.differs}"
-        sizes = f"{run.published['memory']:>9.2f} GiB{self.planned:>9.2f} GiB{self.error:>+8.1%}"
-        return f"{run}{sizes}{self.scores:>9.2f} GiB{self.error_with_scores:>+8.1%}{differs}"
-
-    @property
-    def parts(self) -> str:
-        shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.fullest.sizes.items())
-        return f"pipeline rank {self.fullest.plan.pp_rank}: {shown}"
-
-    @property
-    def row(self) -> dict[str, Any]:
-        return {"planned_gib": self.planned, "scores_gib": self.scores, "error": self.error}
-
-
-def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[PlannedPeak]:
-    """Raises ValueError if a run's flags are not legal."""
+def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[Compared]:
+    """Plans the rank that holds most. Raises ValueError if a run's flags are not legal."""
     for run in runs:
         config = run.config()
         ranks = memory_of_ranks(config, ParallelDims.from_config(config.parallel, run.gpus))
-        yield PlannedPeak(run, max(ranks, key=lambda rank: rank.total))
+        held = max(ranks, key=lambda rank: rank.total)
+        pairs = zip(held.plan.stages, held.activations.in_flight, strict=True)
+        layers = sum(len(stage.layers) * microbatches for stage, microbatches in pairs)
+        heads = config.model.num_attention_heads // run.tp
+        scores = run.keeps_scores * layers * run.mbs * heads * run.length**2 / run.cp / GIB
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in held.sizes.items())
+        about = f"{'not counted: ' if run.other else ''}{run.differs}"
+        parts = f"pipeline rank {held.plan.pp_rank}: {parts}"
+        yield Compared(run, run.published["memory"], held.total / GIB, about, parts, scores)
 
 
 def summary(errors: Sequence[float]) -> dict[str, float]:
@@ -253,9 +204,7 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--only", default="", help="runs whose device, source, model or precision has this in it")
-    parser.add_argument(
-        "--parts", action="store_true", help="print what each step is spent on, or each plan consists of"
-    )
+    parser.add_argument("--parts", action="store_true", help="print what each step or plan consists of")
     parser.add_argument("--memory", action="store_true", help="peaks of device memory")
     args = parser.parse_args(argv)
     table = MEMORY if args.memory else RUNS
@@ -267,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = f"{'published':>13}{'planned' if args.memory else 'predicted':>13}{'error':>8}"
     more = f"{'+ scores':>13}{'error':>8}" if args.memory else "  bound by"
     print(f"{PublishedRun.HEAD}{columns}{more}")
-    found: list[Any] = []
+    found = []
     for each in plan_peaks(runs) if args.memory else compare(runs):
         found.append(each)
         print(each, flush=True)
@@ -283,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for title, figures in sums.items():
         shown = ", ".join(f"{name} {value:.1%}" for name, value in figures.items() if name != "runs")
         print(f"{title}, {figures['runs']} runs: {shown}")
-    write_json(args.json, {"errors": sums}, [{**asdict(each.run), **each.row} for each in found])
+    write_json(args.json, {"errors": sums}, found)
     return 0
 
 

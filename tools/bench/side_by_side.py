@@ -22,8 +22,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    from megatron.training.config.run_config import RunConfig
+    from megatron.training.run import TrainingRun
 
 Round = Callable[[], float]
 """Does one round of a contestant's work and returns what is compared."""
@@ -77,24 +81,29 @@ def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], 
     return one_round
 
 
+def own_run(config: RunConfig) -> TrainingRun:
+    """The run that pretrain_gpt.py would build on this rank, which the environment names."""
+    from megatron.training.initialize import StartupPhases, initialize
+    from megatron.training.reliability.launch import Launch
+    from megatron.training.setup import build_run
+
+    return build_run(config, initialize(config, Launch.from_environment(), StartupPhases()))
+
+
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
     """A training step of this program with such flags, as its users run it; imports it and sets threads, so it is to
     be called in a contestant's process. ValueError if the flags do not fit."""
-    from megatron.training.reliability.launch import Launch, choose_allocators
+    from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
     import torch
 
     from megatron.training.config.arguments import parse_args
     from megatron.training.config.validation import resolve_legal
-    from megatron.training.initialize import StartupPhases, initialize
-    from megatron.training.setup import build_run
     from megatron.training.train_step import train_step
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    launch = Launch.from_environment()
-    config = resolve_legal(parse_args(list(flags)), launch.world_size)
-    run = build_run(config, initialize(config, launch, StartupPhases()))
+    run = own_run(resolve_legal(parse_args(list(flags)), int(os.environ["WORLD_SIZE"])))
     return lambda: train_step(run)
 
 
@@ -285,11 +294,10 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
     ends a program that has `ended` with code 1, and no other."""
     if path is None:
         return
-    plain = [asdict(row) if hasattr(row, "__dataclass_fields__") else row for row in rows]
-    figures = {"command": sys.argv, "machine": facts, "rows": plain}
+    figures = {"command": sys.argv, "machine": facts, "rows": rows}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(figures, indent=1) + "\n")
+        replace_text(path, json.dumps(figures, indent=1, default=asdict) + "\n")
     except OSError as error:
         problem = f"not written: {path}: {error.strerror or error}"
         if ended:

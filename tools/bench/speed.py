@@ -326,26 +326,19 @@ def layouts(n: int, steps: int) -> dict[str, Cell]:
     return kinds
 
 
-def before_and_after(contestant: Contestant, before: Path, rounds: int) -> Comparison | str:
-    """A contestant of this program in another checkout and in this one, or what went wrong."""
+def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
+    """before, after and ratio (after / before, round by round) of a contestant of this program in another checkout and
+    in this one, or what went wrong."""
     build = starts if contestant.build is starts else step_of
     sides = {"before": before.resolve(), "after": ROOT}
     found = interleaved(
         [replace(contestant, name=n, build=build, args=(*contestant.args, root)) for n, root in sides.items()], rounds
     )
-    for values in found.values():
-        if isinstance(values, str):
-            return values
-    first, second = found.values()
-    return Comparison(*map(Spread.of, (first, second, [b / a for a, b in zip(first, second, strict=True)])))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    before: Spread
-    after: Spread
-    ratio: Spread
-    """after / before, round by round."""
+    first, second = found["before"], found["after"]
+    if isinstance(first, str) or isinstance(second, str):
+        return first if isinstance(first, str) else str(second)
+    ratios = [b / a for a, b in zip(first, second, strict=True)]
+    return {"before": Spread.of(first), "after": Spread.of(second), "ratio": Spread.of(ratios)}
 
 
 def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Round:
@@ -397,10 +390,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for contestant in chosen.ours:
             result = before_and_after(contestant, args.before, args.rounds)
             shown = f"failed: {result}"
-            if isinstance(result, Comparison):
-                values = (f"{each.median:{DIGITS[cell.unit]}}" for each in (result.before, result.after))
-                shown = f"{' '.join(values)} {cell.unit}  after / before {result.ratio:.3f}"
-                rows.append({"cell": name, "contestant": contestant.name, "unit": cell.unit, **asdict(result)})
+            if not isinstance(result, str):
+                values = (f"{result[side].median:{DIGITS[cell.unit]}}" for side in ("before", "after"))
+                shown = f"{' '.join(values)} {cell.unit}  after / before {result['ratio']:.3f}"
+                rows.append({"cell": name, "contestant": contestant.name, "unit": cell.unit, **result})
             print(f"{name:<24}{contestant.name:<26} {shown}", flush=True)
     write_json(args.json, facts, rows)
     return 0
