@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.corpus import byte_level
+
 ROOT = Path(__file__).parents[3]
 TASKS = ROOT / "tests" / "fixtures" / "eval_tasks"
 NAMES = ("colours", "last_words", "pronouns", "sounds", "stories", "sums")
@@ -133,16 +135,9 @@ def write_text(path: Path) -> None:
 
 def train_tokenizer(folder: Path, text: Path) -> None:
     """A byte-level BPE tokenizer of 400 tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     folder.mkdir(exist_ok=True)
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=letters)
     first = json.loads(text.read_text().splitlines()[0])["text"]
-    bpe.train_from_iterator(first.split("\n"), trainer)
+    bpe = byte_level(first.split("\n"), ["<|endoftext|>"], 400)
     bpe.save(str(folder / "tokenizer.json"))
     special = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))

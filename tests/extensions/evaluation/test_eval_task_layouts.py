@@ -23,16 +23,9 @@ PART = [
 WHOLE = [
     *PART,
     ("gpt", 8, "--tp 2 --pp 2 --dp 2 --sequence-parallel"),
-    ("gpt", 4, "--dp 4 --no-use-distributed-optimizer"),
-    ("gpt", 2, "--dp 2 --micro-batch-size 2"),
-    ("llama", 2, "--pp 2 --pipeline-schedule zb-h1"),
     ("llama", 2, "--pp 2 --pipeline-schedule zb-v"),
-    ("llama", 4, "--pp 4"),
-    ("llama", 4, "--tp 4 --sequence-parallel"),
-    ("llama", 4, "--cp 4 --cp-comm-type all_gather"),
     ("llama", 4, "--cp 2 --tp 2 --cp-comm-type a2a --sequence-parallel"),
     ("llama", 2, "--data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp"),
-    ("experts", 4, "--ep 2 --tp 2 --sequence-parallel --pp 1"),
     ("experts", 4, "--ep 2 --pp 2"),
 ]
 

@@ -1,11 +1,9 @@
-"""The fused layer beside the plain one: a handful of combinations of the parity matrix."""
+"""Where the fused layer stands in for the plain one, which the parity matrix compares."""
 
 from __future__ import annotations
 
 from typing import Any
 from unittest import mock
-
-import pytest
 
 from megatron.core import compiled_regions
 from megatron.core.config.parallel import ModelParallelConfig
@@ -14,38 +12,11 @@ from megatron.core.transformer.layer import TransformerLayer
 from megatron.extensions.fusions.flags import Fusions
 from megatron.extensions.fusions.layer import FusedTransformerLayer
 from megatron.testing.local_run import local_run
-from megatron.testing.parity import TOLERANCE
-from megatron.testing.snapshot import differences, train_in_world
 from megatron.training.train_step import train_step
 from tests.extensions.unit_sharding.test_unit_sharding import Watch, sharding
 from tests.extensions.unit_sharding.test_unit_sharding import config as config_of
 from tests.gpt_cases import GPT
 from tests.harness import run_world
-from tests.parity.matrix.combination import Combination
-
-COMBINATIONS = {
-    "rmsnorm, sequence parallelism, norms recomputed": Combination.of(
-        world="2", tp="2sp", style="llama", recompute="latents", regions="fused"
-    ),
-    "dropout, pipeline, two stages on a rank": Combination.of(
-        world="2", pp="2", schedule="zb-v", regions="fused", embeddings="untied"
-    ),
-    "parallel residual with a multiplier": Combination.of(world="1", block="parallel", regions="fused"),
-    "norms after, layers recomputed": Combination.of(
-        world="1", block="sandwich", recompute="full uniform", regions="fused"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_the_fused_layer_computes_what_the_plain_one_does(name: str) -> None:
-    combination = COMBINATIONS[name]
-    assert "--compile" in combination.argv
-    with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
-        fused, plain = (
-            train_in_world(combination.world_size, [*combination.argv, *flags], 2) for flags in ([], ["--no-fusions"])
-        )
-    assert max(error for _, error in differences(plain, fused)) <= TOLERANCE
 
 
 def test_fused_layers_are_built_where_regions_are_compiled() -> None:

@@ -27,17 +27,29 @@ from tests.gpt_cases import FP64, STYLES, random_batch
 
 COMPILED = replace(FP64, compile=True)
 RECOMPUTED = {"recompute_granularity": "full", "recompute_num_layers": 2}
-STREAMS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "pre-norm": ("llama", {}, 0),
-    "dropout": ("gpt", {"hidden_dropout": 0.3}, 0),
-    "multi-token prediction": ("gpt", {"mtp_num_layers": 1}, 0),
-    "norms before and after": ("llama", {"norm_placement": "sandwich"}, 0),
-    "norms after": ("llama", {"norm_placement": "output"}, 6),
-    "parallel": ("gpt", {"parallel_residual": True}, 3),
-    "two layers recomputed": ("llama", {"recompute_method": "block", **RECOMPUTED}, 2),
-    "pairs recomputed": ("llama", {"recompute_method": "uniform", **RECOMPUTED}, 2),
+
+
+def selective(module: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": (module,)}
+
+
+STREAMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "rmsnorm": ("llama", {}, 0, 6),
+    "biases": ("gpt", {}, 0, 6),
+    "dropout": ("gpt", {"hidden_dropout": 0.3}, 0, 0),
+    "multi-token prediction": ("gpt", {"mtp_num_layers": 1}, 0, 8),
+    "norms before and after": ("llama", {"norm_placement": "sandwich"}, 0, 0),
+    "norms after": ("llama", {"norm_placement": "output"}, 6, 0),
+    "parallel": ("gpt", {"parallel_residual": True}, 3, 0),
+    "factor of residuals": ("llama", {"residual_multiplier": 0.5}, 0, 0),
+    "two layers recomputed": ("llama", {"recompute_method": "block", **RECOMPUTED}, 2, 10),
+    "pairs recomputed": ("llama", {"recompute_method": "uniform", **RECOMPUTED}, 2, 12),
+    "mlp recomputed": ("llama", selective("mlp"), 0, 9),
+    "activation recomputed": ("llama", selective("mlp_act"), 0, 6),
+    "norms recomputed": ("llama", selective("layernorm"), 0, 0),
 }
-"""Style, settings, and how many additions of 3 layers are left to kernels of their own."""
+"""Style, settings, how many additions of 3 layers are left to kernels of their own, and how many of their products are
+added to the residual stream where they are made."""
 
 
 @pytest.fixture
@@ -54,6 +66,24 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
+def add_in_products(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Operands of additions to the products, which run on the CPU's tensors as on a GPU's in 16 bits."""
+    found: list[Tensor] = []
+
+    def noted(x: Tensor, weight: Tensor, addend: Tensor, *args: Any) -> Tensor:
+        found.append(addend)
+        return gemm_choice.RESIDUAL_GEMM.plain(x, weight, addend, *args)
+
+    kernel = replace(gemm_choice.RESIDUAL_GEMM, run=noted, suits=lambda *operands: True)
+    monkeypatch.setattr(parts, "_kernel", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
+    return found
+
+
+@pytest.fixture
+def addends(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    return add_in_products(monkeypatch)
+
+
 def loss_and_gradients(stages: list[GPTModel], batch: Batch) -> dict[str, Tensor]:
     hidden = None
     for stage in stages:
@@ -67,61 +97,23 @@ def loss_and_gradients(stages: list[GPTModel], batch: Batch) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("case", STREAMS)
-def test_the_next_norm_adds_what_a_layer_leaves_to_add(case: str, added: list[Tensor]) -> None:
-    style, settings, left = STREAMS[case]
+def test_the_next_norm_or_a_product_adds_what_a_layer_leaves_to_add(
+    case: str, added: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    style, settings, left, in_products = STREAMS[case]
     config = replace(STYLES[style], num_layers=3, **settings)
     batch = random_batch(config)
-    plain = loss_and_gradients([GPTModel(config, FP64)], batch)
-    added.clear()
-    model = GPTModel(config, COMPILED)
-    torch.testing.assert_close(loss_and_gradients([model], batch), plain, rtol=1e-11, atol=1e-13)
+    in_norms = loss_and_gradients([GPTModel(config, COMPILED)], batch)
     assert len(added) == left
-
-
-ADDENDS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "rmsnorm": ("llama", {}, 6),
-    "biases": ("gpt", {}, 6),
-    "dropout": ("gpt", {"hidden_dropout": 0.3}, 0),
-    "multi-token prediction": ("gpt", {"mtp_num_layers": 1}, 8),
-    "norms before and after": ("llama", {"norm_placement": "sandwich"}, 0),
-    "norms after": ("llama", {"norm_placement": "output"}, 0),
-    "parallel": ("gpt", {"parallel_residual": True}, 0),
-    "factor of residuals": ("llama", {"residual_multiplier": 0.5}, 0),
-    "two layers recomputed": ("llama", {"recompute_method": "block", **RECOMPUTED}, 10),
-    "mlp recomputed": ("llama", {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, 9),
-    "activation recomputed": ("llama", {"recompute_granularity": "selective", "recompute_modules": ("mlp_act",)}, 6),
-    "norms recomputed": ("llama", {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}, 0),
-}
-"""Style, settings, and how many of the products of 3 layers are added to the residual stream where they are made."""
-
-
-@pytest.fixture
-def addends(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Operands of such additions, which run on the CPU's tensors as on a GPU's in 16 bits."""
-    found: list[Tensor] = []
-
-    def noted(x: Tensor, weight: Tensor, addend: Tensor, *args: Any) -> Tensor:
-        found.append(addend)
-        return gemm_choice.RESIDUAL_GEMM.plain(x, weight, addend, *args)
-
-    kernel = replace(gemm_choice.RESIDUAL_GEMM, run=noted, suits=lambda *operands: True)
-    monkeypatch.setattr(parts, "_kernel", lambda name: kernel if name == "residual_gemm" else KERNELS[name])
-    return found
-
-
-@pytest.mark.parametrize("case", ADDENDS)
-def test_products_are_added_where_they_are_made(case: str, added: list[Tensor], addends: list[Tensor]) -> None:
-    style, settings, count = ADDENDS[case]
-    config = replace(STYLES[style], num_layers=3, **settings)
-    batch = random_batch(config)
+    addends = add_in_products(monkeypatch)
     plain = loss_and_gradients([GPTModel(config, FP64)], batch)
     assert not addends, "only with --compile"
     model = GPTModel(config, COMPILED)
-    torch.testing.assert_close(loss_and_gradients([model], batch), plain, rtol=1e-11, atol=1e-13)
-    assert len(addends) == count
-    model.eval()
-    model(None, batch)
-    assert len(addends) == count
+    for found in (in_norms, loss_and_gradients([model], batch)):
+        torch.testing.assert_close(found, plain, rtol=1e-11, atol=1e-13)
+    assert len(addends) == in_products
+    model.eval()(None, batch)
+    assert len(addends) == in_products
 
 
 def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], addends: list[Tensor]) -> None:

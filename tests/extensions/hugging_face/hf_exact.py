@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from tests.extensions.hugging_face.hf_models import CASES, weights_in
-from tests.extensions.hugging_face.whole_models import copy_shards_, from_hf
-from tests.gpt_cases import FP64
+from tests.extensions.hugging_face.whole_models import from_hf, model_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -160,6 +158,4 @@ def weights(model: Any) -> dict[str, Tensor]:
 def ours(model: Any) -> GPTModel:
     hf_config = model.config.to_dict()
     config = config_from_hf(hf_config)
-    mine = GPTModel(config, FP64, initialize=False).eval()
-    copy_shards_(mine.parameters(), from_hf(weights(model), config, hf_config["model_type"]), ParallelState().coords)
-    return mine
+    return model_of(from_hf(weights(model), config, hf_config["model_type"]), config)

@@ -130,23 +130,6 @@ def test_without_a_tokenizer_transformers_takes_no_token_of_its_own_for_padding(
     convert("--input", tmp_path / "ours", "--output", tmp_path / "hf", "--check", "some text")
 
 
-RUN = """--cpu --bf16 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data
-    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --vocab-size 64
-    --train-iters 2 --lr 1e-2 --global-batch-size 2 --eval-iters 0 --num-workers 0 --hidden-dropout 0
-    --attention-dropout 0 --untie-embeddings-and-output-weights"""
-
-
-def test_a_trained_run_is_written_as_its_model_or_as_the_main_weights(tmp_path: Path) -> None:
-    run_forked(1, [*RUN.split(), "--save", str(tmp_path / "run")], tmp_path / "screen")
-    convert("--input", tmp_path / "run", "--output", tmp_path / "bf16")
-    convert("--input", tmp_path / "run", "--output", tmp_path / "fp32", "--dtype", "float32")
-    narrow, wide = weights_in(tmp_path / "bf16"), weights_in(tmp_path / "fp32")
-    assert narrow.keys() == wide.keys()
-    for name, value in wide.items():
-        assert narrow[name].dtype == torch.bfloat16 and torch.equal(value.bfloat16(), narrow[name]), name
-    assert any(not torch.equal(value.bfloat16().float(), value) for value in wide.values())
-
-
 def test_a_run_starts_from_converted_weights_and_resumes(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     convert("--input", llama, "--output", folder)

@@ -11,15 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from tests.extensions.hugging_face.hf_exact import exact, ours, random_model, weights
 from tests.extensions.hugging_face.hf_models import CASES, MIXTURE
-from tests.extensions.hugging_face.whole_models import copy_shards_, from_hf, to_hf
-from tests.gpt_cases import FP64, logits_in_parts
+from tests.extensions.hugging_face.whole_models import gradients_of, model_of, there_and_back, to_hf
+from tests.gpt_cases import logits_in_parts
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,14 +27,24 @@ dtype."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits(case: str) -> None:
-    theirs = random_model(case)
-    tokens = torch.randint(83, (2, 24))
+def test_logits_weights_and_settings(case: str) -> None:
+    """Equal logits; weights, byte by byte, and settings there and back."""
+    theirs, model_type = random_model(case), CASES[case][0]
+    settings, tokens = theirs.config.to_dict(), torch.randint(83, (2, 24))
+    config = config_from_hf(settings)
     with torch.no_grad():
         expected = theirs(tokens).logits
-    found = ours(theirs).logits(None, Batch.of_tokens(tokens))
-    tolerance = 1e-5 if CASES[case][0] in FP32_PARTS else 1e-10
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    mine = model_of(there_and_back(weights(theirs), config, model_type), config)
+    tolerance = 1e-5 if model_type in FP32_PARTS else 1e-10
+    torch.testing.assert_close(mine.logits(None, Batch.of_tokens(tokens)), expected, rtol=tolerance, atol=tolerance)
+    written = config_to_hf(config, model_type)
+    again = config_from_hf(written)
+    assert again == replace(config, kv_channels=again.kv_channels, ffn_hidden_size=again.ffn_hidden_size)
+    read = transformers.AutoConfig.for_model(**{k: v for k, v in written.items() if k != "architectures"}).to_dict()
+    ignored = {"bos_token_id", "eos_token_id", "head_dim", "n_inner", "architectures"}
+    for key, value in settings.items():
+        if key not in ignored and (key in written or key in ("rope_parameters", "layer_types")):
+            assert read[key] == value, key
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "llama4"])
@@ -85,15 +93,11 @@ def test_ling_has_the_layers_of_glm() -> None:
     settings, stored = ling(theirs)
     config = config_from_hf(settings)
     assert config_from_hf(config_to_hf(config, "bailing_moe")) == config
-    mine = GPTModel(config, FP64, initialize=False).eval()
-    read = from_hf(stored, config, "bailing_moe")
-    copy_shards_(mine.parameters(), read, ParallelState().coords)
+    read = there_and_back(stored, config, "bailing_moe")
     with torch.no_grad():
         expected = theirs(tokens).logits
-    torch.testing.assert_close(mine.logits(None, Batch.of_tokens(tokens)), expected, rtol=1e-10, atol=1e-10)
-    back = to_hf(read, config, "bailing_moe")
-    assert back.keys() == stored.keys()
-    assert all(torch.equal(back[name], value) and back[name].is_contiguous() for name, value in stored.items())
+    found = model_of(read, config).logits(None, Batch.of_tokens(tokens))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     weights_of = HFWeights(stored, config, "bailing_moe")
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
     box = (slice(1, 2), slice(1, 4), slice(3, 9), slice(8, 24))
@@ -156,23 +160,17 @@ def test_step_has_the_text_layers_of_its_class() -> None:
     written = config_to_hf(config, "step3p5")
     assert config_from_hf(written) == replace(config, kv_channels=16)
     assert all(settings[key] == written[key] for key in written.keys() & settings.keys() - {"architectures"})
-    mine = GPTModel(config, FP64, initialize=False).eval()
-    read = from_hf(stored, config, "step3p5")
-    copy_shards_(mine.parameters(), read, ParallelState().coords)
+    read = there_and_back(stored, config, "step3p5")
+    mine = model_of(read, config)
     logits = theirs(tokens)
     torch.testing.assert_close(mine.logits(None, Batch.of_tokens(tokens)), logits.detach(), rtol=1e-10, atol=1e-10)
-    back = to_hf(read, config, "step3p5")
-    assert back.keys() == stored.keys()
-    assert all(torch.equal(back[name], value) and back[name].is_contiguous() for name, value in stored.items())
     F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     batch = Batch.of_tokens(tokens)
-    (mine(None, batch) / batch.num_tokens).backward()
     gradients = theirs.published({name: p.grad for name, p in theirs.named_parameters()})
-    found = {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in mine.parameters()}
-    found |= {name: value for name, value in read.items() if name not in found}
+    found = read | gradients_of(mine, batch, batch.num_tokens)
     for name, gradient in gradients.items():
         assert (to_hf(found, config, "step3p5")[name] - gradient).norm() < 1e-9 * gradient.norm().clamp(min=1e-9), name
-    weights_of, name = HFWeights(stored, config, "step3p5"), "decoder.layers.2.self_attention.linear_qkv.weight"
+    weights_of = HFWeights(stored, config, "step3p5")
     for name, box in {
         "decoder.layers.2.self_attention.linear_qkv.weight": (slice(1, 2), slice(3, 70), slice(8, 24)),
         "decoder.layers.2.mlp.experts.linear_fc1.weight": (slice(2, 5), slice(0, 2), slice(3, 9), slice(8, 24)),
@@ -188,8 +186,7 @@ def test_gradients(case: str) -> None:
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     mine = ours(theirs)
     batch = Batch.of_tokens(tokens)
-    (mine(None, batch) / batch.num_tokens).backward()
-    found = {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in mine.parameters()}
+    found = gradients_of(mine, batch, batch.num_tokens)
     assert all((p.grad is not None) == p.requires_grad for p in mine.parameters())
     with torch.no_grad():
         for parameter in theirs.parameters():

@@ -10,62 +10,24 @@ import pytest
 import torch
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
 from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.extensions.hugging_face.write_config import config_to_hf
+from megatron.training.extensions import load_extensions
 from tests.extensions.hugging_face.hf_exact import random_model, weights
-from tests.extensions.hugging_face.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN
-from tests.extensions.hugging_face.whole_models import from_hf, to_hf
-from tests.gpt_cases import GPT, LLAMA, STYLES
+from tests.extensions.hugging_face.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, TABLES, YARN
+from tests.extensions.hugging_face.whole_models import from_hf, there_and_back, to_hf
+from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
 from tests.moe_cases import MIXTRAL
 
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_weights_there_and_back_are_byte_equal(case: str) -> None:
-    theirs = random_model(case)
-    config, model_type = config_from_hf(theirs.config.to_dict()), CASES[case][0]
-    stored = {name: value.to(torch.bfloat16) for name, value in weights(theirs).items()}
-    back = to_hf(from_hf(stored, config, model_type), config, model_type)
-    assert back.keys() == stored.keys()
-    for name, value in stored.items():
-        assert torch.equal(back[name], value) and back[name].is_contiguous(), name
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_settings_there_and_back(case: str) -> None:
-    model_type = CASES[case][0]
-    original = random_model(case).config
-    config = config_from_hf(original.to_dict())
-    written = config_to_hf(config, model_type)
-    assert config_from_hf(written) == replace(
-        config, **{name: getattr(config_from_hf(written), name) for name in ("kv_channels", "ffn_hidden_size")}
-    )
-    read = transformers.AutoConfig.for_model(**{k: v for k, v in written.items() if k != "architectures"}).to_dict()
-    ignored = {"bos_token_id", "eos_token_id", "head_dim", "n_inner", "architectures"}
-    for key, value in original.to_dict().items():
-        if key not in ignored and (key in written or key in ("rope_parameters", "layer_types")):
-            assert read[key] == value, key
-
-
 def test_published_files_that_leave_keys_out() -> None:
-    llama2 = config_from_hf(
-        {
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "initializer_range": 0.02,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 4096,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "rms_norm_eps": 1e-5,
-            "vocab_size": 32000,
-        }
-    )
+    llama2 = config_from_hf(TABLES["published"]["llama2"])
     assert (llama2.query_groups, llama2.head_dim, llama2.rotary_base) == (32, 128, 10000.0)
     assert not llama2.tied_embeddings and not llama2.group_query_attention
 
@@ -81,22 +43,7 @@ def test_published_files_of_exaone4_without_windows() -> None:
 
 def test_published_files_of_bloom() -> None:
     """Other spellings of sizes; what was set for its training is of no meaning."""
-    bloom = config_from_hf(
-        {
-            "model_type": "bloom",
-            "attention_softmax_in_fp32": True,
-            "masked_softmax_fusion": True,
-            "n_embed": 14336,
-            "n_inner": None,
-            "n_layer": 70,
-            "num_attention_heads": 112,
-            "offset_alibi": 100,
-            "pretraining_tp": 4,
-            "seq_length": 2048,
-            "slow_but_exact": False,
-            "vocab_size": 250880,
-        }
-    )
+    bloom = config_from_hf(TABLES["published"]["bloom"])
     assert (bloom.head_dim, bloom.ffn_size, bloom.seq_length) == (128, 57344, 2048)
     assert count_parameters(bloom).total == 176_247_271_424
 
@@ -195,10 +142,11 @@ def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
     folder, text = HFFolder(tmp_path), model.language_model
     expected = config_from_hf(text.config.to_dict())
     assert config_from_hf(folder.config) == expected
-    stored = weights(text)
-    found = to_hf(from_hf(folder.tensors, expected, "llama4_text"), expected, "llama4_text")
-    assert found.keys() == stored.keys()
-    assert all(torch.equal(found[name], value) for name, value in stored.items())
+    read, stored = (
+        from_hf(folder.tensors, expected, "llama4_text"),
+        there_and_back(weights(text), expected, "llama4_text"),
+    )
+    assert read.keys() == stored.keys() and all(torch.equal(read[name], value) for name, value in stored.items())
     with pytest.raises(ValueError, match="text_config of model_type llama4 must be an object"):
         text_model({"model_type": "llama4"})
 
@@ -252,3 +200,19 @@ def test_factor_of_yarn_that_is_written_out() -> None:
     """As gpt-oss and Qwen have it: what follows from the other settings, or an error."""
     hf = {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}, **SIZES}
     assert config_from_hf(hf).rotary_mscale == pytest.approx(1.1386294361119891)
+
+
+def test_a_family_of_an_extension_goes_both_ways() -> None:
+    load_extensions([str(Path(__file__).with_name("own_family.py"))])
+    written = config_to_hf(LLAMA, "own_family")
+    assert written["architectures"] == ["OwnForCausalLM"]
+    config = config_from_hf(written)
+    assert config.num_layers == LLAMA.num_layers
+    parameters = {p.meta.name: p.detach() for p in GPTModel(config, FP64).parameters()}
+    theirs = to_hf(parameters, config, "own_family")
+    assert "model.blocks.1.self_attn.q_proj.weight" in theirs
+    back = there_and_back(theirs, config, "own_family")
+    assert back.keys() == parameters.keys()
+    for name, whole in parameters.items():  # rows that pad the vocabulary are not theirs to keep
+        rows = config.vocab_size if len(whole) == config.padded_vocab_size else len(whole)
+        assert torch.equal(back[name][:rows], whole[:rows]), name

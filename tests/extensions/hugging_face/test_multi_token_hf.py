@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
 from megatron.extensions.conversion.convert import Conversion
 from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.read_config import config_from_hf
@@ -22,7 +21,7 @@ from megatron.extensions.hugging_face.weights import HFWeights, multi_token_dept
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from tests.extensions.hugging_face.hf_exact import exact, random_model, weights
 from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, save_model, weights_in
-from tests.extensions.hugging_face.whole_models import copy_shards_, from_hf, to_hf
+from tests.extensions.hugging_face.whole_models import from_hf, gradients_of, model_of, there_and_back, to_hf
 from tests.gpt_cases import FP64, LLAMA
 
 transformers = pytest.importorskip("transformers")
@@ -74,10 +73,7 @@ def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) ->
     assert multi_token_depths(stored, config, model_type) == depths
     config = replace(config, mtp_num_layers=depths, mtp_loss_scaling_factor=FACTOR)
     assert config_to_hf(config, model_type)["num_nextn_predict_layers"] == depths
-    read = from_hf(stored, config, model_type)
-    back = to_hf(read, config, model_type)
-    assert back.keys() == stored.keys()
-    assert all(torch.equal(back[name], value) and back[name].is_contiguous() for name, value in stored.items())
+    read = there_and_back(stored, config, model_type)
 
     hidden = theirs.model(tokens, use_cache=False).last_hidden_state
     main = F.cross_entropy(theirs.lm_head(hidden[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
@@ -92,13 +88,10 @@ def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) ->
     s = tokens.shape[1]
     (main + FACTOR / depths * sum(loss * s / (s - k) for k, loss in enumerate(further, 1))).backward()
 
-    mine = GPTModel(config, FP64, initialize=False).train()
-    copy_shards_(mine.parameters(), read, ParallelState().coords)
-    mine(None, Batch.of_tokens(tokens).with_future(depths)).backward()
+    mine = model_of(read, config).train()
+    ours = to_hf(read | gradients_of(mine, Batch.of_tokens(tokens).with_future(depths)), config, model_type)
     assert mine.mtp is not None
     torch.testing.assert_close(mine.mtp.tally[:, 0], torch.stack(further).detach(), rtol=1e-10, atol=1e-10)
-    found = read | {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in mine.parameters()}
-    ours = to_hf(found, config, model_type)
     for depth, layer in enumerate(mtp.layers):
         for name, gradient in published(layer, f"model.layers.{layers + depth}.", of="gradient").items():
             assert (ours[name] - gradient).norm() < 1e-9 * gradient.norm().clamp(min=1e-9), name
@@ -119,10 +112,7 @@ def test_names_of_qwen3_next() -> None:
     layer = {name.removeprefix("mtp.layers.0.") for name in stored if name.startswith("mtp.layers.0.")}
     assert layer == {name.removeprefix("model.layers.3.") for name in stored if name.startswith("model.layers.3.")}
     assert multi_token_depths(stored, config, "qwen3_next") == 1
-    read = from_hf(stored, config, "qwen3_next")
-    back = to_hf(read, config, "qwen3_next")
-    assert read.keys() == parameters.keys() and back.keys() == stored.keys()
-    assert all(torch.equal(back[name], value) for name, value in stored.items())
+    assert there_and_back(stored, config, "qwen3_next").keys() == parameters.keys()
     with pytest.raises(ValueError, match=r"model_type qwen3_next cannot have mtp.layers.1.enorm.weight"):
         to_hf(parameters, replace(config, mtp_num_layers=2), "qwen3_next")
 

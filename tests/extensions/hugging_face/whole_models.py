@@ -7,10 +7,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.hugging_face.layouts import Box
 from megatron.extensions.hugging_face.weights import HFWeights, copies, placements
+from tests.gpt_cases import FP64
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
@@ -49,3 +53,26 @@ def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
     """The box of a parameter that a rank holds."""
     offset, shape = meta.box(coords)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Our parameters of their tensors. Asserts that these are what they become again, bit for bit."""
+    read = from_hf(stored, config, model_type)
+    back = to_hf(read, config, model_type)
+    assert back.keys() == stored.keys()
+    for name, value in stored.items():
+        assert torch.equal(back[name], value) and back[name].is_contiguous(), name
+    return read
+
+
+def model_of(read: Mapping[str, Tensor], config: TransformerConfig) -> GPTModel:
+    """The model of whole parameters, in fp64."""
+    model = GPTModel(config, FP64, initialize=False).eval()
+    copy_shards_(model.parameters(), read, ParallelState().coords)
+    return model
+
+
+def gradients_of(model: GPTModel, batch: Batch, divisor: Tensor | float = 1.0) -> dict[str, Tensor]:
+    """Those of the loss, by name; zeros where there are none."""
+    (model(None, batch) / divisor).backward()
+    return {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()}  # type: ignore[attr-defined]

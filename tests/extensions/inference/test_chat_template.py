@@ -12,6 +12,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, find_chat_template
 from megatron.extensions.inference.kept_files import keep_tokenizer
+from tests.corpus import byte_level
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
@@ -37,13 +38,9 @@ MESSAGES: list[dict[str, Any]] = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tokenizer that begins each text with <s>."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import models, pre_tokenizers, processors
+    from tokenizers import processors
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made = Fast(models.BPE({piece: id for id, piece in enumerate(sorted(alphabet))}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    made = byte_level(special=["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
     made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
     made.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, TEMPLATE)

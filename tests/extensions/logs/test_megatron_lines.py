@@ -27,21 +27,6 @@ def test_progress_line_of_megatron() -> None:
     assert "grad norm: 1.500 | num zeros: 7.0 | params norm: 2.000 | number of" in line
 
 
-def test_expressions_that_parsers_of_megatrons_logs_use_find_their_numbers() -> None:
-    line = progress_line(RECORD, 100, True, NOW)
-    for expression, found in (
-        (r"iteration\s+(\d+)\s*/\s*(\d+)", ("10", "100")),
-        (r"consumed samples:\s+(\d+)", ("80",)),
-        (r"elapsed time per iteration \(ms\): ([\d.]+)", ("123.5",)),
-        (r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", ("12.3",)),
-        (r"learning rate: ([\d.E+-]+)", ("1.500000E-04",)),
-        (r"lm loss: ([\d.E+-]+)", ("3.250000E+00",)),
-        (r"grad norm: ([\d.]+)", ("1.500",)),
-        (r"number of nan iterations:\s+(\d+)", ("0",)),
-    ):
-        assert re.search(expression, line).groups() == found, expression  # type: ignore[union-attr]
-
-
 def test_validation_lines_of_megatron() -> None:
     ruler, line, end = evaluation_lines("", 10, 3.25).split("\n")
     assert line == " validation loss at iteration 10 | lm loss value: 3.250000E+00 | lm loss PPL: 2.579034E+01 | "

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
+from tests.corpus import write_documents
 from tests.harness import run_world, train_to_the_end
 from tools.inspect_checkpoint import differences
 
@@ -25,11 +25,8 @@ DOCUMENTS = [list(range(n % 40, n % 40 + 3 + n % 9)) for n in range(60)]
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
-    for name in ("one", "two"):
-        with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
-            for document in DOCUMENTS:
-                builder.add_document(np.array(document))
-    return ["--data-path", "3", str(tmp_path / "one"), "1", str(tmp_path / "two")]
+    one, two = (write_documents(tmp_path / name, map(np.array, DOCUMENTS)) for name in ("one", "two"))
+    return ["--data-path", "3", one, "1", two]
 
 
 def log_of(folder: Path, data: list[str], world_size: int, flags: str) -> Path:

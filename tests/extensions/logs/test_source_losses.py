@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.progress import Step
 from megatron.training.run import TrainingRun
+from tests.corpus import write_documents
 from tests.gpt_cases import token_losses
 from tests.harness import run_world, train_to_the_end
 
@@ -24,11 +24,11 @@ MODEL = (
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
-    for name, low in (("one", 0), ("two", 25)):
-        with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
-            for n in range(40):
-                builder.add_document(low + np.arange(n % 7, n % 7 + 12))
-    return ["--data-path", "3", str(tmp_path / "one"), "1", str(tmp_path / "two")]
+    one, two = (
+        write_documents(tmp_path / name, (low + np.arange(n % 7, n % 7 + 12) for n in range(40)))
+        for name, low in (("one", 0), ("two", 25))
+    )
+    return ["--data-path", "3", one, "1", two]
 
 
 def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[list[dict], dict[str, float]]:

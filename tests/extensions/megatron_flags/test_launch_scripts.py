@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megatron.core.datasets.indexed_dataset import best_dtype
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.tokenizers import build_tokenizer
+from tests.corpus import write_documents
 from tests.forked import ROOT, run_forked
 from tests.limits import HANG
 
@@ -77,10 +78,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "sp": TokenizerConfig("SentencePieceTokenizer", tokenizer_model=str(folder / "sp.model")),
     }
     for name, config in kinds.items():
-        tokenizer, found[f"{name}_data"] = build_tokenizer(config), str(folder / f"{name}_text_document")
-        with IndexedDatasetBuilder(found[f"{name}_data"], best_dtype(tokenizer.vocab_size)) as builder:
-            for text in texts:
-                builder.add_document(np.array([*tokenizer.tokenize(text), tokenizer.eod]))
+        tokenizer = build_tokenizer(config)
+        documents = (np.array([*tokenizer.tokenize(text), tokenizer.eod]) for text in texts)
+        prefix = folder / f"{name}_text_document"
+        found[f"{name}_data"] = write_documents(prefix, documents, best_dtype(tokenizer.vocab_size))
     return found | {"sp": str(folder / "sp.model")}
 
 

@@ -31,12 +31,13 @@ AWARE = "--use-precision-aware-optimizer "
 MOMENTS = {name: f"{AWARE}--exp-avg-dtype {name} --exp-avg-sq-dtype {name} " for name in FORMATS}
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8"])
-def test_every_layout_makes_the_same_updates(name: str) -> None:
-    """Rounding at random included: the bits are those of the element, and no layout cuts a block of scales."""
-    flags = f"{MODEL} --fp64 {MOMENTS[name]}"
+def test_every_layout_makes_the_same_updates_in_fp8() -> None:
+    """Rounding at random included: the bits are those of the element, and no layout cuts a block of scales. The parity
+    matrix has states in 16 bits."""
+    flags = f"{MODEL} --fp64 {MOMENTS['fp8']}"
     alone = train_in_world(1, flags.split())
-    for ranks, layout in ((2, "--tp 2 --sequence-parallel"), (4, "--pp 2 --overlap-grad-reduce")):
+    sharded = [(2, f"{STRATEGY} {strategy}") for strategy in SHARDED]
+    for ranks, layout in ((2, "--tp 2 --sequence-parallel"), (4, "--pp 2 --overlap-grad-reduce"), *sharded):
         assert first_difference(alone, train_in_world(ranks, (flags + layout).split()), 1e-9) is None, layout
 
 
@@ -196,12 +197,3 @@ def test_states_in_few_bits_have_the_same_bits(case: tuple[int, str]) -> None:
         assert not found.replica_errors
         keys = [key for key in plain.tensors if not key.endswith("grad_norm")]  # which is summed in another order
         assert [key for key in keys if not plain[key].equal(found[key])] == []
-
-
-@pytest.mark.grid("name", ["fp8"], ["bf16", "fp16", "fp8"])
-def test_states_in_few_bits_are_those_of_one_process(name: str) -> None:
-    flags = f"{MODEL} --fp64 {MOMENTS[name]}"
-    alone = train_in_world(1, flags.split())
-    for strategy in SHARDED:
-        found = train_in_world(2, f"{flags} {STRATEGY} {strategy}".split())
-        assert first_difference(alone, found, 1e-9) is None, strategy

@@ -1,10 +1,10 @@
-"""Overlapped tensor-parallel layers compute what the plain ones do, and send as many bytes."""
+"""Overlapped tensor-parallel layers compute what the plain ones do, and send as many bytes. The parity matrix trains
+with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -28,50 +28,16 @@ from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.extensions.overlap.comm_overlap import OverlappedColumnParallelLinear, SymmetricMemory, SymmetricOverlap
 from megatron.extensions.overlap.flags import OverlapFlags
-from megatron.testing.snapshot import first_difference
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.hooks import Parts
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
 from tests.dist.test_collective_counts import recorded, ring_bytes
-from tests.harness import Snapshot, run_world, tp_context, train_in_world
+from tests.harness import run_world, tp_context
+from tests.tiny import TINY
 
-COMMON = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data "
-    "--make-vocab-size-divisible-by 8 --lr 1e-2 --global-batch-size 4 --train-iters 2 --eval-iters 0 --num-workers 0 "
-    "--fp64 --cpu --sequence-parallel"
-)
-LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--group-query-attention --num-query-groups 4 --qk-layernorm"
-)
-
-
-@lru_cache
-def trained(world_size: int, flags: str) -> Snapshot:
-    return train_in_world(world_size, [*COMMON.split(), *flags.split()])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [
-        (2, "--tp 2"),
-        (4, "--tp 4"),
-        (4, f"--tp 4 --micro-batch-size 2 {LLAMA}"),
-        (4, f"--tp 2 --pp 2 --pipeline-schedule zb-h1 {LLAMA}"),
-        (2, "--tp 2 --recompute-granularity selective --recompute-modules mlp_act layernorm"),
-        (4, "--tp 2 --cp 2"),
-        (4, f"--tp 2 --dp 2 --overlap-grad-reduce --overlap-param-gather {LLAMA}"),
-        (2, f"--tp 2 --num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 16 {LLAMA}"),
-    ],
-)
-def test_training_agrees(world_size: int, flags: str) -> None:
-    """Losses, every gradient, norms, weights and moments of two steps. Sums over ranks are in another order."""
-    found = trained(world_size, f"{flags} --tp-comm-overlap")
-    assert not found.replica_errors
-    assert first_difference(trained(world_size, flags), found, 1e-12) is None
-
+RUN = f"{TINY} --sequence-parallel --tp-comm-overlap-method symmetric".split()
 
 S, B, H = 8, 3, 8
 Layers = tuple[ColumnParallelLinear, RowParallelLinear]
@@ -184,7 +150,7 @@ def test_flags_of_checkpoints_that_have_them_among_those_of_parallelism() -> Non
 
 
 def test_symmetric_memory_is_looked_for_at_the_start() -> None:
-    config = parse_args([*COMMON.split(), "--tp-comm-overlap-method", "symmetric"])
+    config = parse_args(RUN)
     (check,) = [each for each in Parts().with_registered(config).callbacks if isinstance(each, SymmetricMemory)]
     with pytest.raises(ValueError, match=r"reach each other's memory, and those of the tensor-parallel ranks 0 do not"):
         check.on_setup(Runtime(Launch(), torch.device("cpu"), ParallelState()))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tests.corpus import write_documents
 from tests.forked import forked_ranks, join, run_forked
 from tests.limits import HANG
 
@@ -50,9 +50,7 @@ def write_data(folder: Path) -> None:
     """Two sources; their documents begin in different places, so that origins tell samples apart."""
     random = np.random.default_rng(1)
     for name in ("web", "code"):
-        with IndexedDatasetBuilder(str(folder / name), np.dtype("<u2")) as builder:
-            for _ in range(120):
-                builder.add_document(random.integers(0, 64, int(random.integers(5, 60))))
+        write_documents(folder / name, (random.integers(0, 64, int(random.integers(5, 60))) for _ in range(120)))
 
 
 def write_phases(folder: Path, change: int) -> Path:

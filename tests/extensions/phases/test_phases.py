@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.build import parse_blend
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.plan import PhasePlan
@@ -21,6 +20,7 @@ from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.validation import resolve, validate
 from megatron.training.metrics.data_sources import Epochs
 from megatron.training.plan import History, plan_of
+from tests.corpus import write_documents
 
 GOOD = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 --global-batch-size 8 "
@@ -272,8 +272,7 @@ def test_epochs_of_each_source_are_counted_over_phases(tmp_path: Path) -> None:
 def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
     description = pytest.importorskip("megatron.extensions.planner.dry_run")
     for name in ("web", "code"):
-        with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
-            builder.add_document(np.arange(1000))
+        write_documents(tmp_path / name, [np.arange(1000)])
     (tmp_path / "book.txt").write_text("a text")
     web, code, book = (tmp_path / name for name in ("web", "code", "book.txt"))
     text = f"""

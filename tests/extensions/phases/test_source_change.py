@@ -15,8 +15,8 @@ from megatron.core.datasets.blended import BlendedDataset
 from megatron.core.datasets.build import Demands, TrainingOrder, build_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.extensions.phases.source_change import cut_anew, rest_of
+from tests.corpus import write_documents
 from tests.pure.test_source_order import inputs, order_of, source
 
 
@@ -61,9 +61,7 @@ def test_a_source_goes_on_or_starts_anew_in_a_later_phase(tmp_path: Path) -> Non
 
 def test_phases_of_a_blend_take_what_is_next_of_each_source(tmp_path: Path) -> None:
     for name, start in (("a", 0), ("b", 1000)):
-        with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<i4")) as builder:
-            for document in range(20):
-                builder.add_document(np.arange(start + 20 * document, start + 20 * document + 20))
+        write_documents(tmp_path / name, (start + 20 * document + np.arange(20) for document in range(20)), "<i4")
     order, seen = TrainingOrder(take_up=lambda source, prefix, format: cut_anew(source, format)), []
     for words, seq_length, samples in (
         (("3", "a", "1", "b"), 4, 40),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import update_ahead
 from megatron.core.pipeline_parallel.actions import Kind, counterpart
 from megatron.core.pipeline_parallel.passes import lists_of_step, lists_of_steps
 from megatron.core.pipeline_parallel.schedules import build_schedule
@@ -367,3 +368,8 @@ def test_the_plan_has_no_bubble(p: int, m: int) -> None:
     assert unflushed("2bw", p, m) == (3.0 * m, pytest.approx(0))
     time, _ = unflushed("2bw", p, m, tied=True)
     assert 3.0 * m < time <= simulate(build_schedule("1f1b", p, m)).makespan
+
+
+def test_only_this_schedule_updates_late() -> None:
+    for schedule, ahead in (("", None), (f"--pp 4 {SCHEDULE}", "two versions of weights")):
+        assert update_ahead(resolve(parse_args(f"{MODEL} {schedule}".split()), 4).optimizer) == ahead

@@ -48,6 +48,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.extensions.text_data.tokenized import TextData
+from tests.corpus import byte_level
 from tests.limits import HANG
 from tools.inspect_dataset import main as inspect_dataset
 from tools.merge_datasets import main as merge_datasets
@@ -124,70 +125,40 @@ class Damage:
     stop: int
 
 
-def _cut(dice: Random, data: bytes) -> Damage:
-    at = dice.randrange(len(data))
-    return Damage("cut", data[:at], at, len(data))
-
-
-def _flip(dice: Random, data: bytes) -> Damage:
-    at, changed = dice.randrange(len(data)), bytearray(data)
-    changed[at] ^= 1 << dice.randrange(8)
-    return Damage("flip", bytes(changed), at, at + 1)
-
-
-def _replace(dice: Random, data: bytes) -> Damage:
-    at = dice.randrange(len(data))
-    stop = min(len(data), at + dice.randrange(1, 64))
-    noise = bytes(dice.randrange(256) for _ in range(stop - at)) if dice.random() < 0.7 else bytes(stop - at)
-    return Damage("replace", data[:at] + noise + data[stop:], at, stop)
-
-
-def _remove(dice: Random, data: bytes) -> Damage:
-    at = dice.randrange(len(data))
-    stop = min(len(data), at + dice.randrange(1, 300))
-    return Damage("remove", data[:at] + data[stop:], at, stop)
-
-
-def _insert(dice: Random, data: bytes) -> Damage:
-    at = dice.randrange(len(data) + 1)
-    noise = bytes(dice.randrange(256) for _ in range(dice.randrange(1, 9)))
-    return Damage("insert", data[:at] + noise + data[at:], at, at)
-
-
-def _double(dice: Random, data: bytes) -> Damage:
-    at = dice.randrange(len(data))
-    again = data[at : at + dice.randrange(1, 200)]
-    return Damage("double", data[:at] + again + data[at:], at, at)
-
-
-def _huge(dice: Random, data: bytes) -> Damage:
-    """A record as long as a file may be that has lost its ends of lines."""
-    at = dice.randrange(len(data) + 1)
-    what = dice.choice((b"x", b"[", b"\0", b'"', b'{"text":'))
-    return Damage("huge", data[:at] + what * (1 << dice.randrange(16, 22)) + data[at:], at, at)
-
-
-def _empty(dice: Random, data: bytes) -> Damage:
-    return Damage("empty", dice.choice((b"", b"\n", b" " * 9, b"\xef\xbb\xbf")), 0, len(data))
-
-
-def _encoding(dice: Random, data: bytes) -> Damage:
+def _in_another_encoding(dice: Random, data: bytes) -> bytes:
     """As an editor saves it in another encoding, where it is text; else as one that takes bytes for text does."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
-        return Damage("encoding", data.decode("latin-1").encode("utf-8"), 0, len(data))
-    return Damage("encoding", text.encode(dice.choice(("utf-16", "utf-32", "cp037")), "replace"), 0, len(data))
+        return data.decode("latin-1").encode("utf-8")
+    return text.encode(dice.choice(("utf-16", "utf-32", "cp037")), "replace")
 
 
-def _other(dice: Random, data: bytes) -> Damage:
-    """Another file of this name."""
-    return Damage("other", FORMATS[dice.choice(list(FORMATS))](TEXTS[2:9]), 0, len(data))
+NEW: dict[str, Callable[[Random, bytes, bytes], bytes]] = {
+    "cut": lambda dice, lost, behind: b"",
+    "flip": lambda dice, lost, behind: bytes([lost[0] ^ 1 << dice.randrange(8)]),
+    "replace": lambda dice, lost, behind: dice.randbytes(len(lost)) if dice.random() < 0.7 else bytes(len(lost)),
+    "remove": lambda dice, lost, behind: b"",
+    "insert": lambda dice, lost, behind: dice.randbytes(dice.randrange(1, 9)),
+    "double": lambda dice, lost, behind: behind,
+    # A record as long as a file may be that has lost its ends of lines.
+    "huge": lambda dice, lost, behind: (
+        dice.choice((b"x", b"[", b"\0", b'"', b'{"text":')) * (1 << dice.randrange(16, 22))
+    ),
+    "empty": lambda dice, lost, behind: dice.choice((b"", b"\n", b" " * 9, b"\xef\xbb\xbf")),
+    "encoding": lambda dice, lost, behind: _in_another_encoding(dice, lost),
+    "other": lambda dice, lost, behind: FORMATS[dice.choice(list(FORMATS))](TEXTS[2:9]),
+}
+"""Damage -> what stands in the place of the bytes that are lost, given these and those from there on."""
 
 
-DAMAGES: tuple[Callable[[Random, bytes], Damage], ...] = (
-    *(_cut, _flip, _flip, _replace, _remove, _insert, _double, _huge, _empty, _encoding, _other),
-)
+def damaged(dice: Random, data: bytes) -> Damage:
+    name, at, size = dice.choice([*NEW, "flip"]), dice.randrange(len(data)), dice.randrange(1, 200)
+    ends = {"cut": len(data), "flip": at + 1, "replace": at + size, "remove": at + size}
+    ends |= dict.fromkeys(("insert", "double", "huge"), at)
+    start, stop = (at, min(ends[name], len(data))) if name in ends else (0, len(data))
+    new = NEW[name](dice, data[start:stop], data[at : at + size])
+    return Damage(name, data[:start] + new + data[stop:], start, stop)
 
 
 @dataclass
@@ -252,7 +223,7 @@ def _text_trial(suffix: str, by: str) -> Trial:
         if suffix == ".txt":
             texts = [line.removesuffix("\r") for text in TEXTS for line in text.split("\n") if line]
         if found == texts or damage.name in ("empty", "encoding", "other", "huge"):
-            return _of_replaced(damage, found)
+            return f"{found[:2]} of an empty file" if damage.name == "empty" and any(found) else None
         if suffix in CHECKED:
             return f"{len(found)} of {len(texts)} documents, not those that were written"
         if damage.name == "cut":
@@ -262,13 +233,6 @@ def _text_trial(suffix: str, by: str) -> Trial:
         return None if missing <= touched else f"{missing} documents are missing, of {touched} that were touched"
 
     return Trial(f"{by} {suffix}", write, read, judge)
-
-
-def _of_replaced(damage: Damage, found: list[str]) -> str | None:
-    """Where a file was replaced as a whole: nothing of it may be read as less than it is."""
-    if damage.name == "empty" and any(found):
-        return f"{found[:2]} of an empty file"
-    return None
 
 
 def _write_tokens(folder: Path) -> None:
@@ -351,19 +315,11 @@ def _tokenizer_trial(kind: str, made: dict[str, bytes], names: tuple[str, ...], 
 
 def _tokenizers(folder: Path) -> list[Trial]:
     """Trains small ones."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     (folder / "a.jsonl").write_bytes(json_lines(TEXTS * 3))
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         flags = ["--input", str(folder / "a.jsonl"), "--output-prefix", str(folder / "sp"), "--vocab-size", "300"]
         assert train_tokenizer(flags) == 0
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(TEXTS * 3, trainer)
+    bpe = byte_level(TEXTS * 3, ["<|endoftext|>"], 320)
     bpe.model.save(str(folder))
     named = json.dumps({"eos_token": "<|endoftext|>", "bos_token": {"content": "<|endoftext|>"}}).encode()
     whole = {"tokenizer.json": bpe.to_str().encode(), "tokenizer_config.json": named}
@@ -446,7 +402,7 @@ def run_trial(trial: Trial, number: int, seed: int, report: Report) -> None:
         folder = Path(name) / f"damaged-{number}"
         folder.mkdir()
         path = trial.write(folder)
-        damage = dice.choice(DAMAGES)(dice, path.read_bytes())
+        damage = damaged(dice, path.read_bytes())
         path.write_bytes(damage.content)
         outcome = run_alone(lambda: trial.read(folder))
     wrong = None

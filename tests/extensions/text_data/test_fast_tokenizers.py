@@ -19,6 +19,7 @@ from megatron.extensions.text_data.fast_tokenizer import (
     stand_in_for,
 )
 from megatron.extensions.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
+from tests.corpus import byte_level
 from tests.forked import ROOT
 from tools import preprocess_data
 
@@ -28,20 +29,11 @@ TEXTS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests" / "
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
-def byte_level(folder: Path, around: bool) -> HuggingFaceTokenizer:
+def saved(folder: Path, around: bool) -> HuggingFaceTokenizer:
     """A byte-level BPE as GPT-2's, which puts two special tokens around a text if `around`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import processors
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=["<|endoftext|>", "<s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS[:10], trainer)
+    tokenizer = byte_level(TEXTS[:10], ["<|endoftext|>", "<s>"], 700)
     if around:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0), ("<s>", 1)]
@@ -58,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> StandIn:
-    return stand_in_for(byte_level(folder / "plain", around=False))
+    return stand_in_for(saved(folder / "plain", around=False))
 
 
 def test_ids_equal_those_of_tokenizers(plain: StandIn) -> None:
@@ -73,7 +65,7 @@ def test_ids_of_any_text(plain: StandIn, text: str) -> None:
 
 
 def test_tokens_around_a_text_and_spelled_in_it(folder: Path) -> None:
-    stand_in = stand_in_for(byte_level(folder / "around", around=True))
+    stand_in = stand_in_for(saved(folder / "around", around=True))
     assert (stand_in.prefix.tolist(), stand_in.suffix.tolist()) == ([1], [0])
     ids = stand_in.tokenize("a <s> b")
     assert ids.tolist() == stand_in.reference.tokenize("a <s> b") and ids.tolist().count(1) == 2

@@ -15,6 +15,7 @@ from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
 from megatron.core.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 from megatron.extensions.text_data.fill_in_middle import FillInMiddle
 from megatron.extensions.text_data.flags import FillInMiddleConfig
+from tests.corpus import byte_level
 
 LENGTH = 96
 WORDS = ["alpha", "beta", "gamma é", "delta", "# keep epsilon", "ζ eta"]
@@ -24,14 +25,7 @@ PREFIX, MIDDLE, SUFFIX, PAD, END, FILE = range(256, 262)
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A token a byte, and the special ones of StarCoder."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE({letter: id for id, letter in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"])
+    made = byte_level(special=["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"])
     folder = tmp_path_factory.mktemp("tokenizer")
     made.save(str(folder / "tokenizer.json"))
     named = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))

@@ -17,12 +17,15 @@ import zstandard
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets, source_lines
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
 from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import find_inputs
 from megatron.extensions.text_data.tokenized import TextData
 from tests.extensions.text_data.input_corruption import arrow, json_array, json_lines, parquet, table
+from tests.forked import run_program
 from tests.pure.test_path_kind import check_kind
+from tests.tiny import TINY
 from tools.preprocess_data import main as preprocess
 
 TEXTS = [
@@ -72,8 +75,10 @@ def documents(*paths: object, chunk_bytes: int = 1000, **reading: object) -> lis
     return [texts_of(record, chunk, how)[0] for chunk in chunks for record in chunk.records if not is_blank(record)]
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize(
+    ("suffix", "compression"),
+    [*((suffix, "") for suffix in FORMATS), *(("jsonl", each) for each in COMPRESS if each), ("parquet", ".gz")],
+)
 def test_the_same_documents_in_every_format(tmp_path: Path, suffix: str, compression: str) -> None:
     path = tmp_path / f"a.{suffix}{compression}"
     path.write_bytes(COMPRESS[compression](FORMATS[suffix](TEXTS)))
@@ -272,7 +277,17 @@ def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> N
 
 
 def test_text_is_recognized_by_names(tmp_path: Path) -> None:
-    check_kind(tmp_path, "a.jsonl b/c/text.jsonl.gz d/.hidden.txt", "a.jsonl", "text")
-    check_kind(tmp_path, "", "b", "text")
-    check_kind(tmp_path, "", "d", "folder")
-    check_kind(tmp_path, "", "*.txt", "text")
+    check_kind(tmp_path, "a.jsonl b/c/text.jsonl.gz d/.hidden.txt T.TXT other.gz", "a.jsonl", "text")
+    for name, kind in {"b": "text", "d": "folder", "T.TXT": "text", "*.txt": "text", "other.gz": "file"}.items():
+        check_kind(tmp_path, "", name, kind)
+    assert reader_of(tmp_path / "b") == reader_of("s3://bucket/folder") == "text" and reader_of("none") is None
+    assert "--data-path and tools/preprocess_data.py take text" in refusal("corpus.jsonl", "give a checkpoint")
+
+
+def test_tools_and_plans_tell_text_too(tmp_path: Path) -> None:
+    text, more = tmp_path / "x.jsonl", "--dry-run --vocab-size 1000 --tokenizer-type ByteTokenizer --data-path"
+    done = run_program("pretrain_gpt.py", *TINY.replace("--mock-data", "").split(), *more.split(), text)
+    assert done.returncode == 2 and f"--data-path {text}: there is no such file; the path is taken from" in done.stderr
+    text.write_text("")
+    done = run_program("tools/inspect_checkpoint.py", text)
+    assert done.returncode and "x.jsonl is text; give a checkpoint" in done.stdout + done.stderr
