@@ -12,10 +12,9 @@ from lm_eval.api.registry import register_model
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
-from megatron.extensions.evaluation.generation import greedy_request
 from megatron.extensions.evaluation.in_loop import CachedGeneration
 from megatron.extensions.evaluation.rows import Row, continuation_row, rolling_rows
-from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, stage_scores
+from megatron.extensions.evaluation.scoring import Scorer, greedy_request, lengths_of_batches, stage_scores
 from megatron.extensions.evaluation.suite import scores_by_row, together
 from megatron.extensions.evaluation.task_file import asks_for_sampling
 from megatron.extensions.inference.model import LoadedModel, loaded_model

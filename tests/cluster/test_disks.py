@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.extensions.resilience import shared_folder
+from megatron.extensions.resilience import save_folder
 from tests.cluster.forked import run_on_hosts
 from tests.cluster.hosts import hosts, missing
 from tests.cluster.test_hosts import MODEL, trained
@@ -27,7 +27,7 @@ def write_other_data(prefix: Path) -> None:
 
 
 def test_hosts_with_a_disk_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    monkeypatch.setattr(shared_folder, "PATIENCE", 0.5)  # no file system here caches folders
+    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # no file system here caches folders
     text = write_data(tmp_path / "alone" / "text")
     run_forked(1, [*FLAGS, "--data-path", str(text), "--save", str(tmp_path / "one")], tmp_path / "screen")
     disk, shared = tmp_path / "disk", tmp_path / "shared"

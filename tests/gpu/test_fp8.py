@@ -20,8 +20,8 @@ from torch import nn
 from megatron.core.parallel_state import Axis
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8 import casts as fp8
-from megatron.extensions.fp8.cast_transpose import amax_of, amax_of_rows_and_columns, cast_transpose
-from megatron.extensions.fp8.cast_transpose import CastOrder, cast_transpose_noting_amax
+from megatron.extensions.fp8.casts import amax_of, amax_of_rows_and_columns, cast_transpose
+from megatron.extensions.fp8.casts import CastOrder, cast_transpose_noting_amax
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.extensions.fp8.build import Fp8Format

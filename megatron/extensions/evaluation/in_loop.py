@@ -14,8 +14,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.evaluation.flags import EvalTasksConfig
-from megatron.extensions.evaluation.generation import continue_requests, until_stop
-from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, next_tokens, scores_by
+from megatron.extensions.evaluation.scoring import (
+    Scorer,
+    Stopped,
+    continue_requests,
+    lengths_of_batches,
+    next_tokens,
+    scores_by,
+    until_stop,
+)
 from megatron.extensions.evaluation.suite import ContinueRequests, Results, Suite, record_of, table
 from megatron.extensions.inference.generation import Engine, Request, StageRunner
 from megatron.training.hooks import Callback, Log, Task

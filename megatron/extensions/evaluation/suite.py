@@ -8,8 +8,6 @@ from functools import reduce
 from typing import Any
 
 from megatron.core.tokenizers import Tokenizer
-from megatron.extensions.evaluation.documents import where
-from megatron.extensions.evaluation.generation import greedy_request
 from megatron.extensions.evaluation.metrics import (
     AGGREGATIONS,
     choice_scores,
@@ -18,8 +16,9 @@ from megatron.extensions.evaluation.metrics import (
     standard_error,
     text_scores,
 )
-from megatron.extensions.evaluation.prompts import Sample, build_samples, generated_scores
+from megatron.extensions.evaluation.prompts import Sample, build_samples, generated_scores, where
 from megatron.extensions.evaluation.rows import Row, Score, continuation_row, rolling_rows
+from megatron.extensions.evaluation.scoring import greedy_request
 from megatron.extensions.evaluation.task_file import Group, Task, read_tasks
 from megatron.extensions.inference.generation import Request
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import Region, region
 from megatron.core.tensor_parallel.linear_gemms import Operand, rows_of
-from megatron.extensions.fp8.cast_transpose import multiplier_of, round_scaled, transpose
-from megatron.extensions.fp8.casts import E4M3, TILE, Scaled
+from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, multiplier_of, round_scaled, transpose
 from megatron.extensions.fp8.recipes import INPUT, WEIGHT, Fp8Gemms, Wanted
 
 

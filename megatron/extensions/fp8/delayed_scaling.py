@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_reduce_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
-from megatron.extensions.fp8.cast_transpose import multiplier_of
-from megatron.extensions.fp8.casts import E4M3, LARGEST, formats
+from megatron.extensions.fp8.casts import E4M3, LARGEST, formats, multiplier_of
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.training.config.run_config import RunConfig

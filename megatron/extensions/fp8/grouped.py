@@ -19,8 +19,16 @@ from megatron.core.moe.experts import Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.extensions.fp8.blockwise import cast_by_blocks
-from megatron.extensions.fp8.cast_transpose import multiplier_of, round_scaled, transposed
-from megatron.extensions.fp8.casts import E4M3, LARGEST, TILE, Scaled, scaled_mm
+from megatron.extensions.fp8.casts import (
+    E4M3,
+    LARGEST,
+    TILE,
+    Scaled,
+    multiplier_of,
+    round_scaled,
+    scaled_mm,
+    transposed,
+)
 from megatron.extensions.fp8.recipes import Fp8Context
 
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))

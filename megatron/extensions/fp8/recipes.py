@@ -27,17 +27,21 @@ from megatron.core.tensor_parallel.linear_gemms import (
     rows_of,
 )
 from megatron.extensions.fp8 import casts
-from megatron.extensions.fp8.cast_transpose import (
+from megatron.extensions.fp8.casts import (
+    E4M3,
+    LARGEST,
     CastOrder,
     CastPair,
+    Scaled,
     amax_of,
     amax_of_rows_and_columns,
     cast_transpose,
     cast_transpose_noting_amax,
+    formats,
     multiplier_of,
+    scaled_mm,
     transpose,
 )
-from megatron.extensions.fp8.casts import E4M3, LARGEST, Scaled, formats, scaled_mm
 from megatron.extensions.fp8.flags import Fp8Flags
 
 

@@ -20,8 +20,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import matrix_of
 from megatron.extensions.fp8.blockwise import BlockwiseGemms, amax_of_blocks, in_blocks
-from megatron.extensions.fp8.cast_transpose import amax_of, round_scaled
-from megatron.extensions.fp8.casts import E4M3, TILE, by_block
+from megatron.extensions.fp8.casts import E4M3, TILE, amax_of, by_block, round_scaled
 from megatron.extensions.fp8.recipes import Fp8Gemms, GatheredWeight, TensorwiseGemms
 
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.activations import FusedActivation
 from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.fusions.fused_norm import InputCast
 from megatron.extensions.fusions.kernel_choice import FusedKernel
-from megatron.extensions.fusions.kernels.fused_casts import swiglu_cast, swiglu_gradient_cast
+from megatron.extensions.fusions.kernels.casts import swiglu_cast, swiglu_gradient_cast
 
 
 def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -> bool:
@@ -51,7 +51,7 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
 
 
 MLP_KERNEL = FusedKernel(cast_mlp, cast_mlp, casts_swiglu, lambda shapes: (), 0.0)
-"""Its parts are compared, `kernels/fused_casts.py`."""
+"""Its parts are compared, `kernels/casts.py`."""
 
 
 class _CastSwiGLU(torch.autograd.Function):

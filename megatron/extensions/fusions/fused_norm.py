@@ -18,7 +18,7 @@ from megatron.core.dropout import drop_at_once, mask_bits
 from megatron.core.tensor_parallel.layers import observed
 from megatron.core.tensor_parallel.linear_gemms import OutputGradient, gradient_of_output, rows_of
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
-from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair
+from megatron.extensions.fp8.casts import CastOrder, CastPair
 from megatron.extensions.fp8.recipes import DelayedGemms
 from megatron.extensions.fusions.kernels.norms import Norm, norm_cast, norm_gradients
 from megatron.extensions.fusions.kernels.norms import gradients_of_norm as _backward

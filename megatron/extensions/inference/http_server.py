@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.extensions.inference.fields import parsed
+from megatron.extensions.inference.jsonl import parsed
 from megatron.extensions.inference.openai_api import ApiError, Call, OpenAIApi
 from megatron.extensions.inference.serving import Busy, EngineLoop, Job, Progress
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from megatron.core.init import site_key
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, plain_messages
-from megatron.extensions.inference.fields import SAMPLING_FIELDS, Fields, shown
 from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, eos_ids
 from megatron.extensions.inference.generation.engine import Logprob
-from megatron.extensions.inference.jsonl import is_prompt, json_logprob
+from megatron.extensions.inference.jsonl import SAMPLING_FIELDS, Fields, is_prompt, json_logprob, shown
 from megatron.extensions.inference.model import LoadedModel
 
 

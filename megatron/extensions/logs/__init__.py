@@ -3,7 +3,7 @@
 Flags: --tensorboard-dir, --wandb-project and related flags, --sample-log, --log-source-loss, --log-params-norm,
 --log-num-zeros-in-grad, --log-format megatron, --log-throughput.
 
-Read `flags` first. `dashboards` has the sinks of records, `megatron_tags` the names of their values, `megatron_lines`
-the format of the console's lines. `sample_log` writes the samples of each step; `meters` has losses of data sets, the
-norm of the parameters, and zeros in the gradient.
+Read `flags` first. `dashboards` has the sinks of records, `megatron_format` the names of their values and the
+console's lines as Megatron-LM has them. `sample_log` writes the samples of each step; `meters` has losses of data sets,
+the norm of the parameters, and zeros in the gradient.
 """

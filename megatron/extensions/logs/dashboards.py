@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.extensions.logs.flags import LogsConfig
-from megatron.extensions.logs.megatron_tags import scalars
+from megatron.extensions.logs.megatron_format import scalars
 from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.metrics.sinks import Record, metrics_file

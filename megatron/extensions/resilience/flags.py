@@ -50,7 +50,7 @@ def _looks_for_files(config: RunConfig, launch: Launch) -> bool:
     return launch.rank == 0 and bool(options.kill_switch_path or options.folders(config))
 
 
-WATCHES.register("stop files", f"{__package__}.stop_files:StopFiles", when=_looks_for_files)
+WATCHES.register("stop files", f"{__package__}.save_folder:StopFiles", when=_looks_for_files)
 WATCHES.register(
     "hosts",
     f"{__package__}.host_watch:watch_hosts",
@@ -60,11 +60,11 @@ WATCHES.register(
 )
 WATCHES.register(
     "save lease",
-    f"{__package__}.save_lease:LeaseWatch",
+    f"{__package__}.save_folder:LeaseWatch",
     when=lambda config, launch: launch.rank == 0 and config.checkpoint.save is not None,
 )
 CALLBACKS.register(
     "shared folder",
-    f"{__package__}.shared_folder:SharedFolder",
+    f"{__package__}.save_folder:SharedFolder",
     when=lambda config: config.checkpoint.save is not None and not config.training.skip_train,
 )

@@ -17,8 +17,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import IO, Any
 
-from megatron.extensions.text_data.inputs import TextFile
-from megatron.extensions.text_data.streams import COMPRESSIONS, Damaged, decompressed, opened
+from megatron.extensions.text_data.inputs import COMPRESSIONS, Damaged, TextFile, decompressed, opened
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20

@@ -13,11 +13,10 @@ import torch
 
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.extensions.evaluation.generation import continue_requests, greedy_request
 from megatron.extensions.evaluation.metrics import FILTERS, choice_scores, exact_match, mean_of_tasks, standard_error
 from megatron.extensions.evaluation.prompts import build_samples
 from megatron.extensions.evaluation.rows import Row, batch_lengths, continuation_row, plan_rounds, rolling_rows
-from megatron.extensions.evaluation.scoring import Score, most_likely
+from megatron.extensions.evaluation.scoring import Score, continue_requests, greedy_request, most_likely
 from megatron.extensions.evaluation.suite import Suite
 from megatron.extensions.evaluation.task_file import read_tasks
 from megatron.training.config.arguments import parse_args

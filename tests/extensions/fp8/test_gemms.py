@@ -18,14 +18,17 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.extensions.fp8 import blockwise
 from megatron.extensions.fp8 import casts as fp8
 from megatron.extensions.fp8.build import RECIPES, Fp8Format
-from megatron.extensions.fp8.cast_transpose import (
+from megatron.extensions.fp8.casts import (
+    E4M3,
+    E5M2,
+    LARGEST,
     CastOrder,
+    Scaled,
     amax_of,
     cast_transpose,
     cast_transpose_noting_amax,
     multiplier_of,
 )
-from megatron.extensions.fp8.casts import E4M3, E5M2, LARGEST, Scaled
 from megatron.extensions.fp8.delayed_scaling import DelayedScaling
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.recipes import BOTH, ROWS

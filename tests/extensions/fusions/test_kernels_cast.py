@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.extensions.fp8 import cast_transpose as twins
-from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair
+from megatron.extensions.fp8 import casts as twins
+from megatron.extensions.fp8.casts import CastOrder, CastPair
 from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, run_on_cpu, same_bits
 
 FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -44,11 +44,11 @@ def matrices() -> Iterator[Tensor]:
 
 def check_casts(stride: int = 1) -> None:
     """Through the operators, run on CPU tensors for this once. Every one of `stride` cases."""
-    from megatron.extensions.fusions.kernels import cast_transpose, casts_triton
+    from megatron.extensions.fusions.kernels import casts, casts_triton
 
     round_to_fp8_as_torch()
-    cast_transpose.runs_triton = lambda x: True
-    run_on_cpu(cast_transpose._by_amax, cast_transpose._noting_amax, cast_transpose._amax, cast_transpose._transposed)
+    casts.runs_triton = lambda x: True
+    run_on_cpu(casts._by_amax, casts._noting_amax, casts._amax, casts._transposed)
     for x, dtype, wanted in list(product(matrices(), FORMATS, WANTED))[::stride]:
         check_operators(x, dtype, wanted)
     (state,) = casts_triton._states.values()

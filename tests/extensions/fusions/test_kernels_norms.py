@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron.core import compiled_regions
 from megatron.core.transformer.rotary import rotate_queries_and_keys
-from megatron.extensions.fp8.cast_transpose import CastOrder, cast_transpose_with_amax_twin
-from megatron.extensions.fusions.kernels import fused_casts as heads
+from megatron.extensions.fp8.casts import CastOrder, cast_transpose_with_amax_twin
+from megatron.extensions.fusions.kernels import casts as heads
 from megatron.extensions.fusions.kernels import norms as twins
 from tests.extensions.fusions.test_kernels_cast import FORMATS, WANTED, assert_cast, casts_of
 from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, run_on_cpu, same_bits, stack_of, stack_tool

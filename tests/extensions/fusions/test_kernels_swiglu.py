@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair
-from megatron.extensions.fusions.kernels import cast_transpose
-from megatron.extensions.fusions.kernels import fused_casts as twins
+from megatron.extensions.fp8.casts import CastOrder, CastPair
+from megatron.extensions.fusions.kernels import casts as twins
 from tests.extensions.fusions.test_kernels_cast import FORMATS, WANTED, assert_cast, casts_of
 from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, run_on_cpu, same_bits
 
@@ -56,7 +55,7 @@ def check_casts(device: str = "cpu") -> None:
         own = x.to(device), None if grad is None else grad.to(device)
         for triton in (False, True) if interpreted else (True,):
             if interpreted:
-                cast_transpose.runs_triton = lambda x, triton=triton: triton
+                twins.runs_triton = lambda x, triton=triton: triton
             order = CastOrder(torch.tensor(3.7).to(device), torch.tensor(0.25).to(device), wanted, dtype)
             found, unnoted = cast(*own, order), cast(*own, order._replace(noted=None))
             assert_cast(found, plain(x, grad), order, 0.002 if interpreted else 0.01)

@@ -17,7 +17,7 @@ import pytest
 from megatron.core.config.model import TransformerConfig
 from megatron.extensions.logs.dashboards import TensorBoardSink
 from megatron.extensions.logs.flags import LogsConfig
-from megatron.extensions.logs.megatron_tags import scalars, tag_of
+from megatron.extensions.logs.megatron_format import scalars, tag_of
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig
 from megatron.training.metrics.sinks import open_sinks

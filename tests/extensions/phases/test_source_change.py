@@ -15,7 +15,7 @@ from megatron.core.datasets.blended import BlendedDataset
 from megatron.core.datasets.build import Demands, TrainingOrder, build_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.extensions.phases.source_change import cut_anew, rest_of
+from megatron.extensions.phases.file_phase import cut_anew, rest_of
 from tests.corpus import write_documents
 from tests.pure.test_source_order import inputs, order_of, source
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extensions.resilience import save_lease
-from megatron.extensions.resilience.save_lease import LeaseError, SaveLease
+from megatron.extensions.resilience import save_folder
+from megatron.extensions.resilience.save_folder import LeaseError, SaveLease
 from tests.limits import HANG
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_lease, "RENEWAL", 0.02)
-    monkeypatch.setattr(save_lease, "STALE", 1.0)
+    monkeypatch.setattr(save_folder, "RENEWAL", 0.02)
+    monkeypatch.setattr(save_folder, "STALE", 1.0)
 
 
 def of_another_machine(folder: Path) -> None:
@@ -37,7 +37,7 @@ def never(error: LeaseError) -> None:
 def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_lease, "STALE", HANG)
+    monkeypatch.setattr(save_folder, "STALE", HANG)
     first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
     first.acquire()
     named = rf"another run saves to {tmp_path}: its rank 0 is process {os.getpid()} on \S+, started 2\d{{3}}-"
@@ -50,7 +50,7 @@ def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(
 
 
 def test_a_lease_that_is_given_back_as_it_is_renewed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_lease, "DISK", HANG)
+    monkeypatch.setattr(save_folder, "DISK", HANG)
     lease, begun = SaveLease(tmp_path, never), threading.Event()
     lease.acquire()
     write = lease._write
@@ -73,7 +73,7 @@ def test_a_lease_that_is_given_back_as_it_is_renewed_is_gone(tmp_path: Path, mon
 def test_a_lease_of_a_killed_process_of_this_machine_is_free_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_lease, "STALE", 1e6)
+    monkeypatch.setattr(save_folder, "STALE", 1e6)
     if not (child := os.fork()):
         SaveLease(tmp_path, never).acquire()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_of_two_that_start_at_once_over_a_dead_lease_one_is_refused(
         first.acquire()
         yield
 
-    monkeypatch.setattr(save_lease, "folder_lock", late)
+    monkeypatch.setattr(save_folder, "folder_lock", late)
     with pytest.raises(LeaseError, match="another run saves to"):
         second.acquire()
     first.release()

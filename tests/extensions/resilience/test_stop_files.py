@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.extensions.resilience.flags import StopFileFlags
-from megatron.extensions.resilience.stop_files import StopFiles
+from megatron.extensions.resilience.save_folder import StopFiles
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.reliability.rank_store import Request
 from megatron.training.reliability.watchdog import Watchdog

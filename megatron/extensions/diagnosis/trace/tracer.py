@@ -25,10 +25,9 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.profiler import output_folder
 from megatron.extensions.diagnosis.trace.assembly import RankTrace, assemble
-from megatron.extensions.diagnosis.trace.collective_taps import CollectiveTaps
 from megatron.extensions.diagnosis.trace.host_clocks import Alignment, Offset, host_identity, measure
 from megatron.extensions.diagnosis.trace.pipeline_timeline import PIPELINE
-from megatron.extensions.diagnosis.trace.recorder import Recorder
+from megatron.extensions.diagnosis.trace.recorder import CollectiveTaps, Recorder
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Meter, RunView

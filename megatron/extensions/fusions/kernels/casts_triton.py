@@ -1,4 +1,4 @@
-"""Triton kernels of `cast_transpose.py` and `fused_casts.py`: each reads its operands once.
+"""Triton kernels of `casts.py`: each reads its operands once.
 
 A program casts one tile, and stores it as it is and transposed. Sizes are compared as the integers of their bits, whose
 order is that of the numbers, NaN above infinity: a maximum is the same in any order, and keeps NaN.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.extensions.fp8.cast_transpose import SMALLEST_AMAX
+from megatron.extensions.fp8.casts import SMALLEST_AMAX
 
 TILE = 128
 WARPS = 8

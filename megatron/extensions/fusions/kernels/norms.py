@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.parts import operation
-from megatron.extensions.fp8.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, noting
+from megatron.extensions.fp8.casts import CastOrder, CastPair, cast_transpose_with_amax_twin, noting
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
-from megatron.extensions.fusions.kernels.cast_transpose import CAST, TOLERANCE, made_casts, order_of, paired, wide
+from megatron.extensions.fusions.kernels.casts import CAST, TOLERANCE, made_casts, order_of, paired, wide
 
 WIDEST = 2**14
 """Elements of the longest rows whose kernels are Triton's: a program of the forward holds whole rows in registers."""
