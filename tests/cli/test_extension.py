@@ -79,18 +79,6 @@ def test_an_extension_renamed_since_the_checkpoint_is_named_anew(tmp_path: Path)
     assert "loaded checkpoint of iteration 2" in done.stdout
 
 
-def test_a_run_with_a_loss_of_its_own_is_exported_and_one_with_a_layer_of_its_own_is_refused(tmp_path: Path) -> None:
-    flags = [*FLAGS[: FLAGS.index("--eval-interval")], "--mock-data", "--eval-iters", "0", "--save", str(tmp_path)]
-    flags += ["--export-hf-interval", "8", "--extension", str(EXTENSION)]
-    done = run_program("pretrain_gpt.py", *flags, "--loss-func", "own_loss")
-    assert done.returncode == 0, done.stderr
-    assert f"exported {tmp_path}/iter_0000008 to {tmp_path}/hf/iter_0000008" in done.stdout
-    assert (tmp_path / "hf" / "iter_0000008" / "model.safetensors").is_file()
-    done = run_program("pretrain_gpt.py", *flags, "--activation-func", "own_activation", "--dry-run")
-    assert done.returncode == 2
-    assert "--export-hf-interval 8: parts of extensions cannot be exported, and the model has --act" in done.stderr
-
-
 RAISES = """
 from megatron.training.hooks import CALLBACKS, Callback
 

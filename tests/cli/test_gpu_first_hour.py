@@ -160,7 +160,7 @@ wait
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_ends_the_command_and_writes_the_page(tmp_path: Path, number: signal.Signals) -> None:
     out, pid = tmp_path / "out", tmp_path / "pid"
     python = stub(tmp_path, RUNS_FOR_EVER.format(python=sys.executable, pid=pid))
@@ -192,19 +192,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_every_part_ends_with_a_page(commands: list[list[str]]) -> None:
-    names = [words[-1] if "gpu_page.py" not in words[0] else "page" for words in commands]
-    assert names.count("page") == 7 and names[-1] == "page"
-    written = [" ".join(words) for words in commands]
-    for before, after in (
-        ("llama-fp8.json", "headline-bf16.json"),
-        ("compile.json", "calibrate.py"),
-        ("micro.json", "gpt-"),
-    ):
-        first, second = (next(i for i, line in enumerate(written) if name in line) for name in (before, after))
-        assert "page" in names[first:second], before
-
-
 def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
     """The minutes that script and documentation promise are those of the limits, and a lent GPU is lent for 30."""
     documented = (ROOT / "docs/performance.md").read_text()
@@ -212,37 +199,13 @@ def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
     order = [call["part"] for call in read_folder(recorded.out).calls]
     assert tuple(dict.fromkeys(order)) == first + rest
     minutes, whole = (math.ceil(recorded.limit(*parts) / 60) for parts in (first, first + rest))
+    assert all(recorded.limit(part) <= 590 for part in first + rest)
     assert minutes <= 28  # the machine starts, and commands are sent, within the rest
     assert f"The first three take at most {minutes} minutes, all of them at most {whole}." in documented
     words = " ".join(SCRIPT.read_text().replace("#", "").split())
     assert f"one after another, in at most {whole} minutes; the first three take at most {minutes} bash" in words
     rows = re.findall(r"^\| `(\w+)` \| .*\|$", documented.partition("| part | commands |")[2], re.MULTILINE)
     assert tuple(rows[:7]) == first + rest
-
-
-def table_after(text: str) -> list[list[str]]:
-    """The cells of the first table in docs/performance.md after a text."""
-    documented = (ROOT / "docs/performance.md").read_text().partition(text)[2]
-    lines = documented[documented.index("\n|") + 1 :].partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-
-
-def test_targets_are_below_the_predictions_of_their_attention() -> None:
-    whole, targets = table_after("Whole steps on one H100"), table_after("Benchmarks to run on a GPU")
-    speeds = [int(row[-1].rpartition(" ")[2]) for row in whole if row[-1][-1].isdigit()]
-    bf16_cudnn, bf16_flash, _, fp8_cudnn, fp8_flash3 = speeds[:5]
-    target = next(row[-1] for row in targets if row[0] == "`headline`")
-    bf16 = re.search(rf"(\d+) TFLOP/s, .*? in bf16 with cuDNN's attention \(predicted {bf16_cudnn};", target)
-    fp8 = re.search(
-        rf"(\d+) in fp8 with FlashAttention-3 \(predicted {fp8_flash3}, and {fp8_cudnn} with cuDNN's", target
-    )
-    assert bf16 is not None and bf16_flash < int(bf16[1]) < bf16_cudnn
-    assert fp8 is not None and fp8_cudnn < int(fp8[1]) < fp8_flash3
-
-
-def test_parts_take_less_than_ten_minutes(recorded: Recorded) -> None:
-    for part in {call["part"] for call in read_folder(recorded.out).calls}:
-        assert recorded.limit(part) <= 590, part
 
 
 def test_a_part_removes_its_files_of_an_earlier_run(recorded: Recorded, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from tests.limits import HANG
 from tools.bench.gpu import of_this_device
 from tools.bench.gpu_page import main, page, read_folder
-from tools.bench.side_by_side import write_json
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
@@ -161,28 +160,6 @@ def test_tests_that_are_killed_are_counted_and_named(tmp_path: Path) -> None:
     assert re.search(r"^- running .*::test_killed$", text, re.MULTILINE)
 
 
-def test_tests_of_several_workers_that_are_killed(tmp_path: Path) -> None:
-    """The output of pytest-xdist."""
-    lines = (
-        "tests/gpu/test_a.py::test_a ",
-        "tests/gpu/test_a.py::test_b[p q] ",
-        "[gw1] [ 33%] PASSED tests/gpu/test_a.py::test_a ",
-        "tests/gpu/test_a.py::test_c ",
-        "[gw0] [ 66%] FAILED tests/gpu/test_a.py::test_b[p q] ",
-        "FAILED tests/gpu/test_a.py::test_b[p q] - AssertionError: 3 passed in 2s",
-        "[gw0] [ 70%] SKIPPED tests/gpu/test_a.py::test_d ",
-        "[gw0] [ 75%] FAILED tests/gpu/test_a.py::test_e ",
-    )
-    (tmp_path / "tests.txt").write_text("\n".join(lines))
-    text = text_of(tmp_path)
-    assert "The tests did not end: 1 passed, 2 failed, 1 running, 1 skipped." in text
-    assert [line for line in text.splitlines() if line.startswith("- ")] == [
-        "- FAILED tests/gpu/test_a.py::test_b[p q] - AssertionError: 3 passed in 2s",
-        "- running tests/gpu/test_a.py::test_c",
-        "- FAILED tests/gpu/test_a.py::test_e",
-    ]
-
-
 def test_a_line_of_calls_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     call = {"part": "llama", "code": 143, "seconds": 9, "limit": 200, "stopped": True, "command": "python gpu.py"}
     (tmp_path / "calls.jsonl").write_text(
@@ -216,19 +193,3 @@ def test_a_full_disk_leaves_the_page_on_the_screen(
     assert "# Figures of a GPU" in shown.out
     assert shown.err == f"not written: {tmp_path / 'page.md'}: No space left on device\n"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"page.md": "the page before"}
-
-
-def test_a_full_disk_does_not_end_what_is_measured(
-    tmp_path: Path, full_disk: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_json(tmp_path / "micro.json", {}, [], ended=False)
-    problem = f"not written: {tmp_path / 'micro.json'}: No space left on device"
-    assert capsys.readouterr().err == f"{problem}\n"
-    with pytest.raises(SystemExit, match=problem):
-        write_json(tmp_path / "micro.json", {}, [])
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_quiet_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "--quiet"]) == 0
-    assert capsys.readouterr().out == "" and (tmp_path / "page.md").read_text().startswith("# Figures of a GPU")

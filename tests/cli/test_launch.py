@@ -81,7 +81,3 @@ def test_torchrun_comes_before_slurm() -> None:
     slurm = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     assert Launch.from_environment(slurm | {"SLURM_STEP_NUM_NODES": "2"}).several_hosts
     assert not Launch.from_environment(slurm | {"SLURM_STEP_NUM_NODES": "1"}).several_hosts
-    with pytest.raises(ValueError, match="RANK=8"):
-        Launch.from_environment({"RANK": "8", "WORLD_SIZE": "8"})
-    with pytest.raises(ValueError, match="RANK=0 WORLD_SIZE=2 without MASTER_ADDR and MASTER_PORT"):
-        Launch.from_environment({"RANK": "0", "WORLD_SIZE": "2"})

@@ -17,7 +17,6 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from tests.forked import ROOT, run_program
 from tests.limits import HANG
-from tools.plot_loss import labels_of
 
 SCRIPTS = sorted(ROOT.glob("scripts/**/*.sh"))
 
@@ -101,12 +100,6 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     assert f"{sys.executable} has no torch: install requirements.txt" in done.stderr
 
 
-def test_further_flags_win() -> None:
-    done = run("bash", "scripts/recipes/llama3.sh", "--dry-run", "--world-size", "128", "--num-layers", "0")
-    assert done.returncode == 2
-    assert "--num-layers" in done.stderr + done.stdout
-
-
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """The environment of a batch job on three nodes; srun prints its arguments, one a line."""
@@ -172,13 +165,6 @@ def test_corpus_is_real_source_in_a_fixed_order(tmp_path: Path) -> None:
     assert all(len(document["text"]) >= 200 and "site-packages" not in document["path"] for document in documents)
 
 
-def test_corpus_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
-    done = run_program("tools/build_corpus.py", "--output", tmp_path / "out.jsonl", "--source", tmp_path)
-    assert done.returncode == 2
-    assert str(tmp_path) in done.stderr
-    assert not list(tmp_path.glob("out*"))
-
-
 def test_loss_plot(tmp_path: Path) -> None:
     metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
     records = [{"iteration": i, "lm_loss": 8.0 / i} for i in range(1, 20)]
@@ -189,13 +175,6 @@ def test_loss_plot(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("8.000 -> 0.250, 2 validation points") == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_runs_in_one_picture_have_labels_of_their_own() -> None:
-    folders = [Path(f"/r/{run}/checkpoints") for run in ("a", "b")]
-    assert labels_of(folders) == ["a/checkpoints", "b/checkpoints"]
-    assert labels_of(folders[:1]) == ["checkpoints"]
-    assert labels_of([Path("/r"), Path("/r/s")]) == ["r", "r/s"]
 
 
 def test_a_reader_that_has_enough_ends_a_tool_without_a_word() -> None:

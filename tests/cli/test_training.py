@@ -87,38 +87,20 @@ def test_metrics_go_to_json_lines(tmp_path: Path) -> None:
     assert (save / "run_config.yaml").exists()
 
 
-def test_bad_configuration_prints_every_problem_and_exits_2() -> None:
-    flags = (
-        "--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12 --seq-length 2048 "
-        "--tp 8 --pp 4 --micro-batch-size 3 --global-batch-size 64 --mock-data --num-layer 3"
-    )
-    result = run_program("pretrain_gpt.py", *flags.split())
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    for said in ("did you mean --num-layers", "nearest: 984 or 1008", "nearest: 8 or 16", "nearest: 60 or 66"):
-        assert said in result.stderr
-
-
-def test_saved_configuration_runs_again(tmp_path: Path) -> None:
+def test_saved_configuration_runs_again_and_an_evaluation_leaves_it_as_it_was(tmp_path: Path) -> None:
+    first, second, screen = tmp_path / "first", tmp_path / "second", tmp_path / "screen"
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "200"]
-    first = [*MODEL, *tokenizer, "--save", str(tmp_path / "first"), "--train-iters", "2"]
-    second = ["--config", str(tmp_path / "first" / "run_config.yaml"), "--save", str(tmp_path / "second")]
-    for world_size, flags in ((1, first), (2, second)):
-        run_forked(world_size, flags, tmp_path / "screen")
-    assert "vocab-size: 200" in (tmp_path / "second" / "run_config.yaml").read_text()
-    assert losses(tmp_path / "second") == pytest.approx(losses(tmp_path / "first"), rel=1e-5)
-
-
-def test_an_evaluation_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    save, screen = tmp_path / "save", tmp_path / "screen"
-    run_forked(1, [*MODEL, "--save", str(save), "--train-iters", "2"], screen)
-    written = (save / "run_config.yaml").read_bytes()
-    again = ["--config", str(save / "run_config.yaml"), "--load", str(save)]
-    said = run_forked(1, [*again, "--skip-train", "--eval-iters", "2"], screen)
+    run_forked(1, [*MODEL, *tokenizer, "--save", str(first), "--train-iters", "2"], screen)
+    again = ["--config", str(first / "run_config.yaml")]
+    run_forked(2, [*again, "--save", str(second)], screen)
+    assert "vocab-size: 200" in (second / "run_config.yaml").read_text()
+    assert losses(second) == pytest.approx(losses(first), rel=1e-5)
+    written = (first / "run_config.yaml").read_bytes()
+    said = run_forked(1, [*again, "--load", str(first), "--skip-train", "--eval-iters", "2"], screen)
     assert said.splitlines()[-1].startswith(" nothing was trained: --skip-train is given")
-    assert (save / "run_config.yaml").read_bytes() == written
-    run_forked(1, [*again, "--train-iters", "3"], screen)
-    assert len(losses(save)) == 3
+    assert (first / "run_config.yaml").read_bytes() == written
+    run_forked(1, [*again, "--load", str(first), "--train-iters", "3"], screen)
+    assert len(losses(first)) == 3
 
 
 def test_a_new_run_keeps_the_metrics_of_an_old_one(tmp_path: Path) -> None:

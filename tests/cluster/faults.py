@@ -60,38 +60,18 @@ class Fault:
     """Whether it strikes while the hosts meet."""
 
 
-def _pull(box: Box, host: int) -> None:
-    box.pull_cable(host)
-
-
-def _kill(box: Box, host: int) -> None:
-    box.kill_host(host)
-
-
-def _deaf(box: Box, host: int) -> None:
-    box.one_way(host, "in")
-
-
-def _mute(box: Box, host: int) -> None:
-    box.one_way(host, "out")
-
-
-def _slow(box: Box, host: int) -> None:
-    box.set_rate(host, "10mbit")
-
-
 FAULTS = [
-    Fault("pull", "a cable pulled in a step", _pull),
-    Fault("pull-in-save", "a cable pulled in a save", _pull, hold="publish"),
-    Fault("pull-at-rendezvous", "a cable pulled while the hosts meet", _pull, early=True),
-    Fault("pull-at-start", "a cable pulled while data are built", _pull, hold="data"),
-    Fault("kill", "a host killed", _kill),
-    Fault("mute", "what a host sends is lost", _mute),
-    Fault("deaf", "what a host should receive is lost", _deaf),
-    Fault("slow", "a link at 1 % of its rate", _slow, harmless=True),
-    Fault("pull-rendezvous-host", "the cable of the rendezvous host pulled", _pull, host=0),
-    Fault("kill-rendezvous-host", "the rendezvous host killed", _kill, host=0),
-    Fault("mute-rendezvous-host", "what the rendezvous host sends is lost", _mute, host=0),
+    Fault("pull", "a cable pulled in a step", Box.pull_cable),
+    Fault("pull-in-save", "a cable pulled in a save", Box.pull_cable, hold="publish"),
+    Fault("pull-at-rendezvous", "a cable pulled while the hosts meet", Box.pull_cable, early=True),
+    Fault("pull-at-start", "a cable pulled while data are built", Box.pull_cable, hold="data"),
+    Fault("kill", "a host killed", Box.kill_host),
+    Fault("mute", "what a host sends is lost", lambda box, host: box.one_way(host, "out")),
+    Fault("deaf", "what a host should receive is lost", lambda box, host: box.one_way(host, "in")),
+    Fault("slow", "a link at 1 % of its rate", lambda box, host: box.set_rate(host, "10mbit"), harmless=True),
+    Fault("pull-rendezvous-host", "the cable of the rendezvous host pulled", Box.pull_cable, host=0),
+    Fault("kill-rendezvous-host", "the rendezvous host killed", Box.kill_host, host=0),
+    Fault("mute-rendezvous-host", "what it sends is lost", lambda box, host: box.one_way(host, "out"), host=0),
 ]
 
 
@@ -170,7 +150,7 @@ def strike(run: Run, fault: Fault, host: int) -> Outcome:
     box, before = run.box, run.marks()
     fault.strike(box, host)
     began, outcome = time.monotonic(), Outcome({})
-    expected = [number for number in range(len(box.names)) if fault.strike is not _kill or number != host]
+    expected = [number for number in range(len(box.names)) if fault.strike is not Box.kill_host or number != host]
 
     def look() -> bool:
         for number, text in enumerate(run.since(before)):
@@ -192,7 +172,7 @@ def strike(run: Run, fault: Fault, host: int) -> Outcome:
         lambda: look() or (outcome.ranks_left > 0 and time.monotonic() - began > 90), f"going on after {fault.name}"
     )
     before = run.marks()
-    if fault.strike is _kill:
+    if fault.strike is Box.kill_host:
         box.boot(host)
         run.start(host)
     else:

@@ -124,18 +124,18 @@ def per_layer(size: int, *args: Any) -> tuple[list[Call], list[Call]]:
     return phases[0], phases[1]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("style", "dtype", "itemsize"), [("gpt", "fp32", 4), ("llama", "bf16", 2)])
+KINDS = [(2, "gpt", "fp32", 4), (4, "llama", "bf16", 2)]
+
+
+@pytest.mark.parametrize(("size", "style", "dtype", "itemsize"), KINDS)
 def test_a_layer_in_tensor_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, False, style, dtype)
     sbh = S * B * H * itemsize
-    assert forward == [all_reduce(sbh, size)] * 2
-    assert backward == [all_reduce(sbh, size)] * 2
+    assert forward == backward == [all_reduce(sbh, size)] * 2
     assert ring_bytes(forward + backward, size) == 4 * 2 * Fraction(size - 1, size) * sbh
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("style", "dtype", "itemsize"), [("gpt", "fp32", 4), ("llama", "bf16", 2)])
+@pytest.mark.parametrize(("size", "style", "dtype", "itemsize"), KINDS)
 def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, True, style, dtype)
     sbh = S * B * H * itemsize

@@ -58,25 +58,16 @@ def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Cou
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
-        (1, "--bf16"),
         (1, f"{LLAMA} --bf16 --window-size 6 --recompute-granularity full"),
         (1, "--check-for-spiky-loss --check-for-large-grads --max-skipped-iterations 1"),
         (2, f"--tp 2 --sequence-parallel --bf16 {LLAMA}"),
         needs("overlap", 2, f"--tp 2 --sequence-parallel --tp-comm-overlap {LLAMA}"),
         needs("fp8", 1, "--bf16 --fp8-format hybrid --fp8-recipe delayed --ffn-hidden-size 64"),
-        needs("fp8", 1, "--bf16 --fp8-format e4m3 --fp8-recipe rowwise"),
+        needs("fp8", 2, f"--bf16 --kv-channels 16 --fp8-format hybrid --fp8-recipe tensorwise --tp 2 {LLAMA}"),
+        needs("fp8", 1, f"--bf16 --kv-channels 16 --fp8-format e4m3 --fp8-recipe blockwise {LLAMA}"),
         (2, f"--pp 2 --pipeline-schedule zb-h1 --micro-batch-size 1 {OVERLAP}"),
         (2, f"--dp 2 {OVERLAP} --grad-reduce-in-bf16"),
         (2, f"--cp 2 {LLAMA}"),
-        (4, f"--tp 2 --pp 2 --pipeline-schedule 1f1b {LLAMA}"),
-        needs("fp8", 1, f"--bf16 --kv-channels 16 --fp8-format hybrid --fp8-amax-history-len 2 {LLAMA}"),
-        needs(
-            "fp8",
-            2,
-            f"--bf16 --kv-channels 16 --fp8-format hybrid --fp8-recipe tensorwise --tp 2 --sequence-parallel {LLAMA}",
-        ),
-        needs("fp8", 1, f"--bf16 --kv-channels 16 --fp8-format e4m3 --fp8-recipe rowwise {LLAMA}"),
-        needs("fp8", 1, f"--bf16 --kv-channels 16 --fp8-format e4m3 --fp8-recipe blockwise {LLAMA}"),
     ],
 )
 def test_a_step_waits_for_nothing(world_size: int, flags: str) -> None:

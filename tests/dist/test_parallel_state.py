@@ -51,23 +51,15 @@ def _state_in_fake_world(dims: ParallelDims, rank: int) -> ps.ParallelState:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("rank", [0, 77, 1023])
-def test_grid_of_gpt3_175b(rank: int) -> None:
-    """TP8 PP16 DP8 on 1,024 ranks: neighbours share tensors, stages lie 64 ranks apart."""
-    state = _state_in_fake_world(ParallelDims(tp=8, pp=16, dp=8, expt_tp=8), rank)
+@pytest.mark.parametrize(("pp", "dp", "rank"), [(16, 8, 0), (16, 8, 77), (16, 8, 1023), (35, 7, 1000), (35, 7, 1959)])
+def test_published_grids(pp: int, dp: int, rank: int) -> None:
+    """GPT-3 175B on 1,024 ranks and MT-NLG 530B on 1,960, TP 8: neighbours share tensors, stages lie far apart."""
+    state = _state_in_fake_world(ParallelDims(tp=8, pp=pp, dp=dp, expt_tp=8), rank)
+    stage, place = divmod(rank, 8 * dp)
     assert state.tp.ranks == tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
-    assert state.pp.ranks == tuple(range(rank % 64, 1024, 64))
-    assert state.dp.ranks == tuple(rank // 64 * 64 + rank % 8 + 8 * i for i in range(8))
-    assert state.embd.ranks == ((rank % 64, rank % 64 + 960) if rank // 64 in (0, 15) else (rank,))
-
-
-@pytest.mark.parametrize("rank", [0, 1000, 1959])
-def test_grid_of_mt_nlg_530b(rank: int) -> None:
-    """TP8 PP35 DP7 on 1,960 ranks."""
-    state = _state_in_fake_world(ParallelDims(tp=8, pp=35, dp=7, expt_tp=8), rank)
-    assert state.tp.ranks == tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
-    assert state.pp.ranks == tuple(range(rank % 56, 1960, 56))
-    assert state.dp.ranks == tuple(rank // 56 * 56 + rank % 8 + 8 * i for i in range(7))
+    assert state.pp.ranks == tuple(range(place, 8 * dp * pp, 8 * dp))
+    assert state.dp.ranks == tuple(stage * 8 * dp + rank % 8 + 8 * i for i in range(dp))
+    assert state.embd.ranks == ((place, place + 8 * dp * (pp - 1)) if stage in (0, pp - 1) else (rank,))
 
 
 SIZES = st.sampled_from([1, 2, 3])
@@ -99,3 +91,12 @@ def test_sizes_that_do_not_divide_the_world_are_refused() -> None:
         return str(error.value)
 
     assert len(set(run_world(2, refused))) == 1
+
+
+def initialize_repeatedly(rank: int, world_size: int) -> int:
+    return sum(ps.initialize_model_parallel(1, world_size).pp.size for _ in range(4))
+
+
+def test_groups_can_be_built_again() -> None:
+    """As when a process loads a second model; ranks between the pipeline's ends are in fewer groups."""
+    assert run_world(3, initialize_repeatedly) == [12, 12, 12]

@@ -51,7 +51,7 @@ def parallel(rank: int, size: int, dtype: torch.dtype, vocab_size: int, z_loss: 
     return loss.detach(), mappings.all_gather(local.grad, tp, -1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 # 14: ranks of 4 with no column, and with some
 @pytest.mark.parametrize(("vocab_size", "z_loss"), [(V, 0.0), (27, 0.1), (14, 0.0)])
 def test_against_torch(size: int, vocab_size: int, z_loss: float) -> None:

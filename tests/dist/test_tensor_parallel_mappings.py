@@ -43,20 +43,6 @@ def test_values(size: int) -> None:
     run_world(size, values)
 
 
-def low_precision(rank: int, size: int, dtype: torch.dtype) -> None:
-    tp = initialize_model_parallel(size).tp
-    x = torch.full((size, 3), rank + 1.0, dtype=dtype)
-    total = size * (size + 1) / 2
-    assert m.reduce_from(x, tp).eq(total).all()
-    assert m.reduce_scatter(x, tp).eq(total).all()
-    assert torch.equal(m.all_gather(x, tp)[:, 0], torch.arange(1, size + 1, dtype=dtype).repeat_interleave(size))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision(dtype: torch.dtype) -> None:
-    run_world(2, low_precision, dtype)
-
-
 # Each map as one linear map of all ranks' operands together: its adjoint has <A x, y> = <x, A' y>, summed over the
 # ranks. gather_from pairs "a part on each rank" with "the same on every rank": there <.,.> counts what the ranks have
 # in common once.

@@ -6,9 +6,8 @@
 Eight processes (TP2 PP2 DP2) run `pretrain_gpt.py` and save every other step in the background, keeping the last two.
 At a random moment a random rank gets SIGKILL. The others go on for up to a second before they are killed too, or, one
 time in eight, are left to notice it and end by themselves. The same command is then started again, until a run comes
-to its end; new runs follow until there were as many kills as asked for. Of every kill a line tells what it hit. Of
-every run the final checkpoint and the logged losses are compared, bit for bit, with those of a run that nobody
-disturbed.
+to its end; new runs follow until there were as many kills as asked for. Of every run the final checkpoint and the
+logged losses are compared, bit for bit, with those of a run that nobody disturbed.
 
 With `--change-strategy` each start has the next --data-parallel-sharding-strategy, so that what one has saved another
 loads, and one micro-batch a step, which leaves nothing for the strategies to round differently but the logged norm.
@@ -21,30 +20,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from itertools import cycle
+from dataclasses import dataclass
+from itertools import count, cycle
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import async_saver as saver
-from megatron.core.dist_checkpointing import path_kind, storage
-from megatron.core.dist_checkpointing.async_saver import HostStaging
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import read_latest
 from megatron.core.parallel_state import Axis
-from megatron.training import checkpointing, training
 from tests.forked import forked_ranks, join
 from tests.limits import HANG
 from tools import inspect_checkpoint
@@ -60,41 +53,7 @@ STRATEGIES = tuple(
     f"{ONE_MICROBATCH} --data-parallel-sharding-strategy {name}".split()
     for name in ("optim_grads_params", "optim", "optim_grads", "no_shard")
 )
-PHASES = ("between saves", "copying", "clearing", "writing", "publishing", "deleting", "loading")
-
-
-class Marks:
-    """What every rank is doing, in memory that the parent shares: its step, and its phase of a save."""
-
-    def __init__(self) -> None:
-        self.steps, self.phases = (mp.get_context("fork").RawArray("i", WORLD) for _ in range(2))
-
-    def install(self, rank: int) -> None:
-        """Has the functions of this process leave marks."""
-
-        def marked(phase: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                before, self.phases[rank] = self.phases[rank], PHASES.index(phase)
-                try:
-                    return fn(*args, **kwargs)
-                finally:
-                    self.phases[rank] = before
-
-            return wrapped
-
-        HostStaging.stage = marked("copying", HostStaging.stage)  # type: ignore[method-assign]
-        storage._clear = marked("clearing", storage._clear)
-        storage._publish = marked("publishing", storage._publish)
-        saver.save = marked("writing", saver.save)
-        saver.retain = marked("deleting", saver.retain)
-        checkpointing.choose_checkpoint = marked("loading", checkpointing.choose_checkpoint)
-        step = training.train_step
-
-        def train_step(run: Any, *args: Any, **kwargs: Any) -> None:
-            self.steps[rank] = run.progress.iteration + 1
-            step(run, *args, **kwargs)
-
-        training.train_step = train_step
+LOGGED = ("iteration", "consumed_samples", "lm_loss", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -117,76 +76,62 @@ class Moment:
         return cls(random.randrange(WORLD), delay, early, others)
 
 
-@dataclass(frozen=True)
-class Started:
-    """One start of the program, and how it ended."""
+@dataclass
+class Kill:
+    """A kill, and what became of the run at the next start that loaded."""
 
-    killed: bool
-    """False: it came to the end of the run before its moment."""
+    victim: int
+    latest: int
+    """Newest complete checkpoint just before it; 0: none."""
 
-    screen: str
-    after: float
-    """Seconds from the fork until the kill."""
+    resumed: int | None = None
 
-    step: int = 0
-    phase: str = ""
-    latest: int | None = None
-    """What the text file named just before the kill."""
-
-    @property
-    def loaded(self) -> int | None:
-        """Iteration it went on from, 0 if from the beginning; None if it was killed before it said so."""
-        if found := re.search(r"loaded checkpoint of iteration (\d+)", self.screen):
-            return int(found[1])
-        return 0 if "starting at iteration 0" in self.screen else None
+    def __str__(self) -> str:
+        return f"rank {self.victim} killed when the latest checkpoint was {self.latest}: resumed from {self.resumed}"
 
 
-def start(folder: Path, iterations: int, moment: Moment | None, flags: Sequence[str] = ()) -> Started:
-    """Starts the ranks on the run in `folder`, kills at `moment`, and returns when all are gone.
+def start(folder: Path, iterations: int, moment: Moment | None, flags: Sequence[str] = ()) -> tuple[str, Kill | None]:
+    """Starts the ranks on the run in `folder`, kills at `moment`, and returns what they printed when all are gone, and
+    the kill; None if the run came to its end before.
 
     Raises RuntimeError if a start that nobody disturbed fails, TimeoutError if one hangs."""
-    save, marks, screen = folder / "save", Marks(), folder / "screen"
+    save, screen = folder / "save", folder / "screen"
     argv = [*MODEL, "--train-iters", str(iterations), "--save", str(save), "--load", str(save), *flags]
-    began = time.monotonic()
-    with forked_ranks(WORLD, argv, screen, marks.install) as ranks:
-        if moment is None or not _reaches(moment, ranks, marks, began):
-            codes, text = join(ranks), screen.read_text()
+    with forked_ranks(WORLD, argv, screen) as ranks:
+        if moment is None or not _reaches(moment, ranks, screen):
+            codes = join(ranks)
             if any(codes):
-                raise RuntimeError(f"exit codes {codes}:\n{text}")
-            return Started(False, text, time.monotonic() - began)
-        latest = read_latest(save)
-        pid = ranks[moment.victim].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        after = time.monotonic() - began
-        step, phase = marks.steps[moment.victim], PHASES[marks.phases[moment.victim]]
+                raise RuntimeError(f"exit codes {codes}:\n{screen.read_text()}")
+            return screen.read_text(), None
+        kill = Kill(moment.victim, read_latest(save) or 0)
+        os.kill(ranks[moment.victim].pid, signal.SIGKILL)
         if moment.others is None:
             join(ranks)
         else:
             time.sleep(moment.others)
-    return Started(True, screen.read_text(), after, step, phase if step else f"start-up, {phase}", latest)
+    return screen.read_text(), kill
 
 
-def _reaches(moment: Moment, ranks: Sequence[Any], marks: Marks, began: float) -> bool:
+def _reaches(moment: Moment, ranks: Sequence[Any], screen: Path) -> bool:
     """Waits for the moment; False if the run ends before."""
+    began = time.monotonic()
     due = began + moment.delay if moment.early else None
     while due is None or time.monotonic() < due:
         if any(process.exitcode is not None for process in ranks):
             return False
         if time.monotonic() > began + HANG:
             raise TimeoutError(f"{WORLD} ranks did not come to a first step within {HANG} s")
-        if due is None and all(marks.steps):
+        if due is None and " iteration " in screen.read_text():
             due = time.monotonic() + moment.delay
-        time.sleep(0.001)
+        time.sleep(0.005)
     return all(process.exitcode is None for process in ranks)
 
 
-def read_latest(save: Path) -> int | None:
-    path = save / path_kind.LATEST
-    return int(path.read_text()) if path.exists() else None
-
-
-LOGGED = ("iteration", "consumed_samples", "lm_loss", "grad_norm")
+def loaded_by(text: str) -> int | None:
+    """Iteration that a start went on from, 0 if from the beginning; None if it was killed before it said so."""
+    if found := re.search(r"loaded checkpoint of iteration (\d+)", text):
+        return int(found[1])
+    return 0 if "starting at iteration 0" in text else None
 
 
 def differences(save: Path, undisturbed: Path, keys: Sequence[str] = LOGGED) -> list[str]:
@@ -214,32 +159,6 @@ def logged(path: Path, keys: Sequence[str]) -> list[tuple[Any, ...]]:
     return [tuple(record[key] for key in keys) for record in records]
 
 
-@dataclass(frozen=True)
-class Kill:
-    """A kill, and what became of the run at the next start that loaded."""
-
-    number: int
-    run: int
-    moment: Moment
-    hit: Started
-    resumed: int | None = None
-
-    @property
-    def lost(self) -> bool:
-        """Whether the next start went on from less than what was complete before the kill."""
-        return self.resumed is not None and self.resumed < (self.hit.latest or 0)
-
-    def __str__(self) -> str:
-        ended = "ended by themselves" if self.moment.others is None else f"lived {self.moment.others:.2f} s longer"
-        latest = "no checkpoint" if self.hit.latest is None else f"latest {self.hit.latest}"
-        resumed = "killed again before it had loaded" if self.resumed is None else f"resumed from {self.resumed}"
-        return (
-            f"kill {self.number:3d}: run {self.run}, {self.hit.after:5.2f} s, rank {self.moment.victim}, "
-            f"step {self.hit.step:3d}, {self.hit.phase}, {latest}, others {ended}: {resumed}"
-            + (" LOST" if self.lost else "")
-        )
-
-
 def campaign(
     kills: int,
     seed: int,
@@ -251,36 +170,31 @@ def campaign(
 ) -> tuple[list[Kill], list[str]]:
     """(the kills, what was wrong). `share`: a rank is killed in that part of the time that a whole run takes. `flags`:
     those of each start, in turn."""
-    random, done, wrong, run, turns = Random(seed), list[Kill](), list[str](), 0, cycle(flags)
-    keys = LOGGED if len(flags) == 1 else LOGGED[:-1]
-    undisturbed = folder / "undisturbed"
+    random, done, wrong, turns = Random(seed), list[Kill](), list[str](), cycle(flags)
+    keys, undisturbed, began = LOGGED if len(flags) == 1 else LOGGED[:-1], folder / "undisturbed", time.monotonic()
     undisturbed.mkdir(parents=True)
-    whole = start(undisturbed, iterations, None, next(turns)).after
-    say(f"undisturbed: {whole:.1f} s for {iterations} iterations")
-    while len(done) < kills:
-        run += 1
+    start(undisturbed, iterations, None, next(turns))
+    longest = share * (time.monotonic() - began)
+    for run in count(1):
         place = folder / f"run-{run}"
         place.mkdir()
-        open_kills: list[Kill] = []
         while True:
-            moment = Moment.draw(random, share * whole) if len(done) < kills else None
-            started = start(place, iterations, moment, next(turns))
-            wrong += [line for line in started.screen.splitlines() if line.startswith("skipped checkpoint")]
-            if started.loaded is not None or not started.killed:
-                for kill in open_kills:
-                    resolved = replace(kill, resumed=started.loaded)
-                    done[kill.number - 1] = resolved
-                    say(str(resolved))
-                    wrong += [f"lost: {resolved}"] if resolved.lost else []
-                open_kills = []
-            if not started.killed:
+            moment = Moment.draw(random, longest) if len(done) < kills else None
+            text, kill = start(place, iterations, moment, next(turns))
+            wrong += [line for line in text.splitlines() if line.startswith("skipped checkpoint")]
+            for each in done:
+                if each.resumed is None and (resumed := loaded_by(text)) is not None:
+                    each.resumed = resumed
+                    say(str(each))
+                    wrong += [f"lost: {each}"] if resumed < each.latest else []
+            if kill is None:
                 break
-            assert moment is not None
-            open_kills.append(Kill(len(done) + 1, run, moment, started))
-            done.append(open_kills[-1])
+            done.append(kill)
         found = differences(place / "save", undisturbed / "save", keys)
         say(f"run {run}: " + ("; ".join(found) if found else "equal to the undisturbed run, bit for bit"))
         wrong += [f"run {run}: {problem}" for problem in found]
+        if len(done) >= kills:
+            break
     return done, wrong
 
 
@@ -294,21 +208,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    began = time.monotonic()
-    place: AbstractContextManager[Any] = tempfile.TemporaryDirectory(prefix="kills-")
-    with place as name:
-        kills, wrong = campaign(
-            args.kills,
-            args.seed,
-            args.iterations,
-            args.folder or Path(name),
-            lambda line: print(line, flush=True),
-            flags=STRATEGIES if args.change_strategy else ((),),
-        )
-    phases = Counter(kill.hit.phase for kill in kills)
-    print(
-        f"{len(kills)} kills in {time.monotonic() - began:.0f} s: " + ", ".join(f"{n} {p}" for p, n in phases.items())
-    )
+    flags = STRATEGIES if args.change_strategy else ((),)
+    with tempfile.TemporaryDirectory(prefix="kills-") as name:
+        folder = args.folder or Path(name)
+        kills, wrong = campaign(args.kills, args.seed, args.iterations, folder, flags=flags)
+    print(f"{len(kills)} kills")
     print("\n".join(wrong) or "every kill: resumed from the newest complete checkpoint; every run: ended equal")
     return 1 if wrong else 0
 

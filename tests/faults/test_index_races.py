@@ -20,8 +20,6 @@ from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import index_cache
 from megatron.core.datasets.build import build_datasets
 from tests.corpus import write_documents
-from tests.faults.runs import MODEL
-from tests.forked import forked_ranks, join
 from tests.limits import HANG
 
 NOBODY = 65534
@@ -112,7 +110,9 @@ def whole(cache: Path) -> bool:
     return kinds == {".npy", ".txt"}
 
 
-def assert_each_builds_once(folder: Path, rounds: int, seeds: list[int]) -> None:
+def two_jobs(folder: Path, rounds: int) -> None:
+    """All processes of two jobs of different seeds build in one folder."""
+    seeds = [1, 2] * (PROCESSES // 2)
     prefix = write_data(folder / "data" / "x")
     expected = {seed: {digest_of(prefix, folder / "alone", seed)} for seed in set(seeds)}
     for number in range(rounds):
@@ -121,16 +121,6 @@ def assert_each_builds_once(folder: Path, rounds: int, seeds: list[int]) -> None
         assert result.digests == expected and set(result.codes) == {0}, result
         assert len(result.stores) == len(set(result.stores)), "an index was built twice"
         assert whole(cache)
-
-
-def one_cache(folder: Path, rounds: int) -> None:
-    """All processes of a job build one cache."""
-    assert_each_builds_once(folder, rounds, [1] * PROCESSES)
-
-
-def two_jobs(folder: Path, rounds: int) -> None:
-    """Two jobs of different seeds build in one folder."""
-    assert_each_builds_once(folder, rounds, [1, 2] * (PROCESSES // 2))
 
 
 def read_only(folder: Path, rounds: int) -> None:
@@ -194,30 +184,8 @@ def _until(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def two_nodes(folder: Path, rounds: int) -> None:
-    """A run of four ranks on two nodes with a disk each: two working folders, and a cache in each."""
-    prefix = write_data(folder / "data" / "x")
-    nodes = [folder / name for name in ("node0", "node1")]
-    stored = FORK.SimpleQueue()  # without a thread, which the end of a rank would not wait for
-    for node in nodes:
-        node.mkdir()
-
-    def place(rank: int) -> None:
-        os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
-        os.chdir(nodes[rank // 2])
-        _count_stores(stored)
-
-    flags = [flag for flag in MODEL if flag != "--mock-data"] + ["--train-iters", "2", "--data-path", str(prefix)]
-    with forked_ranks(4, [*flags, "--data-cache-path", "cache"], folder / "screen", place) as ranks:
-        assert join(ranks) == [0] * 4, (folder / "screen").read_text()
-    names = _names(stored)
-    caches = [sorted(path.name for path in (node / "cache").iterdir()) for node in nodes]
-    assert caches[0] == caches[1] and all(whole(node / "cache") for node in nodes)
-    assert all(names.count(name) == 2 for name in names), names
-
-
 @pytest.mark.grid("rounds", [2], [20])
-@pytest.mark.parametrize("part", [one_cache, two_jobs, read_only, killed_builder, two_nodes])
+@pytest.mark.parametrize("part", [two_jobs, read_only, killed_builder])
 def test_processes_race_for_index_files(part: Callable[[Path, int], None], rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:  # not below pytest's, which other users may not enter
         part(Path(folder), rounds)

@@ -11,4 +11,4 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     """Each start has another sharding strategy."""
     kills, wrong = campaign(kills=2, seed=5, iterations=8, folder=tmp_path, share=0.5, flags=STRATEGIES)
     assert len(kills) == 2 and not wrong, wrong
-    assert all(kill.hit.killed for kill in kills) and kills[-1].resumed is not None
+    assert kills[-1].resumed is not None

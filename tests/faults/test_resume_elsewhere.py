@@ -14,14 +14,12 @@ import os
 import re
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
-from tests.faults.kill_campaign import read_latest
 from tests.forked import forked_ranks, join, run_forked
 from tests.limits import HANG
 
@@ -39,79 +37,40 @@ MODEL = (
 ).split()
 FIRST = "--tp 2 --sequence-parallel --etp 1 --pp 2 --ep 2 --pipeline-schedule zb-v".split()
 SECOND = "--pp 1 --cp 2 --ep 2 --recompute-granularity full --recompute-method uniform".split()
-LOGGED = ("lm_loss", "mtp_loss_1", "moe_aux_loss", "grad_norm")
-TOLERANCE = 1e-9
+LOGGED = ("iteration", "lm_loss", "mtp_loss_1", "moe_aux_loss", "grad_norm")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    killed_at: int
-    """Iterations that were logged when the rank was killed."""
-
-    resumed_from: int
-
-    logged: float
-    """Largest relative difference of a logged number from that of one process."""
-
-    stored: tuple[str, float]
-    """The tensor of the final checkpoint that differs most, relative to its largest value, and by how much."""
-
-    @property
-    def equal(self) -> bool:
-        return self.logged < TOLERANCE and self.stored[1] < TOLERANCE
-
-
-def killed_and_resumed(iterations: int, ranks: int, folder: Path) -> Outcome:
-    """Raises RuntimeError if a run ends early by itself, TimeoutError if one hangs."""
-    save, alone, screen = folder / "save", folder / "one-process", folder / "screen"
-    begun, killed = _flags(save, iterations), 0
-    with forked_ranks(ranks, [*begun, *FIRST], screen) as processes:
-        limit = time.monotonic() + HANG
-        while killed < iterations // 2:
-            if any(process.exitcode is not None for process in processes) or time.monotonic() > limit:
-                raise RuntimeError(f"no {iterations // 2} iterations were logged:\n{screen.read_text()[-4000:]}")
-            time.sleep(0.005)
-            killed = len(_records(save))
-        os.kill(processes[-1].pid, signal.SIGKILL)
-        join(processes)
-    text = run_forked(ranks, [*begun, *SECOND], screen)
-    found = re.search(r"loaded checkpoint of iteration (\d+)", text)
-    run_forked(1, _flags(alone, iterations), screen)
-    return Outcome(killed, int(found[1]) if found else 0, _logged_difference(save, alone), _stored(save, alone))
-
-
-def _flags(save: Path, iterations: int) -> list[str]:
+def flags(save: Path, iterations: int) -> list[str]:
     run = f"--train-iters {iterations} --save-interval {max(1, iterations // 5)} --keep-last 2"
     return [*MODEL, *run.split(), "--save", str(save), "--load", str(save)]
 
 
-def _records(save: Path) -> list[dict[str, float]]:
+def logged(save: Path) -> list[list[float]]:
     path = save / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []  # what is behind the last end is unfinished
-    return [json.loads(line) for line in lines]
-
-
-def _logged_difference(save: Path, alone: Path) -> float:
-    pairs = list(zip(_records(save), _records(alone), strict=True))
-    assert all(one["iteration"] == other["iteration"] for one, other in pairs)
-    return max(abs(one[name] - other[name]) / abs(other[name]) for one, other in pairs for name in LOGGED)
-
-
-def _stored(save: Path, alone: Path) -> tuple[str, float]:
-    problems: list[str] = []
-    one, other = (choose_checkpoint(folder, Axis(), problems.append) for folder in (save, alone))
-    assert one is not None and other is not None and not problems, problems
-    assert one.tensors.keys() == other.tensors.keys() and read_latest(save) == read_latest(alone)
-    worst = ("none", 0.0)
-    for key in sorted(one.tensors):
-        expected = other.read(key).double()
-        largest = expected.abs().max().clamp_min(1e-12)
-        worst = max(worst, (key, float((one.read(key).double() - expected).abs().max() / largest)), key=lambda w: w[1])
-    return worst
+    return [[json.loads(line)[name] for name in LOGGED] for line in lines]
 
 
 @pytest.mark.grid("size", [(6, 4)], [(6, 4), (50, 8)])
 def test_killed_and_resumed_at_another_layout_as_one_process(tmp_path: Path, size: tuple[int, int]) -> None:
-    iterations, ranks = size
-    outcome = killed_and_resumed(iterations, ranks, tmp_path)
-    assert outcome.equal and 0 < outcome.resumed_from < iterations, outcome
+    (iterations, ranks), limit = size, time.monotonic() + HANG
+    save, alone, screen = (tmp_path / name for name in ("save", "one-process", "screen"))
+    with forked_ranks(ranks, [*flags(save, iterations), *FIRST], screen) as processes:
+        while len(logged(save)) < iterations // 2:
+            running = all(process.exitcode is None for process in processes)
+            assert running and time.monotonic() < limit, screen.read_text()[-4000:]
+            time.sleep(0.005)
+        os.kill(processes[-1].pid, signal.SIGKILL)
+        join(processes)
+    text = run_forked(ranks, [*flags(save, iterations), *SECOND], screen)
+    resumed = re.search(r"loaded checkpoint of iteration (\d+)", text)
+    assert resumed is not None and 0 < int(resumed[1]) < iterations
+    run_forked(1, flags(alone, iterations), screen)
+    for found, expected in zip(logged(save), logged(alone), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+    one, other = (choose_checkpoint(folder, Axis()) for folder in (save, alone))
+    assert one is not None and other is not None and one.tensors.keys() == other.tensors.keys()
+    assert one.payload["iteration"] == other.payload["iteration"] == iterations
+    for key in other.tensors:
+        whole = other.read(key).double()
+        assert (one.read(key).double() - whole).abs().max() <= 1e-9 * whole.abs().max().clamp_min(1e-12), key

@@ -46,51 +46,61 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(tmp_path_factory.mktemp("cpu") / "metrics.jsonl", 1, "--cpu")
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("--fp32", 1e-3), ("--bf16", 2e-2), ("--fp16", 2e-2)])
-def test_losses_are_those_of_the_cpu(precision: str, tolerance: float, on_cpu: list[float], tmp_path: Path) -> None:
-    # A loss scale that overflows would skip the first steps.
-    scale = ["--initial-loss-scale", "4096"] if precision == "--fp16" else []
-    assert losses(tmp_path / "metrics.jsonl", 1, precision, *scale) == pytest.approx(on_cpu, rel=tolerance)
+SP = "--tp 2 --sequence-parallel"
 
 
 @pytest.mark.parametrize(
-    "flags", ["--fp32", "--bf16", "--fp16 --initial-loss-scale 4096", "--bf16 --hidden-dropout 0.1"]
+    ("processes", "flags", "tolerance"),
+    [
+        (1, "--fp32", 1e-3),
+        (1, "--bf16", 2e-2),
+        (1, "--fp16 --initial-loss-scale 4096", 2e-2),  # a scale that overflows would skip the first steps
+        *((1, f"--bf16 --attention-backend {backend}", 2e-2) for backend in ("flash", "cudnn", "unfused")),
+        *((2, flags, 1e-3) for flags in (SP, "--pp 2", "--dp 2", "--cp 2", "--dp 2 --cuda-graph-impl local")),
+        needs("overlap", 2, f"{SP} --tp-comm-overlap", 1e-3),
+        needs("overlap", 2, f"{SP} --tp-comm-overlap --tp-comm-overlap-method symmetric", 1e-3),
+        *((2, f"--distributed-backend gloo {flags}", 1e-3) for flags in (SP, "--dp 2")),  # two ranks share a GPU
+        needs("overlap", 2, f"--distributed-backend gloo {SP} --tp-comm-overlap", 1e-3),
+    ],
 )
-def test_graphs_change_no_bit(flags: str, tmp_path: Path) -> None:
+def test_losses_are_those_of_the_cpu(
+    processes: int, flags: str, tolerance: float, on_cpu: list[float], tmp_path: Path
+) -> None:
+    if processes > torch.cuda.device_count() and "gloo" not in flags:
+        pytest.skip("needs two GPUs")
+    assert losses(tmp_path / "metrics.jsonl", processes, *flags.split()) == pytest.approx(on_cpu, rel=tolerance)
+
+
+GRAPHS, STATES = "--cuda-graph-impl local", "--optimizer-cpu-offload --optimizer-offload-fraction 0.6"
+ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1024"
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "tolerance"),
+    [
+        ("--fp32", GRAPHS, 0),
+        ("--bf16", GRAPHS, 0),
+        ("--fp16 --initial-loss-scale 4096", GRAPHS, 0),
+        ("--bf16 --hidden-dropout 0.1", GRAPHS, 0),
+        ("--fp32", STATES, 1e-4),
+        ("--bf16", STATES, 1e-2),
+        ("--bf16 --use-precision-aware-optimizer", STATES, 1e-2),
+        ("--fp32", ACTIVATIONS, 0),
+        ("--bf16 --recompute-granularity selective --recompute-modules layernorm", ACTIVATIONS, 0),
+    ],
+)
+def test_graphs_and_offloading_train_alike(flags: str, more: str, tolerance: float, tmp_path: Path) -> None:
+    """Graphs and offloaded activations to the bit."""
     shared = [*flags.split(), "--micro-batch-size", "2", "--train-iters", "8", "--global-batch-size", "8"]
     if "--fp32" not in flags:  # each process would take the kernel that is the fastest at its start
         shared += ["--attention-backend", "flash"]
     plain = losses(tmp_path / "plain.jsonl", 1, *shared)
-    assert losses(tmp_path / "graphs.jsonl", 1, *shared, "--cuda-graph-impl", "local") == plain
-
-
-@pytest.mark.parametrize(
-    ("flags", "tolerance"), [("--fp32", 1e-4), ("--bf16", 1e-2), ("--bf16 --use-precision-aware-optimizer", 1e-2)]
-)
-def test_states_in_host_memory_train_alike(flags: str, tolerance: float, tmp_path: Path) -> None:
-    plain = losses(tmp_path / "plain.jsonl", 1, *flags.split())
-    offload = [*flags.split(), "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.6"]
-    assert losses(tmp_path / "offload.jsonl", 1, *offload) == pytest.approx(plain, rel=tolerance)
-
-
-@pytest.mark.parametrize("flags", ["--fp32", "--bf16 --recompute-granularity selective --recompute-modules layernorm"])
-def test_offloaded_activations_change_no_bit(flags: str, tmp_path: Path) -> None:
-    shared = [*flags.split(), "--micro-batch-size", "2", "--train-iters", "8", "--global-batch-size", "8"]
-    shared += [] if "--fp32" in flags else ["--attention-backend", "flash"]
-    offload = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1024".split()
-    plain = losses(tmp_path / "plain.jsonl", 1, *shared)
-    assert losses(tmp_path / "offloaded.jsonl", 1, *shared, *offload) == plain
+    assert losses(tmp_path / "other.jsonl", 1, *shared, *more.split()) == pytest.approx(plain, rel=tolerance, abs=0)
 
 
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-ffn-hidden-size 256"
 ).split()
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("--fp32", 1e-3), ("--bf16", 2e-2)])
-def test_experts(precision: str, tolerance: float, tmp_path: Path) -> None:
-    on_cpu = losses(tmp_path / "cpu.jsonl", 1, *EXPERTS, "--cpu")
-    assert losses(tmp_path / "gpu.jsonl", 1, *EXPERTS, precision) == pytest.approx(on_cpu, rel=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -111,44 +121,7 @@ def test_each_parameter_has_the_gradient_of_the_cpu(flags: str, tolerance: float
     assert gradient_norms(tmp_path / "gpu.jsonl", *flags.split()) == pytest.approx(on_cpu, rel=tolerance)
 
 
-@pytest.mark.parametrize("backend", ["flash", "cudnn", "unfused"])
-def test_attention_kernels_agree(backend: str, on_cpu: list[float], tmp_path: Path) -> None:
-    found = losses(tmp_path / "metrics.jsonl", 1, "--bf16", "--attention-backend", backend)
-    assert found == pytest.approx(on_cpu, rel=2e-2)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_graphs_over_data_parallelism(on_cpu: list[float], tmp_path: Path) -> None:
-    found = losses(tmp_path / "metrics.jsonl", 2, "--dp", "2", "--cuda-graph-impl", "local")
-    assert found == pytest.approx(on_cpu, rel=1e-3)
-
-
 def test_attention_kernels_are_compared() -> None:
     done = python_apart("pretrain_gpt.py", *FLAGS, "--bf16")
     assert done.returncode == 0, done.stderr
     assert any(f" attention kernel: {name} (" in done.stdout for name in ("flash", "flash3", "cudnn")), done.stdout
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tp 2 --sequence-parallel",
-        needs("overlap", "--tp 2 --sequence-parallel --tp-comm-overlap"),
-        needs("overlap", "--tp 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-method symmetric"),
-        "--pp 2",
-        "--dp 2",
-        "--cp 2",
-    ],
-)
-def test_layouts_over_nccl(layout: str, on_cpu: list[float], tmp_path: Path) -> None:
-    assert losses(tmp_path / "metrics.jsonl", 2, *layout.split()) == pytest.approx(on_cpu, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    ["--tp 2 --sequence-parallel", needs("overlap", "--tp 2 --sequence-parallel --tp-comm-overlap"), "--dp 2"],
-)
-def test_two_ranks_share_a_gpu_over_gloo(layout: str, on_cpu: list[float], tmp_path: Path) -> None:
-    found = losses(tmp_path / "metrics.jsonl", 2, "--distributed-backend", "gloo", *layout.split())
-    assert found == pytest.approx(on_cpu, rel=1e-3)

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.core.transformer import mlp
 from megatron.testing.parity import Row, compared, error_line, main
 from megatron.testing.snapshot import Snapshot
-from tests.forked import run_program
 
 MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-layers 2".split()
 
@@ -57,11 +56,6 @@ def test_a_good_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     rows = {row["name"]: row for row in json.loads(path.read_text())}
     assert [row["verdict"] for row in rows.values()] == ["trained"] + 3 * ["equal"]
     assert max(rows["tp2-sp"]["difference"], rows["cp2-ring"]["difference"]) < 1e-9
-
-
-def test_a_checkpoint_is_loaded_at_another_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--layouts", "dp2-to-tp2-sp-pp2-dp2", "--", "--num-layers", "4", "--hidden-size", "16"]) == 0
-    assert "bit-equal: 52 weight, 52 exp_avg, 52 exp_avg_sq" in capsys.readouterr().out
 
 
 def test_refused_layouts_are_shown_with_their_rule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,54 +102,6 @@ def test_a_crash_is_one_row_and_the_others_run(
     assert found["tp2"].startswith("CRASHED") and "ArithmeticError: no TP here (" in found["tp2"]
     assert f"{Path(__file__).name}:" in found["tp2"] and "in broken)" in found["tp2"]
     assert found["dp2"].startswith("equal")
-
-
-EXTENSION = """
-from dataclasses import dataclass
-
-import torch
-import torch.nn.functional as F
-
-from megatron.core.parts import ACTIVATIONS
-from megatron.training.extensions import extension_flags
-
-
-@extension_flags("A planted mistake")
-@dataclass(frozen=True)
-class Options:
-    wrong_factor: float = 1.0
-
-
-class Wrong(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.save_for_backward(x)
-        ctx.factor = factor
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * ctx.factor * ctx.saved_tensors[0] * grad, None
-
-
-@ACTIVATIONS.register("planted")
-def planted(name, config, ctx):
-    factor = config.options(Options).wrong_factor if ctx.tp.size > 1 else 1.0
-    return lambda x: Wrong.apply(x, factor)
-"""
-
-
-def test_a_wrong_gradient_of_an_extension_is_named(tmp_path: Path) -> None:
-    """In a process of its own, as an extension stays registered."""
-    extension = tmp_path / "planted.py"
-    extension.write_text(EXTENSION)
-    own = ["--extension", str(extension), "--layouts", "tp2", "dp2", "--steps", "1"]
-    flags = "--activation-func planted --wrong-factor 1.001 --num-layers 2 --hidden-size 16 --seq-length 8".split()
-    done = run_program("-m", "megatron.testing.parity", *own, "--", *flags)
-    assert done.returncode == 1, done.stderr
-    found = verdicts(done.stdout)
-    assert found["tp2"].startswith("DIFFERS") and found["dp2"].startswith("equal")
-    assert "step 1 gradient decoder.layers.1.mlp.linear_fc1.bias" in found["tp2"]
 
 
 @pytest.mark.parametrize(

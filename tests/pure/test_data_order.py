@@ -97,13 +97,6 @@ def blocks_of(draws, lead, cells):
         yield
 
 
-def test_a_million_draws_of_extreme_weights():
-    index = indices.build_blend_index([0.001, 0.999], 1_000_000)
-    assert np.bincount(index.dataset).tolist() == [1000, 999_000]
-    for dataset in (0, 1):
-        assert (np.diff(index.sample[index.dataset == dataset]) == 1).all()
-
-
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(any))
 def test_exhaustive_blend_equals_the_rule_and_spends_everything(sizes):
     with blocks_of(8, lead=4, cells=16):

@@ -72,39 +72,6 @@ def test_flags_are_validated(argv: str, problem: str, tmp_path: Path) -> None:
     assert problem in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("source", "line", "what"),
-    [
-        ("import math\nimport no_such_module\n", 2, "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("x = 1\ndef f():\n    raise KeyError('deep')\nf()\n", 3, "KeyError: 'deep'"),
-        ("x = (\n", 1, "SyntaxError: '(' was never closed"),
-        (
-            "from megatron.core.parts import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object, states=())\n",
-            3,
-            "--optimizer adam is registered twice: at ",
-        ),
-        (
-            'from megatron.core.parts import ACTIVATIONS\n\n@ACTIVATIONS.register("mine")\ndef mine(x): ...\n',
-            3,
-            "--activation-func mine: must take (name, config, ctx), and takes (x); correct its parameters",
-        ),
-        (
-            "from dataclasses import dataclass\nfrom megatron.training.extensions import extension_flags\n"
-            "@extension_flags('t')\n@dataclass(frozen=True)\nclass O:\n    lr: float = 1.0\n",
-            3,
-            "--lr is a flag already; rename O.lr",
-        ),
-    ],
-    ids=["import", "raises", "syntax", "twice", "wrong form", "known flag"],
-)
-def test_one_that_fails_is_one_message_with_file_and_line(source: str, line: int, what: str, tmp_path: Path) -> None:
-    done = run(tmp_path, source, "--swiglu", "--unknown-flag")
-    assert done.returncode == 2
-    lines = done.stderr.splitlines()
-    assert len(lines) == 2 and lines[0] == "This configuration cannot run: 1 problem.", done.stderr
-    assert lines[1].startswith(f"  --extension: {tmp_path / 'own.py'}:{line}: ") and what in lines[1], done.stderr
-
-
 BUGGY = """
 import torch
 from megatron.core.parts import ACTIVATIONS
@@ -119,37 +86,73 @@ def build_buggy(name, config, ctx):
         return x
     return buggy
 """
+NOPE, PLAN = BUGGY.format(bug="x.nope()"), "--json --activation-func buggy"
+LACKS_NOPE = "AttributeError: 'FakeTensor' object has no attribute 'nope'"
+RAISES = BUGGY.format(bug="raise ValueError('deep')")
+ALONE = BUGGY.format(bug="torch.distributed.get_rank()")
+WITHOUT_GROUP = "ValueError: Default process group has not been initialized"
+RULE = FLAGS.replace("self.own_share > 1", "self.nope > 1")
+RULE_LINE = 1 + FLAGS[: FLAGS.index("if self.own_share")].count("\n")
+TWICE = "from megatron.core.parts import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object, states=())\n"
+WRONG_FORM = "from megatron.core.parts import ACTIVATIONS\n\n@ACTIVATIONS.register('mine')\ndef mine(x): ...\n"
+KNOWN_FLAG = """
+from dataclasses import dataclass
+from megatron.training.extensions import extension_flags
+@extension_flags("t")
+@dataclass(frozen=True)
+class Own:
+    lr: float = 1.0
+"""
+WRONG = "--swiglu --unknown-flag"
+FAILS: dict[str, tuple[str, str, int, str]] = {
+    "import": (
+        "import math\nimport no_such_module\n",
+        WRONG,
+        2,
+        "ModuleNotFoundError: No module named 'no_such_module'",
+    ),
+    "raises": ("x = 1\ndef f():\n    raise KeyError('deep')\nf()\n", WRONG, 3, "KeyError: 'deep'"),
+    "syntax": ("x = (\n", WRONG, 1, "SyntaxError: '(' was never closed"),
+    "twice": (TWICE, WRONG, 3, "--optimizer adam is registered twice: at "),
+    "wrong form": (
+        WRONG_FORM,
+        WRONG,
+        3,
+        "--activation-func mine: must take (name, config, ctx), and takes (x); correct",
+    ),
+    "known flag": (KNOWN_FLAG, WRONG, 4, "--lr is a flag already; rename Own.lr"),
+    "rule": (RULE, "", RULE_LINE, "AttributeError: 'Options' object has no attribute 'nope'; correct"),
+    "rule beside a wrong flag": (
+        RULE,
+        "--swiglu 1",
+        RULE_LINE,
+        "AttributeError: 'Options' object has no attribute 'nope'",
+    ),
+    "plan": (NOPE, PLAN, 6, LACKS_NOPE),
+    "plan without a process group": (ALONE, PLAN, 6, WITHOUT_GROUP),
+    "plan of a device": (RAISES, f"{PLAN} --device h100", 6, "ValueError: deep"),
+    "search": (NOPE, f"{PLAN} --device h100 --suggest", 6, LACKS_NOPE),
+}
+"""Source of an extension, flags, and the line that its one message names and says."""
 
 
-@pytest.mark.parametrize(
-    ("bug", "argv", "what"),
-    [
-        ("x.nope()", "", "AttributeError: 'FakeTensor' object has no attribute 'nope'"),
-        ("torch.distributed.get_rank()", "", "ValueError: Default process group has not been initialized"),
-        ("raise ValueError('deep')", "--device h100", "ValueError: deep"),
-        ("x.nope()", "--device h100 --suggest", "AttributeError: 'FakeTensor' object has no attribute 'nope'"),
-    ],
-)
-def test_one_that_fails_in_a_plan_is_one_message_with_file_and_line(
-    bug: str, argv: str, what: str, tmp_path: Path
+@pytest.mark.parametrize(("source", "flags", "line", "what"), FAILS.values(), ids=FAILS.keys())
+def test_one_that_fails_is_one_message_with_file_and_line(
+    source: str, flags: str, line: int, what: str, tmp_path: Path
 ) -> None:
-    done = run(tmp_path, BUGGY.format(bug=bug), "--activation-func", "buggy", "--json", *argv.split())
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.splitlines()
-    assert lines[-2] == "This configuration cannot run: 1 problem." and "Traceback" not in done.stderr, done.stderr
-    place = f"--extension: {tmp_path / 'own.py'}:6: {what}"
-    assert lines[-1].startswith(f"  {place}") and lines[-1].endswith("; correct the extension, or remove --extension")
-    (problem,) = json.loads(done.stdout)["problems"]
-    assert problem["text"].startswith(place) and problem["flag"] == "--extension"
+    done = run(tmp_path, source, *flags.split())
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    (told,) = [each for each in done.stderr.splitlines() if "--extension: " in each]
+    place = f"--extension: {tmp_path / 'own.py'}:{line}: "
+    assert told.startswith(f"  {place}") and what in told, done.stderr
+    if PLAN in flags:
+        (problem,) = json.loads(done.stdout)["problems"]
+        assert problem["text"].startswith(place) and problem["flag"] == "--extension"
 
 
-def test_a_rule_that_fails_is_one_message_with_file_and_line(tmp_path: Path) -> None:
-    line = 1 + FLAGS[: FLAGS.index("if self.own_share")].count("\n")
-    for argv in ("", "--unknown-flag"):
-        done = run(tmp_path, FLAGS.replace("self.own_share > 1", "self.nope > 1"), *argv.split())
-        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-        place = f"--extension: {tmp_path / 'own.py'}:{line}: "
-        assert f"{place}AttributeError: 'Options' object has no attribute 'nope'; correct" in done.stderr
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = run(tmp_path, "", "--extension", "absent.py")
+    assert done.returncode == 2 and "--extension: absent.py: there is no such file" in done.stderr
 
 
 def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
@@ -163,12 +166,6 @@ def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stdout
     assert "--pipeline-schedule lazy: with 4 micro-batches on 2 ranks" in done.stderr
     assert run(tmp_path, source.replace("[:-1]", ""), *flags, "lazy").returncode == 0
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    done = run(tmp_path, "", "--extension", "absent.py")
-    assert done.returncode == 2
-    assert "--extension: absent.py: there is no such file" in done.stderr
 
 
 def test_extensions_of_a_file_are_loaded_and_may_have_moved(tmp_path: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
-from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.embedding import rounded
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recompute_segments
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, random_batch, token_losses, with_dropout
+from tests.harness import tp_context
 
 
 def loss_and_gradients(model: GPTModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -90,20 +94,6 @@ def test_masked_tokens_contribute_exactly_nothing() -> None:
     assert not any(grad.any() for grad in gradients.values())
 
 
-@pytest.mark.parametrize("style", ["gpt", "qwen2"])
-def test_weight_gradients_reach_main_grad(style: str) -> None:
-    config = STYLES[style]
-    batch = random_batch(config)
-    expected = loss_and_gradients(GPTModel(config, FP64), batch)[1]
-    model = GPTModel(config, FP64)
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
-    model(None, batch).backward()
-    for name, (parameter, _) in model.named_metas().items():
-        total = parameter.main_grad + (0 if parameter.grad is None else parameter.grad)
-        torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("style", ["gpt", "qwen3"])
 def test_half_precision_follows_single(dtype: str, style: str) -> None:
@@ -140,13 +130,24 @@ def test_text_beyond_the_learned_positions_is_refused() -> None:
         model(None, Batch.of_tokens(torch.zeros(1, 17, dtype=torch.int64)))
 
 
-def test_unknown_layer_is_an_error() -> None:
-    with pytest.raises(AssertionError):
-        GPTModel(GPT, layers=(0, 2), initialize=False)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_norm_of_one_plus_weight_equals_one_whose_weight_is_larger_by_one(dtype: torch.dtype) -> None:
+    config, ctx = replace(GPT, normalization="LayerNorm"), tp_context(ParallelState(), dtype=torch.float64)
+    usual = build_norm("norm", 8, config, ctx)
+    ours = build_norm("norm", 8, replace(config, apply_layernorm_1p=True), ctx)
+    assert (usual.weight.meta.init.kind, ours.weight.meta.init.kind) == ("ones", "zeros")
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(torch.randn(8))
+        usual.load_state_dict(ours.state_dict())
+        usual.weight += 1
+    x = torch.randn(4, 8, dtype=torch.float64)
+    found, tolerance = ours.to(dtype)(x.to(dtype)), 1e-12 if dtype == torch.float64 else 3e-2
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), usual(x), rtol=tolerance, atol=tolerance)
 
 
-def test_batches_move_and_count_their_tokens() -> None:
-    batch = random_batch(TransformerConfig(seq_length=8, vocab_size=9), samples=2)
-    assert batch.num_tokens == batch.loss_mask.sum()
-    moved = batch.to("meta")
-    assert moved.tokens.device.type == "meta" and moved.position_ids is None
+def test_word_embeddings_are_scaled_in_the_models_precision() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for hidden in (32, 2048, 3072):
+            assert rounded(sqrt(hidden), dtype) == float(torch.tensor(sqrt(hidden), dtype=dtype)), (dtype, hidden)

@@ -63,12 +63,6 @@ def test_several_sequences_in_a_document(tmp_path):
     assert dataset.document_boundaries.tolist() == [0, 2, 3]
 
 
-def test_part_of_a_sequence(tmp_path):
-    dataset = IndexedDataset(write_documents(tmp_path / "x", DOCUMENTS))
-    assert dataset.get(2, 5, 8).tolist() == [5, 6, 7]
-    assert dataset.get(2, 198).tolist() == [198, 199]
-
-
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, "uint16"), (65500, "int32"), (257, "uint16")])
 def test_dtype_follows_the_vocabulary(vocab_size, dtype):
     assert best_dtype(vocab_size).name == dtype

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
@@ -19,21 +21,15 @@ from megatron.core.pipeline_parallel.stages import Stage
 from tests import gpt_cases
 from tests.extensions import installed
 
-LLAMA: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "position_embedding_type": "rope",
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
+TABLE = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "counted_styles.yaml").read_text())
+NEEDS = {"latent": "latent_attention", "delta net": "linear_attention"}
+STYLES: dict[str, dict[str, Any]] = {
+    name: fields
+    for name, fields in TABLE["styles"].items()
+    if (start := name.split(",")[0]) not in NEEDS or installed(NEEDS[start])
 }
-
-
-EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "moe_layer_freq": "2",
-    "moe_ffn_hidden_size": 24,
-    "moe_shared_expert_intermediate_size": 16,
-}
+WITH_EXPERTS: dict[str, dict[str, Any]] = TABLE["with experts"]
+LLAMA, DELTA_NET = TABLE["shared"]["llama"], TABLE["shared"]["delta net"]
 
 
 def gqa(groups: int) -> dict[str, Any]:
@@ -81,52 +77,6 @@ def test_parameters_of_published_models(name: str) -> None:
     assert count_parameters(config).total == parameters
 
 
-STYLES: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "llama": {**LLAMA, **gqa(2)},
-    "qwen": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "squared_relu": True},
-    "gemma": {
-        "add_bias_linear": False,
-        "activation_func": "geglu_tanh",
-        "apply_layernorm_1p": True,
-        "scale_word_embeddings": True,
-    },
-    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
-    "own heads": {
-        **LLAMA,
-        **gqa(2),
-        "head_wise_attn_gate": True,
-        "value_channels": 6,
-        "window_size": 16,
-        "window_attn_skip_freq": "2",
-        "window_num_attention_heads": 6,
-    },
-    "gated with biases": {"swiglu": True, "qk_layernorm": True, "kv_channels": 24, "position_embedding_type": "none"},
-    "gated attention": {**LLAMA, **gqa(2), "norm_placement": "sandwich", "attention_output_gate": True},
-    "wide norms": {**LLAMA, "norm_placement": "output", "qk_layernorm": True, "qk_layernorm_scope": "all"},
-    "yarn": {**LLAMA, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "rotary_percent": 0.5},
-    "multi-token": {**LLAMA, "mtp_num_layers": 2, "final_logit_softcapping": 30.0},
-}
-if installed("latent_attention"):
-    WIDTHS = {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
-    LATENT: dict[str, Any] = {"multi_latent_attention": True, **WIDTHS}
-    STYLES["latent"] = {**LLAMA, **LATENT, "q_lora_rank": 12, "qk_layernorm": True}
-    STYLES["latent, whole queries"] = {**LATENT, "position_embedding_type": "rope"}
-if installed("linear_attention"):
-    DELTA_NET: dict[str, Any] = {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 4}
-    DELTA_NET |= {"linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
-    STYLES["delta net"] = {**LLAMA, **DELTA_NET, "linear_attention_freq": "2"}
-WITH_EXPERTS: dict[str, dict[str, Any]] = {
-    "gated shared expert": {**LLAMA, **EXPERTS, "moe_shared_expert_gate": True},
-    "groups of experts": {
-        **LLAMA,
-        **EXPERTS,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 1,
-    },
-}
 CUTS = [(1, False, [range(4)]), (2, False, [range(4)]), (2, True, [range(4)])]
 CUTS += [(2, True, [range(2), range(2, 4)]), (1, False, [range(0), range(3), range(3, 4)])]
 

@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.moe.experts import (
-    EACH,
-    GROUPED,
     Segments,
     _FusedWeightedActivation,
     _WeightedActivation,
@@ -29,9 +26,9 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.moe.router import within_capacity
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.core.transformer.activations import FUNCTIONS, FusedActivation
-from tests.gpt_cases import FP64, logits_in_parts
+from tests.gpt_cases import FP64
 from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, balances_of, build_layer, context, written_out
 
 S, B = 16, 3
@@ -172,18 +169,6 @@ def test_the_loss_is_that_of_running_means_however_the_batch_is_cut() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_recomputation_adds_no_load() -> None:
-    layer, x = build_layer(AUXILIARY), random_input(AUXILIARY).detach()
-    expected = router_gradient(layer, [x])
-    layer.router.balance.begin_step()
-    layer.zero_grad()
-    with torch.no_grad():
-        layer(x, context(B, SCALE))
-    layer(random_input(AUXILIARY, 1).detach(), context(B, SCALE, 1))
-    (layer(x, context(B, SCALE)) * 0.0).sum().backward()
-    assert torch.equal(layer.router.weight.grad, expected)
-
-
 def test_a_schedule_that_runs_micro_batches_in_another_order_is_an_error() -> None:
     loads = RunningLoads(ParallelState())
     loads.start(1, torch.ones(2, 4))
@@ -208,14 +193,13 @@ def test_logged_loss_has_the_loads_of_its_own_batch() -> None:
     torch.testing.assert_close(row[-2], logits.logsumexp(-1).square().sum())
 
 
-@pytest.mark.parametrize("favoured", [False, True])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_experts_without_tokens_get_exactly_zero(dispatcher: str, favoured: bool) -> None:
-    """One expert that nobody chooses, or all but those that everybody chooses."""
+def test_experts_without_tokens_get_exactly_zero(dispatcher: str) -> None:
+    """All but three, which every token chooses."""
     config = replace(DEEPSEEK, moe_token_dispatcher_type=dispatcher)
     layer, x = build_layer(config), random_input(config)
-    layer.router.balance.expert_bias[5 if not favoured else slice(0, 3)] = 20.0 if favoured else -20.0
-    empty = [3, 4, 5, 6, 7] if favoured else [5]
+    layer.router.balance.expert_bias[:3] = 20.0
+    empty = [3, 4, 5, 6, 7]
     expected, *_ = written_out(config, layer, x)
     y = layer(x, context(B, SCALE))
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
@@ -300,20 +284,6 @@ def test_weights_within_an_activation_are_those_behind_it(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_layer_equals_the_other(dtype: torch.dtype) -> None:
-    x = random_input(MIXTRAL).detach().to(dtype)
-    results = []
-    for grouped in (False, True):
-        layer = build_layer(replace(MIXTRAL, moe_grouped_gemm=grouped), dtype=dtype)
-        assert layer.experts.linear_fc1.gemms is (GROUPED if grouped else EACH)
-        y = layer(x, context(B, SCALE))
-        y.float().square().sum().backward()
-        results.append([y, *(p.grad for p in layer.parameters() if p.requires_grad)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_16_bit_layers_route_in_fp32() -> None:
     layer = build_layer(MIXTRAL, dtype=torch.bfloat16)
     x = random_input(MIXTRAL).detach()
@@ -346,33 +316,3 @@ def test_states_are_not_rounded_to_the_precision_of_the_run() -> None:
     model = GPTModel(moe_model(), ModelParallelConfig(bf16=True))
     kinds = {p.meta.name.rsplit(".", 1)[1]: p.dtype for p in model.parameters() if not p.requires_grad}
     assert kinds == {"expert_bias": torch.float32}
-
-
-def test_published_sizes() -> None:
-    """Mixtral 8x7B has 46.7B parameters of which 12.9B are active (arXiv 2401.04088)."""
-    config = TransformerConfig(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        group_query_attention=True,
-        num_query_groups=8,
-        seq_length=4096,
-        vocab_size=32000,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=True,
-        num_experts=8,
-    )
-    assert count_parameters(config).total == 46_702_792_704
-    assert active_parameters(config) == 12_879_925_248
-
-
-def test_generation_with_a_cache_routes_each_token_alike() -> None:
-    config = moe_model(attention_dropout=0.0, hidden_dropout=0.0)
-    model, tokens = GPTModel(config, FP64).eval(), torch.randint(101, (2, 9))
-    whole = model.logits(None, Batch.of_tokens(tokens))
-    found, _ = logits_in_parts(model, tokens, (5, 1, 3))
-    torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import FUTURE, Batch
-from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
 from megatron.core.parallel_state import Axis
@@ -189,7 +188,3 @@ def test_a_loss_that_may_need_more_than_logits_and_label_is_refused(monkeypatch:
         "--mtp-num-layers 1: needs a loss that takes labels of later tokens, and --loss-func pairs is not known to; "
         "remove --mtp-num-layers, or register the loss with multi_token=True if logits and label are all it needs"
     ]
-
-
-def test_depths_count_from_none() -> None:
-    assert TransformerConfig().mtp_depths == TransformerConfig(mtp_num_layers=0).mtp_depths == 0

@@ -61,23 +61,15 @@ def _tiles(lengths: Lengths, window: Window) -> list[Tile]:
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
-@pytest.mark.parametrize("groups", [1, 4])
-def test_it_is_attention_with_the_dense_mask(groups: int, window: int | None, documents: Tensor | None) -> None:
+@pytest.mark.parametrize(("groups", "sinks"), [(1, None), (4, None), (2, SINKS)], ids=["one", "four", "sinks"])
+def test_it_is_attention_with_the_dense_mask(
+    groups: int, sinks: Tensor | None, window: int | None, documents: Tensor | None
+) -> None:
     inputs = operands(groups)
+    leaves = inputs if sinks is None else (*inputs, sinks)
     starts = None if documents is None else document_starts(documents.tolist())
-    out = packed_attention(*inputs, starts, window, Twin())  # type: ignore[arg-type]
-    assert_equal_with_gradients(out, dense(*inputs, mask(window, documents)), inputs, inputs, 1e-13)
-
-
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_sinks(window: int | None, documents: Tensor | None) -> None:
-    inputs = operands(2)
-    leaves = (*inputs, SINKS)
-    starts = None if documents is None else document_starts(documents.tolist())
-    out = packed_attention(*inputs, starts, window, Twin(), SINKS)  # type: ignore[arg-type]
-    expected = dense(*inputs, mask(window, documents), sinks=SINKS)
-    assert_equal_with_gradients(out, expected, leaves, leaves, 1e-13)
+    out = packed_attention(*inputs, starts, window, Twin(), sinks)  # type: ignore[arg-type]
+    assert_equal_with_gradients(out, dense(*inputs, mask(window, documents), sinks=sinks), leaves, leaves, 1e-13)
 
 
 def test_whole_samples_take_it_and_parts_do_not() -> None:

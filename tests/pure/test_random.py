@@ -145,15 +145,6 @@ def test_memory_is_one_block_beside_the_shard(dim: int) -> None:
     assert 0 < seen.largest <= init.BLOCK
 
 
-def test_only_blocks_of_the_shard_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    original = init._block_values
-    monkeypatch.setattr(init, "BLOCK", 100)
-    monkeypatch.setattr(init, "_block_values", lambda *args: drawn.append(args[2]) or original(*args))
-    shard(ParamMeta("w", (80, 10), {"tp": 0}, Init("normal", 1.0)), 1, 4)
-    assert drawn == [2, 3]
-
-
 # Dropout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -90,74 +91,55 @@ def mask(window: int | None, documents: Tensor | None) -> Tensor:
     return seen
 
 
+SINKS = torch.tensor([0.5, -3.0, 0.0, 4.0], dtype=torch.float64, requires_grad=True)
+MASKS = Dropout(0.3, 77, 8, torch.tensor([4, 9, 2]))
+KERNELS: dict[str, Kernel] = {
+    "flash": FlashCPUKernel(SCALE),
+    "short": ShortDiagonals(SCALE),
+    "torch": TorchKernel(SCALE),
+    "narrow": NarrowTiles(SCALE),
+    "alibi": NarrowTiles(SCALE, slopes=SLOPES),
+    "capped": NarrowTiles(SCALE, cap=0.7, slopes=SLOPES),
+    "dropout": NarrowTiles(SCALE, MASKS, SLOPES),
+    "dropout, capped": NarrowTiles(SCALE, MASKS, cap=0.7),
+}
+
+
+def compare(
+    kernel: Kernel, groups: int, window: int | None, documents: Tensor | None, sinks: Tensor | None = None
+) -> None:
+    """A kernel, on all queries and on those of a rank that has all keys, with attention by the dense mask."""
+    inputs = operands(groups)
+    leaves = inputs if sinks is None else (*inputs, sinks)
+    causal = Causal(kernel, None if documents is None else document_starts(documents.tolist()), window)
+    added: dict[str, Any] = {name: getattr(kernel, name, None) for name in ("dropout", "slopes", "cap")}
+    for spans in (None, *(rank_spans(LENGTH, rank, 3) for rank in range(3))):
+        rows = list(range(LENGTH)) if spans is None else [place for span in spans for place in span]
+        q, k, v = inputs
+        found = local_attention(q if spans is None else q[rows], k, v, causal, spans, sinks=sinks)
+        expected = dense(*inputs, mask(window, documents), sinks=sinks, **added)
+        assert_equal_with_gradients(found, expected[rows], leaves, leaves, 1e-13)
+
+
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        *(FlashCPUKernel(SCALE), ShortDiagonals(SCALE), TorchKernel(SCALE), NarrowTiles(SCALE)),
-        *(NarrowTiles(SCALE, slopes=SLOPES), NarrowTiles(SCALE, cap=0.7, slopes=SLOPES)),
-    ],
-    ids=["flash", "short", "torch", "narrow", "alibi", "capped"],
-)
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Tensor | None) -> None:
-    inputs = operands(groups)
-    starts = None if documents is None else document_starts(documents.tolist())
-    causal = Causal(kernel, starts, window)
-    added = {name: getattr(kernel, name, None) for name in ("slopes", "cap")}
-    expected = dense(*inputs, mask(window, documents), **added)
-    assert_equal_with_gradients(local_attention(*inputs, causal), expected, inputs, inputs, 1e-13)
-    # The queries of a rank that has all keys.
-    for rank in range(3):
-        spans = rank_spans(LENGTH, rank, 3)
-        rows = [place for span in spans for place in span]
-        q, k, v = inputs
-        part = local_attention(q[rows], k, v, causal, spans)
-        expected = dense(*inputs, mask(window, documents), **added)
-        assert_equal_with_gradients(part, expected[rows], inputs, inputs, 1e-13)
-
-
-SINKS = torch.tensor([0.5, -3.0, 0.0, 4.0], dtype=torch.float64, requires_grad=True)
+    compare(kernel, groups, window, documents)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        FlashCPUKernel(SCALE),
-        NarrowTiles(SCALE),
-        NarrowTiles(SCALE, Dropout(0.3, 77, 8, torch.tensor([4, 9, 2])), cap=0.7),
-    ],
-    ids=["flash", "narrow", "dropout, capped"],
-)
-def test_sinks(kernel: Kernel, window: int | None, documents: Tensor | None) -> None:
-    inputs = operands(2)
-    starts = None if documents is None else document_starts(documents.tolist())
-    causal = Causal(kernel, starts, window)
-    dropout, cap = (getattr(kernel, name, None) for name in ("dropout", "cap"))
-    expected = dense(*inputs, mask(window, documents), dropout, sinks=SINKS, cap=cap)
-    leaves = (*inputs, SINKS)
-    assert_equal_with_gradients(local_attention(*inputs, causal, sinks=SINKS), expected, leaves, leaves, 1e-13)
-    assert not torch.allclose(expected, dense(*inputs, mask(window, documents), dropout, cap=cap))
+@pytest.mark.parametrize("name", ["flash", "narrow", "dropout, capped"])
+def test_sinks(name: str, window: int | None, documents: Tensor | None) -> None:
+    compare(KERNELS[name], 2, window, documents, SINKS)
 
 
 def test_a_sink_far_below_all_scores_is_none() -> None:
     inputs, causal = operands(2), Causal(TorchKernel(SCALE))
     none = torch.full((4,), -1e4, dtype=torch.float64)
     torch.testing.assert_close(local_attention(*inputs, causal, sinks=none), local_attention(*inputs, causal))
-
-
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["", "alibi"])
-def test_dropout_has_the_mask_of_the_whole(window: int | None, documents: Tensor | None, slopes: Tensor | None) -> None:
-    inputs = operands(2)
-    dropout = Dropout(0.3, 77, 8, torch.tensor([4, 9, 2]))
-    starts = None if documents is None else document_starts(documents.tolist())
-    out = local_attention(*inputs, Causal(NarrowTiles(SCALE, dropout, slopes), starts, window))
-    assert_equal_with_gradients(out, dense(*inputs, mask(window, documents), dropout, slopes), inputs, inputs, 1e-13)
 
 
 @pytest.mark.parametrize(
@@ -262,4 +244,4 @@ def test_tiles_packed_for_gpus(
     """The packing and the windows given to the GPU's kernel, with its definition in its place."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", varlen_backward)
-    test_kernels(FlashCUDAKernel(Flash2(SCALE)), groups, window, documents)
+    compare(FlashCUDAKernel(Flash2(SCALE)), groups, window, documents)

@@ -21,10 +21,10 @@ from tests.pure.test_tile_attention import (
     LENGTH,
     SCALE,
     assert_equal_with_gradients,
+    compare,
     dense,
     mask,
     operands,
-    test_kernels,
     varlen_backward,
     varlen_forward,
 )
@@ -135,7 +135,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_tiles_by_flash3(groups: int, window: int | None, documents: Tensor | None, package: Package) -> None:
     """Documents, windows and the parts of context-parallel ranks, whose log-sum-exps are merged."""
-    test_kernels(FlashCUDAKernel(Flash3(SCALE)), groups, window, documents)
+    compare(FlashCUDAKernel(Flash3(SCALE)), groups, window, documents)
     assert set(package.calls) == {"packed"}
 
 
@@ -180,7 +180,7 @@ def test_tiles_by_cudnn(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole samples, and the tiles of context-parallel ranks."""
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", dense_forward)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", dense_backward)
-    test_kernels(CudnnKernel(SCALE), groups, None, None)
+    compare(CudnnKernel(SCALE), groups, None, None)
     with pytest.raises(AssertionError, match="documents are left to FlashAttention"):
         local_attention(*operands(groups), Causal(CudnnKernel(SCALE), ((0, 7), (0,), (0,))))
     with pytest.raises(AssertionError, match="windows are left to FlashAttention"):

@@ -35,14 +35,14 @@ CLIPPED = Combination.of(world="4", cp="2ulysses", update="clipped", heads="mla"
 MUTANTS: Mutants = {
     "rotary keys' gradient not summed over tp": (
         [(multi_latent_attention, "copy_to", _unchanged)],
-        [Combination.of(world="2", tp="2", heads="mla", style="llama")],
+        Combination.of(world="2", tp="2", heads="mla", style="llama"),
     ),
     "norms of latents skipped": (
         [(multi_latent_attention.MultiLatentAttention, "_latents", _latents_without_norms)],
-        [Combination.of(world="2", heads="mla", style="llama")],
+        Combination.of(world="2", heads="mla", style="llama"),
     ),
     "rotary queries are clipped like those without position": (
         [(multi_latent_attention.MultiLatentAttention, "clip_factors", _whole_factor_in_rotary_keys)],
-        [CLIPPED],
+        CLIPPED,
     ),
 }

@@ -60,37 +60,33 @@ _true_begun = gated_delta_net.documents_begun
 MUTANTS: Mutants = {
     "decay of gated delta nets ignored": (
         [(gated_delta_net, "gated_delta_chunks", _without_decay)],
-        [Combination.of(layers="delta nets")],
+        Combination.of(layers="delta nets"),
     ),
     "states of gated delta nets not passed from chunk to chunk": (
         [(gated_delta_net, "gated_delta_chunks", _without_states)],
-        [Combination.of(layers="delta nets")],
+        Combination.of(layers="delta nets"),
     ),
     "gradient of a gated delta net's norm not summed over ranks": (
         [(gated_delta_net, "delta_net_parameters", _delta_net_norm_not_summed)],
-        [Combination.of(world="2", tp="2", layers="delta nets")],
+        Combination.of(world="2", tp="2", layers="delta nets"),
     ),
     "gated delta nets with the convolutions and decays of the first context rank": (
         [(gated_delta_net, "local_slice", _first_heads)],
-        [Combination.of(world="2", cp="2ring", layers="delta nets")],
+        Combination.of(world="2", cp="2ring", layers="delta nets"),
     ),
     "gated delta nets read a sequence in order of ranks": (
         [
-            (
-                gated_delta_net,
-                "sequence_to_heads",
-                lambda x, cp: swap_blocks(x.movedim(2, 0), cp).flatten(0, 1),
-            ),
+            (gated_delta_net, "sequence_to_heads", lambda x, cp: swap_blocks(x.movedim(2, 0), cp).flatten(0, 1)),
             (
                 gated_delta_net,
                 "heads_to_sequence",
                 lambda x, cp: swap_blocks(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2),
             ),
         ],
-        [Combination.of(world="2", cp="2gather", layers="delta nets")],
+        Combination.of(world="2", cp="2gather", layers="delta nets"),
     ),
     "gated delta nets with the documents of a part of the sequence": (
         [(gated_delta_net, "documents_begun", _documents_of_own_rows)],
-        [Combination.of(world="2", cp="2ring", layers="delta nets", documents="packed")],
+        Combination.of(world="2", cp="2ring", layers="delta nets", documents="packed"),
     ),
 }

@@ -42,14 +42,11 @@ _LATER = Combination.of(world="2", pp="2", schedule="zb-h2", norm="validated lat
 
 
 MUTANTS: Mutants = {
-    "moments not rolled back": ([(post_validation.RollbackCopies, "restore", _without_moments)], [_LATER]),
-    "gradients not rolled back": ([(post_validation.RollbackCopies, "restore", _without_gradients)], [_LATER]),
+    "moments not rolled back": ([(post_validation.RollbackCopies, "restore", _without_moments)], _LATER),
+    "gradients not rolled back": ([(post_validation.RollbackCopies, "restore", _without_gradients)], _LATER),
     "forward passes before a roll-back not run again": (
         [(executor.PipelineExecutor, "_validate", _keeps_forwards)],
-        [_LATER],
+        _LATER,
     ),
-    "step not clipped after a roll-back": (
-        [(distrib_optimizer.DistributedOptimizer, "apply", _unclipped)],
-        [_LATER],
-    ),
+    "step not clipped after a roll-back": ([(distrib_optimizer.DistributedOptimizer, "apply", _unclipped)], _LATER),
 }

@@ -110,11 +110,6 @@ def test_sends_in_crossed_order_block_only_at_a_rendezvous():
     assert {rank for rank, _, _ in caught.value.cycle} == {0, 1}
 
 
-def test_nothing_to_do():
-    found = simulate([[], []])
-    assert found.makespan == 0 and found.bubble == 0 and found.peak_activations == [0, 0]
-
-
 def test_an_action_listed_twice_is_refused() -> None:
     lists = [list(actions) for actions in build_schedule("1f1b", 2, 2)]
     lists[1].append(lists[1][0])

@@ -39,28 +39,22 @@ _true_open_grads, _true_finish_grad_sync = UnitBucket.open_grads, UnitBucket.fin
 MUTANTS: Mutants = {
     "parameters that are gathered before an update read after it": (
         [(UnitBucket, "drop_params", lambda self: None)],
-        [
-            Combination.of(world="2", optimizer="parameters"),
-            Combination.of(world="4", pp="2", schedule="zb-h1", optimizer="parameters"),
-        ],
+        Combination.of(world="2", optimizer="parameters"),
     ),
     "a gather of other ranks' shards left out": (
         [(unit_bucket, "start_all_gather", _own_shard_alone)],
-        [Combination.of(world="2", optimizer="parameters", style="llama")],
+        Combination.of(world="2", optimizer="parameters", style="llama"),
     ),
     "gradients of a unit dropped before all of them have been reduced": (
         [(UnitBucket, "open_grads", _opened_empty)],
-        [
-            Combination.of(world="2", optimizer="gradients"),
-            Combination.of(world="4", ep="2", mlp="moe", optimizer="parameters"),
-        ],
+        Combination.of(world="2", optimizer="gradients"),
     ),
     "a shard of gradients added twice": (
         [(UnitBucket, "finish_grad_sync", _added_twice)],
-        [Combination.of(world="2", optimizer="parameters"), Combination.of(world="2", optimizer="gradients")],
+        Combination.of(world="2", optimizer="parameters"),
     ),
     "only the last micro-batch in a shard of gradients": (
         [(UnitBucket, "finish_grad_sync", _replaced)],
-        [Combination.of(world="4", pp="2", schedule="zb-v", optimizer="gradients")],
+        Combination.of(world="4", pp="2", schedule="zb-v", optimizer="gradients"),
     ),
 }

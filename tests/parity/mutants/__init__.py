@@ -1,10 +1,10 @@
 """Is the parity matrix able to fail? Each reduction is broken on purpose, and the matrix must go red.
 
 A mutant replaces functions of the product for one comparison; the one-process reference is computed before, from the
-product as it is. Beside each stand combinations of the matrix that exercise what is broken, by subject in the modules
-of this folder.
+product as it is. Beside each stands a combination of the matrix that exercises what is broken. The modules of this
+folder have them by subject.
 
-    python -m tests.parity.mutants            every mutant against its combinations: what was seen, a line each
+    python -m tests.parity.mutants            every mutant against its combination: what was seen, a line each
     python -m tests.parity.mutants --matrix   every mutant against the matrix until something is red
 """
 

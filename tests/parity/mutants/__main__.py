@@ -16,16 +16,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--matrix", action="store_true", help="look for the first red combination of the whole matrix")
     args = parser.parse_args(argv)
     survivors = []
-    for name, (_, combinations) in MUTANTS.items():
-        red = None
-        for combination in whole_matrix() if args.matrix else combinations:
-            said = seen(name, combination)
-            if said is not None or not args.matrix:
-                red = said
-                print(f"{name} | {combination} | {said or 'NOT NOTICED'}", flush=True)
-                if args.matrix or said is None:
-                    break
-        if red is None:
+    for name, (_, own) in MUTANTS.items():
+        for combination in whole_matrix() if args.matrix else [own]:
+            if said := seen(name, combination):
+                print(f"{name} | {combination} | {said}", flush=True)
+                break
+        else:
+            print(f"{name} | NOT NOTICED", flush=True)
             survivors.append(name)
     print(f"{len(MUTANTS)} mutants, {len(survivors)} survived: {survivors or 'none'}")
     return 1 if survivors else 0

@@ -9,8 +9,8 @@ from tests.parity.matrix.combination import Combination
 Patch = tuple[Any, str, Any]
 """What to replace of which object, and by what."""
 
-Mutants = dict[str, tuple[list[Patch], list[Combination]]]
-"""By name: the patches, and combinations that exercise what is broken."""
+Mutants = dict[str, tuple[list[Patch], Combination]]
+"""By name: the patches, and a combination that exercises what is broken."""
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

@@ -21,17 +21,14 @@ _true_biased_backward = activations._biased_backward
 MUTANTS: Mutants = {
     "sum of squares of a rank's own heads": (
         [(norm, "reduce_from", lambda x, axis: x)],
-        [
-            Combination.of(world="2", tp="2", block="wide norms"),
-            Combination.of(world="2", tp="2sp", block="wide norms"),
-        ],
+        Combination.of(world="2", tp="2", block="wide norms"),
     ),
     "gradient of the sum of squares from a rank's own heads": (
         [(norm, "copy_to", lambda x, axis: x)],
-        [Combination.of(world="2", tp="2", block="wide norms")],
+        Combination.of(world="2", tp="2", block="wide norms"),
     ),
     "gradient of a bias before an activation from a part of the rows": (
         [(activations, "_biased_backward", _bias_gradient_of_some_rows)],
-        [Combination.of(world="2", tp="2", regions="fused"), Combination.of(world="2", regions="fused", style="bloom")],
+        Combination.of(world="2", tp="2", regions="fused"),
     ),
 }
