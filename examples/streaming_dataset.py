@@ -9,8 +9,8 @@ from random import Random
 from megatron.core.config import DatasetConfig
 from megatron.core.datasets.build import Datasets
 from megatron.core.datasets.gpt_dataset import SampleFormat
-from megatron.core.datasets.streaming import stream_splits
 from megatron.core.parts import DATASETS
+from megatron.extensions.datasets.generator_dataset import stream_splits
 
 
 @DATASETS.register("sums")

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder
 
 
 def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: Any = "<u2") -> str:

@@ -16,7 +16,8 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, strip_suffix
+from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
+from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder
 
 from .common import dataset_at, refuse, refuse_output, run_tool, tool_parser
 

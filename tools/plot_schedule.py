@@ -22,10 +22,10 @@ if not __package__:  # run as a file of a clone
 from megatron.core.parts import PIPELINE_SCHEDULES, UPDATES_AHEAD
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import lists_of_steps, pipeline_lists, version_of
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.walk import TIMED, Timed
-from megatron.extensions.simulator.simulator import Simulation, StageCosts, simulate
+from megatron.extensions.simulator.simulator import Simulation, StageCosts, lists_of_steps, simulate
 
 from .common import add_config_flags, add_extension_flag, refuse, refuse_picture, run_tool, too_small, tool_parser
 from .pictures.drawing import (
@@ -162,6 +162,12 @@ class Names:
         if self.per_step is not None:
             return "number: micro-batch; paler: every other version of the weights"
         return "number: micro-batch" + ("; paler: later chunk" if self.layout.chunks > 1 else "")
+
+
+def version_of(microbatch: int, microbatches: int) -> int:
+    """Updates in the weights that a pass uses, by the number of its micro-batch in a run that does not flush: a step's
+    passes begin before the update of the step before."""
+    return max(0, microbatch // microbatches - 1)
 
 
 def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> str:

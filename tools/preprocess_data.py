@@ -31,8 +31,8 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
 from megatron.extensions.text_data.encoding import CHUNK_BYTES, Encoded, Job, encode_all, peak_memory
 from megatron.extensions.text_data.fast_tokenizer import DifferentIds, stand_in_for
 from megatron.extensions.text_data.formats import Chunk, Reading, read_chunks

@@ -81,6 +81,15 @@ class AttentionFacts(MixerFacts):
 
 
 @dataclass(frozen=True)
+class ContextParallelFacts:
+    by_heads: bool = False
+    """Whether a rank computes the whole sequence for some heads."""
+
+    rules: str | None = None
+    """Where its rules are, "module:function": (RunConfig, world size) -> problems of a run on several context ranks."""
+
+
+@dataclass(frozen=True)
 class RecomputedFacts:
     within: str | None = None
     """A larger part that includes it."""
@@ -248,15 +257,21 @@ class ScheduleFacts:
     """Whether it takes `in_turns=True`, for `PASS_PAIRS`: FB before each F and B, or I, that run in turns
     (`schedules.runs_in_turns`)."""
 
-    flushes: bool = True
-    """Whether a step ends before the next one begins. If not, its lists are cut from those of a run without an end
-    (`passes.lists_of_step`)."""
+    of_step: str | None = None
+    """Where the lists of a step are that begins the passes of the next one, "module:function": (schedule, p,
+    micro-batches of the step before, of the step, of the next one) -> lists, communication included. None: a step ends
+    before the next one begins."""
 
     asks_for: tuple[Any, ...] = ()
     """Options that `config.options` of its runs finds."""
 
     rules: str | None = None
     """Where its rules are, "module:function": (RunConfig, world size) -> problems of a run that has it."""
+
+    @property
+    def flushes(self) -> bool:
+        """Whether a step ends before the next one begins."""
+        return self.of_step is None
 
     def form(self) -> str:
         """The arguments of a schedule."""

@@ -60,6 +60,22 @@ ATTENTION_BACKENDS.register("auto", f"{_ATTENTION}:AttentionBackend")
 ATTENTION_BACKENDS.register("flash", f"{_ATTENTION}:AttentionBackend")
 ATTENTION_BACKENDS.register("unfused", f"{_ATTENTION}:Unfused")
 
+TILE_KERNELS: Registry[Any, NoFacts] = Registry(
+    "kernel of tiles", NoFacts, "scale, dtype, device, head_dim, value_head_dim"
+)
+"""`build(scale, dtype, device, head_dim, value_head_dim)`: a `megatron.core.attention.tile_kernels.Kernel`. Of the
+entry of plain torch, a substitute computes the same faster."""
+
+TILE_KERNELS.register("torch", "megatron.core.attention.tile_kernels:torch_kernel")
+
+CONTEXT_PARALLEL: Registry[Any, facts.ContextParallelFacts] = Registry(
+    "--cp-comm-type", facts.ContextParallelFacts, "q, k, v, cp, causal, sinks"
+)
+"""`attention(q, k, v, cp, causal, sinks)`: attention over context-parallel ranks, see
+`megatron.core.attention.context_parallel.ring_attention`."""
+
+CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_attention")
+
 LINEARS: Registry[Any, NoFacts] = Registry("linear layer", NoFacts, "linear, ctx")
 """`Linear(linear, ctx)`: a linear layer of transformer layers with sharded features, as a description of
 `megatron.core.tensor_parallel.parameters` says. What it is substituted by computes and sends the same in another way.
@@ -199,6 +215,15 @@ PIPELINE_SCHEDULES.register(
     "interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True, any_groups=True, in_turns=True
 )
 
+STAGE_SPLITS: Registry[Any, facts.WhenFacts] = Registry(
+    "split of layers", facts.WhenFacts, attributes=("virtual", "num_stages", "end_costs", "fixed")
+)
+"""Divides the layers among pipeline stages in another way than evenly; none of the trunk's. `virtual(parallel)`:
+whether it makes more stages than ranks; `num_stages(model, parallel)`: how many, or None where it leaves that;
+`end_costs(parallel, first, last)`: what embedding and head cost, given their FLOPs, in layers; `fixed(model, parallel,
+layout)`: stage -> its number of layers. The last three raise ValueError, which names the flag. `when` is of the
+ModelParallelConfig."""
+
 MICROBATCH_RUNNERS: Registry[Any, facts.RunnerFacts] = Registry(
     "runner", facts.RunnerFacts, attributes=("prepare", "build")
 )
@@ -213,7 +238,7 @@ ModelParallelConfig."""
 
 DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
-wanted of each (None: one epoch); see `megatron.core.datasets.streaming.GeneratorDataset`."""
+wanted of each (None: one epoch); see `megatron.extensions.datasets.generator_dataset.GeneratorDataset`."""
 
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")
@@ -253,6 +278,10 @@ MODEL_LOADERS: Registry[Any, NoFacts] = Registry("--load", NoFacts, attributes=(
 EXPORTERS: Registry[Any, facts.WhenFacts] = Registry("exporter", facts.WhenFacts, "config, held")
 """`Exporter(config, held)`: what is done with complete checkpoints while training continues; see
 `megatron.training.saving.Exporter`. `when` is of the RunConfig."""
+
+CHECKPOINT_CLEANUPS: Registry[Any, facts.WhenFacts] = Registry("cleanup of checkpoints", facts.WhenFacts, "config")
+"""`build(config)`: what deletes older checkpoints after each save, see
+`megatron.core.dist_checkpointing.async_saver.CheckpointSaver`. `when` and `config` are of the whole RunConfig."""
 
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""

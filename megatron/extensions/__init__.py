@@ -52,17 +52,20 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
+    BuiltIn("retention", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
     BuiltIn("unit_sharding", "ZeRO-2 and ZeRO-3: gradients and parameters sharded over data-parallel ranks"),
     BuiltIn("post_validation", "optimizer updates before the gradient norm is known, rolled back if it refuses them"),
+    BuiltIn("pipeline_split", "layers of pipeline stages by hand: of both ends, or of all stages"),
     BuiltIn("zero_bubble", "zero-bubble pipeline schedules: ZB-H1, ZB-H2, ZB-V"),
     BuiltIn("pipedream_2bw", "PipeDream-2BW: pipelines that never flush, with two versions of the weights"),
     BuiltIn("offload", "optimizer states and saved activations in host memory"),
     BuiltIn("cpu_half", "matrix products of 16 bits in fp32, on CPUs without instructions for them"),
     BuiltIn("phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
+    BuiltIn("datasets", "for data sets of one's own: samples from a generator, and the writer of indexed files"),
     BuiltIn(
         "text_data",
         "training on text files, local or remote, without preprocessing; fill-in-the-middle samples",
-        needs=("tokenizers",),
+        needs=("datasets", "tokenizers"),
     ),
     BuiltIn(
         "evaluation",
@@ -78,7 +81,12 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("fp8", "Products of linear layers in 8-bit floating point."),
     BuiltIn("overlap", "Overlap of the collectives within layers with computation."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
-    BuiltIn("linear_attention", "Gated delta nets, a linear attention, as in Qwen3-Next."),
+    BuiltIn("context_parallel", "Context parallelism with gathered keys and values, and by all-to-all of heads."),
+    BuiltIn(
+        "linear_attention",
+        "Gated delta nets, a linear attention, as in Qwen3-Next.",
+        needs=("context_parallel",),
+    ),
     BuiltIn("xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),
 )
 """The one list of built-in extensions."""

@@ -22,7 +22,6 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, kind_of, refusal
-from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.state_dict import (
     MAIN_PARAM,
     MODEL,
@@ -39,7 +38,7 @@ from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import HISTORY
-from megatron.core.parts import MODEL_LOADERS, STATE_STORES
+from megatron.core.parts import CHECKPOINT_CLEANUPS, MODEL_LOADERS, STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.training.config.flags import config_of_sections, named_value, values_by_section
@@ -91,7 +90,7 @@ class Checkpointer:
     ) -> tuple[StateDict, dict[str, Any]]:
         """(tensors, the rest) of a checkpoint of `progress.iteration`. The tensors are the live ones.
 
-        `metrics`: what was measured at this iteration, for retention to choose by.
+        `metrics`: what was measured at this iteration, for cleanups to choose by.
         """
         config, optimizer, zero = self.config, self.optimizer, self.config.optimizer.use_distributed_optimizer
         optimizer.finish_param_sync()
@@ -225,12 +224,13 @@ def _load_callbacks(states: Mapping[str, Any], callbacks: Sequence[Callback], sa
         say(f" the checkpoint has state of callbacks that are not in this run, which is ignored: {', '.join(gone)}")
 
 
-def build_saver(options: CheckpointConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:
+def build_saver(config: RunConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:
     """The writer of the run's checkpoints; None without --save. Collective over the world."""
+    options = config.checkpoint
     if options.save is None:
         return None
-    retention = Retention(options.keep_last, options.keep_every, options.save_retain_best)
-    saver = CheckpointSaver(Path(options.save), world, background=options.async_save, retention=retention)
+    cleanups = [CHECKPOINT_CLEANUPS[name](config) for name in CHECKPOINT_CLEANUPS.wanted(config)]
+    saver = CheckpointSaver(Path(options.save), world, background=options.async_save, cleanups=cleanups)
     saver.held += [Path(progress.loaded_from)] if progress.loaded_from else []
     return saver
 

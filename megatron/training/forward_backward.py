@@ -18,8 +18,9 @@ from megatron.core.parts import MICROBATCH_RUNNERS, PIPELINE_SCHEDULES, update_a
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
-from megatron.core.pipeline_parallel.passes import lists_of_step, pipeline_lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.core.registry import imported
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.training.config.run_config import RunConfig
@@ -152,7 +153,7 @@ class Pipeline:
         shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
         p2p = PipelineP2P(self.pp, shape, dtype, runtime.device, lanes=runtime.state.lanes)
         self.executor = PipelineExecutor(stages, self.layout, p2p, queue, casts, pair)
-        self.flushes = PIPELINE_SCHEDULES.facts(self.schedule).flushes
+        self.of_step = imported(PIPELINE_SCHEDULES.facts(self.schedule).of_step)
         self._step_before = 0
         """Micro-batches of the last step, if it has begun passes of the next one."""
         self.graph: Any = None
@@ -172,9 +173,9 @@ class Pipeline:
 
         Without `replay` the executor alone is used, so that hooks of modules run, and each action runs by itself. With
         a schedule that does not flush, passes of the `following` micro-batches begin, those of the next call."""
-        if not self.flushes:
+        if self.of_step is not None:
             before, self._step_before = self._step_before, len(batches) if following else 0
-            lists = lists_of_step(self.schedule, self.pp.size, before, len(batches), len(following))
+            lists = self.of_step(self.schedule, self.pp.size, before, len(batches), len(following))
             return self.executor.run(
                 lists[self.pp.rank], batches, loss_scale_seed=seed, following=following, begun=before > 0
             )

@@ -41,7 +41,7 @@ class RunSaver:
 
     def __init__(self, checkpointer: Checkpointer, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
         self.options = checkpointer.config.checkpoint
-        self.writer = build_saver(self.options, runtime.state.world, progress)
+        self.writer = build_saver(checkpointer.config, runtime.state.world, progress)
         """None without --save."""
         self.checkpointer, self._runtime, self._progress, self._lines = checkpointer, runtime, progress, lines
         self.last = progress.iteration or None
@@ -72,7 +72,7 @@ class RunSaver:
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last = iteration
         self._runtime.watchdog.doing(f"saving iteration {iteration}")
-        if self.exporters:  # they learn of the save before, whose checkpoint retention must then not delete
+        if self.exporters:  # they learn of the save before, whose checkpoint must then not be deleted
             self.writer.wait()
             self.report()
         self.writer.save(iteration, *self.checkpointer.contents(self._progress, metrics))

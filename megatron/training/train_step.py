@@ -38,7 +38,7 @@ def train_step(run: TrainingRun, before_update: Callable[[], None] | None = None
 def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | None) -> None:
     read = before_update is not None or _is_read(run, step)
     given = _input_of(run, step)
-    run.begun = None if read or run.pipeline.flushes else _following(run, step)
+    run.begun = None if read or run.pipeline.of_step is None else _following(run, step)
     sums = _gradients(run, given)
     if settle(run):
         sums = _gradients(run, _prepared(run, step, given.batches))

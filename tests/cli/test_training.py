@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.path_kind import saved_folders
+from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder
 from tests.forked import run_forked, run_program
 
 MODEL = (

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from megatron.core.dist_checkpointing import storage
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import read_latest, saved_folders
-from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis, initialize_model_parallel
+from megatron.extensions.retention.flags import RetentionFlags
+from megatron.extensions.retention.retention import retain
 from megatron.training.run import TrainingRun
 from tests.harness import run_world, train_to_the_end
 from tests.tiny import TINY
@@ -41,7 +43,7 @@ def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointSaver, torch
 
 def save_until_killed(rank: int, world_size: int, root: Path, victim: int, delay: float, saved: int) -> None:
     """`delay`: seconds after so many saves."""
-    saver, part, tensors = start(rank, root, retention=Retention(last=2))
+    saver, part, tensors = start(rank, root, cleanups=(partial(retain, RetentionFlags(keep_last=2)),))
     for iteration in range(1, 10_000):
         if rank == victim and iteration == saved + 1:
             saver.wait()
@@ -67,7 +69,7 @@ def test_a_kill_at_any_moment_leaves_a_loadable_latest(tmp_path: Path) -> None:
 
 
 def change_while_saving(rank: int, world_size: int, root: Path) -> list[int]:
-    saver, part, tensors = start(rank, root, retention=Retention(last=2))
+    saver, part, tensors = start(rank, root, cleanups=(partial(retain, RetentionFlags(keep_last=2)),))
     saver.held.append(root / "iter_0000002")
     for iteration in range(1, 7):
         part.fill_(iteration)

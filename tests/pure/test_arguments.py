@@ -351,7 +351,7 @@ def test_help_about_words_and_the_version(capsys: pytest.CaptureFixture[str]) ->
     assert len(set(names) & spelling_table().keys()) == len(FIRST_RUN) < 50
     assert "--help all prints all" in short and "\n  parallelism and precision; model;" in short
     group = said(capsys, "--help", "checkpoints")
-    assert group.startswith("checkpoints:\n  --save PATH") and "--lr" not in group and "--keep-last" in group
+    assert group.startswith("checkpoints:\n  --save PATH") and "--lr" not in group and "--save-interval" in group
     sharding = " ".join(said(capsys, "--help", "data-parallel-sharding-strategy").split())
     assert "optim: optimizer state (ZeRO-1)." in sharding
     assert ("ZeRO-2" in sharding) == ("optim_grads" in sharding)

@@ -14,10 +14,11 @@ import torch
 from megatron.core.dist_checkpointing.integrity import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, read_latest
-from megatron.core.dist_checkpointing.retention import Retention, retain
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError, save
 from megatron.core.parallel_state import Axis
+from megatron.extensions.retention.flags import RetentionFlags
+from megatron.extensions.retention.retention import retain
 from megatron.training.metrics.sinks import JsonLinesSink
 from tests.corpus import largest_file
 from tools import inspect_checkpoint
@@ -136,7 +137,7 @@ def test_checkpoints_moved_away_behind_links_do_not_stop_saves(root: Path, tmp_p
     (root / "iter_0000010.old").symlink_to(moved / "iter_0000010")
     assert load(root) == (30, [])
     save_at(root, 30)
-    retain(root, Retention(last=2), 30, [])
+    retain(RetentionFlags(keep_last=2), root, 30, [])
     save_at(root, 40)
     assert load(root) == (40, []) and load(moved / "iter_0000010") == (10, [])
     assert sorted(path.name for path in root.iterdir() if path.name != LATEST) == [

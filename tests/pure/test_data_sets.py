@@ -14,8 +14,8 @@ from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.build import Demands, build_datasets, parse_blend
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.source_order import split_tokens
+from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder
 from tests.corpus import largest_file, write_documents
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"

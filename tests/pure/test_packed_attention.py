@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.core.attention import varlen as packed
 from megatron.core.attention.context_parallel import local_attention
-from megatron.core.attention.flash_kernels import FlashCPUKernel
 from megatron.core.attention.tile_kernels import Causal, Rows, TorchKernel, query_rows
 from megatron.core.attention.tiles import Documents, Tile, document_starts
 from megatron.core.attention.varlen import Lengths, Window, cumulative_lengths, packed_attention
+from megatron.extensions.fusions.attention.flash_kernels import FlashCPUKernel
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,

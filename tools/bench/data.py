@@ -203,7 +203,7 @@ def synthetic_lengths() -> np.ndarray:
 
 def write_dataset(prefix: Path) -> None:
     """A data set of those lengths whose tokens are zeros."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder
 
     lengths = synthetic_lengths()
     with IndexedDatasetBuilder(str(prefix), np.dtype(np.uint16)) as builder:

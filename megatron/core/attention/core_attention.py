@@ -12,20 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.attention.context_parallel import (
-    gathered_attention,
-    local_attention,
-    ring_attention,
-    ulysses_attention,
-)
-from megatron.core.attention.flash_kernels import flash_kernel
+from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import cut_documents
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import site_key
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import ATTENTION_BACKENDS
+from megatron.core.parts import ATTENTION_BACKENDS, CONTEXT_PARALLEL, TILE_KERNELS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 
@@ -60,7 +54,7 @@ class AttentionBackend:
         scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
     ) -> tuple[Kernel, Kernel]:
         """The kernels of tiles for plain causal attention, and for documents and windows."""
-        kernel = flash_kernel(scale, dtype, device, head_dim, value_head_dim)
+        kernel = TILE_KERNELS.build("torch", scale, dtype, device, head_dim, value_head_dim)
         return kernel, kernel
 
     @staticmethod
@@ -115,10 +109,6 @@ def alibi_slopes(heads: int) -> list[float]:
     return below + between
 
 
-CONTEXT_PARALLEL = {"p2p": ring_attention, "all_gather": gathered_attention, "a2a": ulysses_attention}
-"""By --cp-comm-type."""
-
-
 class CoreAttention(nn.Module):
     """Core attention of one layer.
 
@@ -139,7 +129,7 @@ class CoreAttention(nn.Module):
         heads = config.num_attention_heads // ctx.tp.size
         self.local_heads, self.first_head = heads, heads * ctx.tp.rank
         first = self.first_head
-        if self.across_ranks is ulysses_attention:
+        if self.across_ranks is not None and CONTEXT_PARALLEL.facts(ctx.cp_comm_type).by_heads:
             heads //= self.cp.size
             self.first_head += heads * self.cp.rank
         self.slopes: Tensor | None = None

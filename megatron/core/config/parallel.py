@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
-from megatron.core.config.flag_spec import Condition, Section, flag
-from megatron.core.config.pipeline_layout import layers_of_stages
+from megatron.core.config.flag_spec import Section, flag
 from megatron.core.parts import (
     ACTIVATION_STORES,
     ATTENTION_BACKENDS,
+    CONTEXT_PARALLEL,
     MICROBATCH_RUNNERS,
     PASS_PAIRS,
     PIPELINE_SCHEDULES,
     SHARDING_STRATEGIES,
-)
-
-FIRST_FIXED = Condition(
-    "--decoder-first-pipeline-num-layers: it fixes the layers of that end",
-    lambda config: config.parallel.decoder_first_pipeline_num_layers is not None,
-)
-LAST_FIXED = Condition(
-    "--decoder-last-pipeline-num-layers: it fixes the layers of that end",
-    lambda config: config.parallel.decoder_last_pipeline_num_layers is not None,
+    STAGE_SPLITS,
 )
 
 
@@ -69,7 +62,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
     context_parallel_size: int = flag(1, "--cp", "--context-model-parallel-size")
     """Ranks that share each sequence (context parallelism, CP)."""
 
-    cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
+    cp_comm_type: str = flag("p2p", choices=CONTEXT_PARALLEL)
     """Attention over context ranks: ring of keys and values (p2p), gathered keys and values, or all-to-all of heads."""
 
     expert_model_parallel_size: int = flag(1, "--ep")
@@ -100,34 +93,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, excludes="--num-virtual-stages-per-pipeline-rank")
     """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
 
-    pipeline_model_parallel_layout: str | None = flag(
-        None,
-        excludes=(
-            "--num-virtual-stages-per-pipeline-rank",
-            "--num-layers-per-virtual-pipeline-stage",
-            FIRST_FIXED,
-            LAST_FIXED,
-            "--account-for-embedding-in-pipeline-split",
-            "--account-for-loss-in-pipeline-split",
-        ),
-    )
-    """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss,
-    | next stage, *n repetition of a symbol or group. A multiple of PP of them, dealt to the ranks in turn."""
-
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved schedule: micro-batches that pass through a stage before the rank's next one; default PP."""
-
-    decoder_first_pipeline_num_layers: int | None = flag(None, at_least=0)
-    """Layers of the first pipeline rank, spread over its stages; with zb-v, layers of the first stage."""
-
-    decoder_last_pipeline_num_layers: int | None = flag(None, at_least=0)
-    """Layers of the last pipeline rank, spread over its stages; with zb-v, layers of the last stage."""
-
-    account_for_embedding_in_pipeline_split: bool = flag(False, excludes=FIRST_FIXED)
-    """Count the embedding as one layer in the split of layers, instead of its FLOPs (zero)."""
-
-    account_for_loss_in_pipeline_split: bool = flag(False, excludes=LAST_FIXED)
-    """Count the head and the loss as one layer in the split of layers, instead of their FLOPs."""
 
     cpu: bool = False
     """Train on the CPU even if a GPU is present."""
@@ -185,17 +152,14 @@ class ModelParallelConfig(PrecisionConfig, Section):
         if self.pipeline_schedule is not None:
             return self.pipeline_schedule
         virtual = self.num_virtual_stages_per_pipeline_rank or self.num_layers_per_virtual_pipeline_stage
-        if self.pipeline_model_parallel_layout is not None:
-            virtual = len(self.layers_by_hand or ()) > self.pipeline_model_parallel_size
-        return "interleaved" if virtual else "1f1b"
+        split = self.stage_split
+        return "interleaved" if virtual or (split is not None and split.virtual(self)) else "1f1b"
 
     @property
-    def layers_by_hand(self) -> tuple[int, ...] | None:
-        """Layers of each stage, if --pipeline-model-parallel-layout gives them and is legal."""
-        try:
-            return layers_of_stages(self.pipeline_model_parallel_layout or "")
-        except ValueError:
-            return None
+    def stage_split(self) -> Any:
+        """Part of STAGE_SPLITS that divides the layers; None for the even split."""
+        name = STAGE_SPLITS.chosen(self)
+        return None if name is None else STAGE_SPLITS[name]
 
     @property
     def model_parallel_size(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.retention import Retention, retain
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
 from megatron.core.parallel_state import Axis
+
+Cleanup = Callable[[Path, int, Collection[Path]], None]
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,17 @@ class SaveReport:
 class CheckpointSaver:
     """Writes checkpoints into `root`. All ranks must call the same methods in the same order.
 
-    `held`: checkpoints that retention must not delete, such as the one that the run was loaded from.
+    `cleanups` delete older checkpoints after a save, on one rank: functions of `root`, the iteration that was saved,
+    and the checkpoints `held`, such as the one that the run was loaded from, which they keep. They may raise OSError.
     """
 
     attempts = 3
     pause = 2.0
     """Seconds between two attempts."""
 
-    def __init__(self, root: Path, world: Axis, *, background: bool = True, retention: Retention | None = None) -> None:
+    def __init__(self, root: Path, world: Axis, *, background: bool = True, cleanups: Sequence[Cleanup] = ()) -> None:
         self.root, self.background = root, background
-        self.retention, self.held = retention or Retention(), list[Path]()
+        self.cleanups, self.held = cleanups, list[Path]()
         self._world = world
         if world.size > 1:  # a group of its own, as two threads must not share one
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))
@@ -123,11 +125,12 @@ class CheckpointSaver:
                 report(problem, left, complete=False)
                 time.sleep(self.pause if left else 0)
                 continue
-            clean = partial(
-                on_first_rank, partial(retain, self.root, self.retention, iteration, self.held), self._world
-            )
-            report(_failure(clean))
+            report(_failure(partial(on_first_rank, partial(self._clean, iteration), self._world)))
             return
+
+    def _clean(self, newest: int) -> None:
+        for cleanup in self.cleanups:
+            cleanup(self.root, newest, self.held)
 
 
 def _failure(fn: Callable[[], object]) -> str | None:

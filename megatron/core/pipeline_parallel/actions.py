@@ -39,9 +39,6 @@ class Kind(Enum):
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARDS = frozenset({Kind.B, Kind.I})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
-ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
-"""What ends the work of a rank on a micro-batch."""
 
 
 class Action(NamedTuple):

@@ -114,7 +114,7 @@ class PipelineExecutor:
         raise `StaleForwards`.
 
         A list may begin the passes of the `following` micro-batches, those of the next step, with which the next run
-        goes on, whose passes have then `begun` (`passes.lists_of_step`).
+        goes on, whose passes have then `begun` (`ScheduleFacts.of_step`).
 
         In a list without backwards, `last_forward(module, hidden, batch)` may take the place of the last stage's own
         forward pass; what it returns, of any shape, comes back instead of the loss sums.

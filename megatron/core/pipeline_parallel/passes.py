@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import (
     BACKWARDS,
     COMPUTE,
-    ENDS,
     OTHER_END,
-    RECEIVES,
-    SENDS,
     Action,
     Kind,
     Lists,
@@ -59,23 +55,6 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
                 placed[rank].append(send)
                 placed[peer].append(receive)
     return placed
-
-
-def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
-    """Lists with communication in two parts: the first one ends, on each rank, with what brings the backward passes of
-    the first `microbatches` to their end. A receive stands in the first part if its send does: no message passes from
-    one part to the other, but what it brought may be read there."""
-    heads: Schedule = []
-    for actions in lists:
-        ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]
-        heads.append(list(actions[: ends[-1] + 1 if ends else 0]))
-    sent = {counterpart(action) for head in heads for action in head if action.kind in SENDS}
-    parts: tuple[Schedule, Schedule] = ([], [])
-    for actions, head in zip(lists, heads, strict=True):
-        in_first = [action in sent if action.kind in RECEIVES else i < len(head) for i, action in enumerate(actions)]
-        for part, first in zip(parts, (True, False), strict=True):
-            part.append([action for action, inside in zip(actions, in_first, strict=True) if inside is first])
-    return parts
 
 
 def _walk_order(entry: tuple[float, int, tuple[Action, ...]]) -> tuple[float, bool, int]:
@@ -128,50 +107,6 @@ def _check_complete(actions: set[Action], num_stages: int, microbatches: int, fo
             names, *wanted = ("+".join(kind.value for kind in Kind if kind in kinds) for kinds in (found, *legal))
             instead = f"{names or 'nothing'} instead of {' or '.join(wanted)}"
             raise ValueError(f"stage {stage}, microbatch {microbatch} runs {instead}")
-
-
-@lru_cache(maxsize=64)
-def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
-    """The lists of one step of a schedule that does not flush, for the executor.
-
-    `before` and `after` are the micro-batches of the steps next to it, 0 where the pipeline is empty in between. The
-    passes of all three are in the order of one long step, of which each rank has the part from its last backward of the
-    step before to that of its own. Micro-batches are numbered from the first of this step on, so that those from
-    `microbatches` on are of the next step; VALIDATE stands before the first of these, whose pass needs the update of
-    the step before. Of the steps beside, only what runs along with this one is built."""
-    before, after = min(before, 2 * p), min(after, 2 * p)
-    end = before + microbatches
-    compute = build_schedule(schedule, p, end + after)
-    validate_schedule(compute, layout_of(schedule, p), end + after)
-    until_end, _ = cut_behind(add_communication(compute), end)
-    _, lists = cut_behind(until_end, before)
-    numbered = ([a._replace(microbatch=a.microbatch - before) for a in actions] for actions in lists)
-    return tuple(_with_validate(actions, microbatches) for actions in numbered)
-
-
-def lists_of_steps(schedule: str, p: int, steps: Sequence[int]) -> Schedule:
-    """The lists of a run of a schedule that does not flush, with as many micro-batches as `steps` say, numbered on."""
-    lists: Schedule = [[] for _ in range(p)]
-    first = 0
-    for before, own, after in zip([0, *steps[:-1]], steps, [*steps[1:], 0], strict=True):
-        for actions, of_step in zip(lists, lists_of_step(schedule, p, before, own, after), strict=True):
-            actions += [action._replace(microbatch=action.microbatch + first) for action in of_step]
-        first += own
-    return lists
-
-
-def version_of(microbatch: int, microbatches: int) -> int:
-    """Updates in the weights that a pass uses, by the number of its micro-batch in a run that does not flush: a step's
-    passes begin before the update of the step before."""
-    return max(0, microbatch // microbatches - 1)
-
-
-def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
-    """With VALIDATE before the first pass of micro-batches from this number on."""
-    first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
-    if first is None:
-        return tuple(actions)
-    return (*actions[:first], Action(Kind.VALIDATE, actions[first].stage, 0), *actions[first:])
 
 
 @lru_cache(maxsize=64)

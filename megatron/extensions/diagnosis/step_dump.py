@@ -78,7 +78,7 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
     watchdog.doing(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
     finding = search(run.forward_backward, step, run.data.read_batches(step), verdict.result.loss_scale)
     watchdog.doing(phase)
-    nothing = NOT_REPRODUCED if run.pipeline.flushes else NEWER_WEIGHTS
+    nothing = NOT_REPRODUCED if run.pipeline.of_step is None else NEWER_WEIGHTS
     text = finding.describe() if finding is not None else nothing
     if not verdict.ends_run:
         return StepFinding(text)

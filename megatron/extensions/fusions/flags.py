@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import Section
-from megatron.core.parts import ATTENTION_BACKENDS, ATTENTIONS, KERNELS, LAYERS, NORMALIZATIONS, OPTIMIZERS
+from megatron.core.parts import (
+    ATTENTION_BACKENDS,
+    ATTENTIONS,
+    KERNELS,
+    LAYERS,
+    NORMALIZATIONS,
+    OPTIMIZERS,
+    TILE_KERNELS,
+)
 from megatron.core.transformer.parameters import has_even_heads
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -89,6 +97,7 @@ for _operation, _kernel in {
 }.items():
     KERNELS.register(_operation, f"{_HERE}.{_kernel}")
 
+TILE_KERNELS.substitute("torch", f"{_HERE}.attention.flash_kernels:flash_kernel", when=lambda *operands: True)
 for _backend in OWN_BACKENDS:
     ATTENTION_BACKENDS.register(_backend, f"{_HERE}.attention.backends:{_backend.title()}Backend")
 

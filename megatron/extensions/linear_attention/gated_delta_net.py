@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.attention.context_parallel import heads_to_sequence, sequence_to_heads
 from megatron.core.attention.tiles import Documents
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import local_slice
@@ -29,6 +28,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
 from megatron.core.transformer.recompute import recomputed
+from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.linear_attention.flags import LinearAttentionFlags
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
 from megatron.extensions.linear_attention.parameters import delta_net_parameters

@@ -41,7 +41,11 @@ def two_bw(p: int, m: int) -> Schedule:
 
 
 PIPELINE_SCHEDULES.register(
-    NAME, two_bw, flushes=False, asks_for=(TwoVersions(kept=True),), rules=f"{HERE}.rules:two_versions"
+    NAME,
+    two_bw,
+    of_step=f"{HERE}.lists:lists_of_step",
+    asks_for=(TwoVersions(kept=True),),
+    rules=f"{HERE}.rules:two_versions",
 )
 UPDATES_AHEAD.register(
     "two versions of weights",

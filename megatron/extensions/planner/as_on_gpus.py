@@ -20,7 +20,6 @@ from torch.utils._device import _device_constructors
 
 from megatron.core import collectives
 from megatron.core.attention import core_attention
-from megatron.core.attention.flash_kernels import FlashCUDAKernel, fits_flash, of_any_widths
 from megatron.core.attention.tile_kernels import Gradients, Kernel, Outputs, Rows, TorchKernel, key_rows, query_rows
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import PackedKernel
@@ -30,6 +29,7 @@ from megatron.core.moe import dispatcher, experts
 from megatron.core.tensor_parallel import weight_grad
 from megatron.extensions.fp8 import casts
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, fits
+from megatron.extensions.fusions.attention.flash_kernels import FlashCUDAKernel, fits_flash, of_any_widths
 
 
 class PlannedFlash:

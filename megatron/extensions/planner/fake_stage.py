@@ -107,9 +107,7 @@ class MicroBatch:
 
 OF_PIPELINE = (
     *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
-    *("pipeline_model_parallel_layout", "microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "use_tp_pp_dp_mapping"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend", "use_tp_pp_dp_mapping"),
     *("data_parallel_size", "num_distributed_optimizer_instances"),
 )
 """Settings that change nothing about a micro-batch in a layer."""
@@ -119,7 +117,7 @@ def in_a_layer(batch: MicroBatch) -> MicroBatch:
     """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
     values: dict[str, Any] = {name: getattr(ModelParallelConfig, name) for name in OF_PIPELINE}
     values["pipeline_schedule"] = "zb-h1" if splits_backward(batch.parallel.schedule) else "1f1b"
-    parallel = replace(batch.parallel, **values).without("cuda_graph_impl")
+    parallel = replace(batch.parallel, **values).without("cuda_graph_impl").without("pipeline_model_parallel_layout")
     return replace(batch, parallel=parallel.with_offloaded_layers(1))
 
 

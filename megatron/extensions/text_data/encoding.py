@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.datasets.indexed_dataset import best_dtype
 from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.datasets.indexed_writer import best_dtype
 from megatron.extensions.text_data.fast_tokenizer import stand_in_for
 from megatron.extensions.text_data.formats import Chunk, Reading, is_blank, texts_of
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.index_cache import content_hash, folder_lock
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
 from megatron.extensions.text_data.encoding import CHUNK_BYTES, Job, encode_all
 from megatron.extensions.text_data.flags import TextDataConfig, of_users
 from megatron.extensions.text_data.formats import Reading, read_chunks

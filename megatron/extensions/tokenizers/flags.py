@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from megatron.core.parts import TOKENIZERS
 
-_MODEL = ("tokenizer_model",)
-TOKENIZERS.register("SentencePieceTokenizer", f"{__package__}.sentencepiece:build_sentencepiece", needs=_MODEL)
-TOKENIZERS.register("Llama2Tokenizer", f"{__package__}.sentencepiece:build_llama2", needs=_MODEL)
-TOKENIZERS.register(
-    "HuggingFaceTokenizer", f"{__package__}.huggingface:build_huggingface", needs=_MODEL, finds_files=True
-)
-TOKENIZERS.register("GPT2BPETokenizer", f"{__package__}.huggingface:build_gpt2_bpe", needs=("vocab_file", "merge_file"))
+_HERE, _MODEL = __package__, ("tokenizer_model",)
+TOKENIZERS.register("SentencePieceTokenizer", f"{_HERE}.sentencepiece:SentencePieceTokenizer", needs=_MODEL)
+TOKENIZERS.register("Llama2Tokenizer", f"{_HERE}.sentencepiece:Llama2Tokenizer", needs=_MODEL)
+TOKENIZERS.register("HuggingFaceTokenizer", f"{_HERE}.huggingface:HuggingFaceTokenizer", needs=_MODEL, finds_files=True)
+TOKENIZERS.register("GPT2BPETokenizer", f"{_HERE}.huggingface:GPT2BPETokenizer", needs=("vocab_file", "merge_file"))

@@ -83,8 +83,8 @@ class HuggingFaceTokenizer(_OverTokenizers):
     file specifies, including special tokens.
     """
 
-    def __init__(self, path: str) -> None:
-        file = tokenizer_file(path)
+    def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
+        file = tokenizer_file(str(config.tokenizer_model))
         self._tokenizer = _from_file(file)
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocab.values()) + 1
@@ -101,9 +101,10 @@ class GPT2BPETokenizer(_OverTokenizers):
 
     bos = None
 
-    def __init__(self, vocab_file: str, merge_file: str) -> None:
+    def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+        vocab_file, merge_file = str(config.vocab_file), str(config.merge_file)
         try:
             model = models.BPE.from_file(vocab_file, merge_file)
         except Exception as error:  # the package raises bare Exception
@@ -153,11 +154,3 @@ def _object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"--tokenizer-model {file.parent}: {file} is not a JSON object; get the file again")
     return found
-
-
-def build_huggingface(config: TokenizerConfig, vocab_size: int | None) -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer(str(config.tokenizer_model))
-
-
-def build_gpt2_bpe(config: TokenizerConfig, vocab_size: int | None) -> GPT2BPETokenizer:
-    return GPT2BPETokenizer(str(config.vocab_file), str(config.merge_file))

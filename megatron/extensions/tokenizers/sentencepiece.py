@@ -14,9 +14,10 @@ APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 class _OverModel:
     """What tokenizers of a SentencePiece model have in common."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
+        model = str(config.tokenizer_model)
         try:
             self._model: Any = SentencePieceProcessor(model_file=model)
         except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes what it cannot read
@@ -35,8 +36,8 @@ class _OverModel:
 class Llama2Tokenizer(_OverModel):
     """A SentencePiece model in Llama 2's way: text starts with BOS, and EOS ends a document."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
+    def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
+        super().__init__(config)
         self.eod = self.eos
 
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
@@ -58,8 +59,8 @@ class SentencePieceTokenizer(_OverModel):
     to a special token.
     """
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
+    def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
+        super().__init__(config)
         self._special: dict[int, str] = {}
         self.eod = self.find("<EOD>")
         if self.eod is None:
@@ -87,11 +88,3 @@ class SentencePieceTokenizer(_OverModel):
     def find(self, token: str) -> int | None:
         added = next((id for id, name in self._special.items() if name == token), None)
         return super().find(token) if added is None else added
-
-
-def build_sentencepiece(config: TokenizerConfig, vocab_size: int | None) -> SentencePieceTokenizer:
-    return SentencePieceTokenizer(str(config.tokenizer_model))
-
-
-def build_llama2(config: TokenizerConfig, vocab_size: int | None) -> Llama2Tokenizer:
-    return Llama2Tokenizer(str(config.tokenizer_model))

@@ -157,7 +157,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints: saving, loading and retention."""
+    """Checkpoints: saving and loading."""
 
     save: str | None = flag(None, path="local", writes="folder")
     """Folder for checkpoints, metrics and the resolved configuration."""
@@ -189,15 +189,6 @@ class CheckpointConfig:
 
     fatal_save_errors: bool = flag(False, no_effect_without="--save")
     """Stop if a checkpoint cannot be saved after retries; default: continue training."""
-
-    keep_last: int | None = flag(None, no_effect_without="--save")
-    """Keep this many newest checkpoints and delete the others; 1 if only other retention flags are given."""
-
-    keep_every: int | None = flag(None, "--save-retain-interval", no_effect_without="--save")
-    """Keep checkpoints whose iteration is a multiple of this, in addition to the newest."""
-
-    save_retain_best: str | None = flag(None, choices=("valid_loss", "lm_loss"), no_effect_without="--save")
-    """Keep the checkpoint with the lowest value of this metric at its iteration, in addition to the newest."""
 
     override_data_fingerprint: bool = flag(False, no_effect_without="--load")
     """Resume from a checkpoint that was saved with other training data."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import kernels_of
-from megatron.core.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.tiles import rank_spans
 from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3, Flash3Attention
+from megatron.extensions.fusions.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.datasets.indexed_dataset import best_dtype
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.datasets.indexed_writer import best_dtype
 from tests.corpus import write_documents
 from tests.forked import ROOT, run_forked
 from tests.limits import HANG

@@ -18,10 +18,10 @@ from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import update_ahead
 from megatron.core.pipeline_parallel.actions import Kind, counterpart
-from megatron.core.pipeline_parallel.passes import lists_of_step, lists_of_steps
 from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.extensions.pipedream_2bw.lists import lists_of_step
 from megatron.extensions.pipedream_2bw.two_versions import LateUpdates
-from megatron.extensions.simulator.simulator import simulate
+from megatron.extensions.simulator.simulator import lists_of_steps, simulate
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, resolve_legal, validate

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import ByteTokenizer
 from megatron.extensions.text_data.fast_tokenizer import (
     ALWAYS_COMPARED,
@@ -40,7 +41,7 @@ def saved(folder: Path, around: bool) -> HuggingFaceTokenizer:
         )
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    return HuggingFaceTokenizer(str(folder))
+    return HuggingFaceTokenizer(TokenizerConfig(tokenizer_model=str(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,9 @@ def test_gpt2_files(folder: Path) -> None:
     trainer = ByteLevelBPETokenizer()
     trainer.train_from_iterator(TEXTS[:3], vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
     trainer.save_model(str(folder))
-    tokenizer = GPT2BPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer = GPT2BPETokenizer(
+        TokenizerConfig(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
+    )
     ids = stand_in_for(tokenizer).tokenize("x<|endoftext|>y")
     assert ids.tolist() == tokenizer.tokenize("x<|endoftext|>y") and tokenizer.eod not in ids
 

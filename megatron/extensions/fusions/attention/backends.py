@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.core_attention import AttentionBackend, FusedAttention
-from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile
-from megatron.core.attention.varlen import Flash2, Lengths, Window
+from megatron.core.attention.varlen import Lengths, Window
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
+from megatron.extensions.fusions.attention.flash_kernels import Flash2, flash_kernel
 
 MODULE = "flash_attn_interface"
 

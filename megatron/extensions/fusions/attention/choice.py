@@ -22,7 +22,7 @@ from megatron.core.attention.core_attention import dropout_kernel, kernels_of
 from megatron.core.attention.tile_kernels import Causal, Dropout
 from megatron.core.attention.tiles import Spans, rank_spans
 from megatron.core.parallel_state import Axis
-from megatron.core.parts import ATTENTION_BACKENDS
+from megatron.core.parts import ATTENTION_BACKENDS, CONTEXT_PARALLEL
 from megatron.extensions.fusions.kernel_choice import Choice, compare, device_clock
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
@@ -152,7 +152,7 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
     some_full = any(not kind.span.hides(length) for kind in model.layers)
     window = None if some_full else max(kind.span.window or kind.span.chunk or length for kind in model.layers)
     documents = config.data.reset_attention_mask
-    by_heads = cp > 1 and parallel.cp_comm_type == "a2a"
+    by_heads = cp > 1 and CONTEXT_PARALLEL.facts(parallel.cp_comm_type).by_heads
     parts = parallel.tensor_model_parallel_size * (cp if by_heads else 1)
     return AttentionShape(
         length,

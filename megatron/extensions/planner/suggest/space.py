@@ -285,7 +285,7 @@ def values_of(run: RunConfig, layout: Layout) -> Mapping[str, Any]:
     by_hand = (
         own.num_virtual_stages_per_pipeline_rank,
         own.num_layers_per_virtual_pipeline_stage,
-        own.pipeline_model_parallel_layout,
+        named_value(run, "pipeline_model_parallel_layout"),
     )
     # The number of stages is also said to win over what the run's own flags say of it.
     says_stages = pipeline.schedule == "interleaved" or any(by_hand)

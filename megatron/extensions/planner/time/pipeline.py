@@ -12,10 +12,10 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.pipeline_parallel.passes import lists_of_steps, pipeline_lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.walk import TIMED
-from megatron.extensions.simulator.simulator import Simulation, StageCosts, at_stage, simulate
+from megatron.extensions.simulator.simulator import Simulation, StageCosts, at_stage, lists_of_steps, simulate
 from megatron.training.config.run_config import RunConfig
 
 ROUNDS = 3

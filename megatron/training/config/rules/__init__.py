@@ -15,9 +15,9 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
     *(parallel.world, model.attention, model.attention_kernel, model.tensor_parallel),
-    *(parallel.sequence, parallel.heads_over_context),
+    *(parallel.sequence, parallel.context),
     *(model.positions, model.layers, model.yarn, model.mixers, model.linear_attention, moe.experts, model.multi_token),
     *(pipeline.pipeline, pipeline.recomputation, pipeline.overlap, pipeline.sharding),
     *(parallel.precision, training.batch, training.length, training.schedule),
-    *(data.data, data.validation_sets, data.tokenizer, training.checkpoints),
+    *(data.data, data.validation_sets, data.tokenizer),
 )

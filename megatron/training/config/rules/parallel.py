@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.attention.tiles import sequence_divisor
-from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.core.parts import CONTEXT_PARALLEL, LINEAR_FORMATS, linear_format
+from megatron.core.registry import imported
 from megatron.training.config.problem import Problem, divides, multiples, unless_at_most
-from megatron.training.config.rules.model import window_heads
 from megatron.training.config.run_config import RunConfig
 
 
@@ -54,20 +54,11 @@ def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield Problem("--seq-length", s, rule, multiples(s, divisor))
 
 
-def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """With a2a, the context ranks share the heads of a tensor-parallel rank."""
-    m, p = c.model, c.parallel
-    cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
-    if p.cp_comm_type != "a2a" or cp <= 1 or tp < 1:
-        return
-    rule = f"must be a multiple of --tensor-model-parallel-size {tp} * --context-parallel-size {cp} = {tp * cp} for a2a"
-    flags = [("--num-attention-heads", m.num_attention_heads)]
-    if m.group_query_attention:
-        flags.append(("--num-query-groups", m.num_query_groups or 0))
-    flags += [(flag, value) for flag, value in window_heads(c).items() if value is not None]
-    for flag, value in flags:
-        if not divides(tp * cp, value):
-            yield Problem(flag, value, rule, f"{multiples(value, tp * cp)}, or use --cp-comm-type p2p or all_gather")
+def context(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What the way of context parallelism asks for."""
+    rules = CONTEXT_PARALLEL.facts(c.parallel.cp_comm_type).rules if c.parallel.context_parallel_size > 1 else None
+    if rules is not None:
+        yield from imported(rules)(c, world_size)
 
 
 def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:

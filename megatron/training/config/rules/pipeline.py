@@ -9,13 +9,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES, RECOMPUTED_PARTS
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.stages import (
-    FIRST_LAYERS,
-    LAST_LAYERS,
-    LAYOUT,
-    fixed_layers,
-    pipeline_layout,
-)
+from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.registry import imported
 from megatron.training.config.problem import Problem, nearest_divisor
 from megatron.training.config.run_config import RunConfig
@@ -34,8 +28,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     )
     if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
         return
-    text = p.pipeline_model_parallel_layout
-    if (chunks, per_stage, text).count(None) < 2:
+    if chunks is not None and per_stage is not None:
         return  # which the fields say
     if per_stage is not None and per_stage * pp > layers:
         rule = f"must be at most --num-layers {layers} / --pipeline-model-parallel-size {pp}"
@@ -45,33 +38,21 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
-        if text is not None:
-            yield _of_layout(p, str(error))
-        elif per_stage is None:
+        if chunks is None and per_stage is None and p.stage_split is not None:
+            return  # which the split's rules say
+        if per_stage is None:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:
             made = -(-layers // (per_stage * pp))
-            rule = f"makes {made} stage{'s' if made > 1 else ''} per rank, which" + _rule_of(str(error))
+            rule = f"makes {made} stage{'s' if made > 1 else ''} per rank, which" + rule_of(str(error))
             yield Problem(PER_STAGE, per_stage, rule, "remove it, or use --pipeline-schedule interleaved")
         return
-    if text is None:
+    if p.stage_split is None or p.stage_split.num_stages(c.model, p) is None:
         yield from _enough_layers(layout, layers)
-        yield from _fixed_ends(c, layout)
     yield from _own_schedule(c, layout)
     if (rules := PIPELINE_SCHEDULES.facts(p.schedule).rules) is not None:
         yield from imported(rules)(c, world_size)
     yield from _groups(p, layout)
-
-
-def _of_layout(p: ModelParallelConfig, message: str) -> Problem:
-    """The problem of stages by hand that cannot be read, do not fit, or are more than the schedule takes."""
-    text = p.pipeline_model_parallel_layout
-    if message.startswith(LAYOUT):
-        rule, _, remedy = message.removeprefix(f"{LAYOUT} {text}: ").partition("; ")
-        return Problem(LAYOUT, text, rule, remedy)
-    chunks = len(p.layers_by_hand or ()) // p.pipeline_model_parallel_size
-    rule = f"makes {chunks} stage{'s' if chunks > 1 else ''} per rank, which" + _rule_of(message)
-    return Problem(LAYOUT, text, rule, "use that number, or --pipeline-schedule interleaved")
 
 
 def _groups(p: ModelParallelConfig, layout: PipelineLayout) -> Iterator[Problem]:
@@ -96,7 +77,7 @@ def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
         yield Problem.of_message("--pipeline-schedule", schedule, str(error))
 
 
-def _rule_of(message: str) -> str:
+def rule_of(message: str) -> str:
     """The rule in a message of the form `--flag value: rule; remedy`."""
     return message.partition(":")[2].partition(";")[0]
 
@@ -121,17 +102,6 @@ def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
 def _divisor(size: int, most: int) -> int:
     """The largest divisor of `size` that is at most `most`: what divides the size divides the world too."""
     return next(n for n in range(most, 0, -1) if size % n == 0)
-
-
-def _fixed_ends(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
-    p = c.parallel
-    try:
-        fixed_layers(c.model, p, layout)
-    except ValueError as error:
-        flag = FIRST_LAYERS if str(error).startswith(FIRST_LAYERS) else LAST_LAYERS
-        first = flag == FIRST_LAYERS
-        value = p.decoder_first_pipeline_num_layers if first else p.decoder_last_pipeline_num_layers
-        yield Problem.of_message(flag, value, str(error))
 
 
 def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:

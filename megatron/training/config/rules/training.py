@@ -157,14 +157,3 @@ def _weight_decay(c: RunConfig) -> Iterator[Problem]:
     if o.weight_decay_incr_style == "constant" and start != end:
         rule = f"cannot start at {start:g} and end at {end:g}"
         yield Problem("--weight-decay-incr-style", "constant", rule, "use linear or cosine, or equal values")
-
-
-def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    metric, interval = c.checkpoint.save_retain_best, c.checkpoint.save_interval
-    name = "--eval-interval" if metric == "valid_loss" else "--log-interval"
-    measured = c.training.eval_interval if metric == "valid_loss" else c.logging.log_interval
-    if metric and interval and measured > 0 and interval % measured:
-        rule = f"{metric} is measured every {name} {measured}; --save-interval {interval} must be a multiple of it"
-        yield Problem("--save-retain-best", metric, rule, f"use {name} {interval}")
-    if metric == "valid_loss" and c.training.eval_iters == 0:
-        yield Problem("--save-retain-best", metric, "needs evaluation, but --eval-iters is 0", "raise --eval-iters")

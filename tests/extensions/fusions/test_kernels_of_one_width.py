@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.context_parallel import local_attention
-from megatron.core.attention.flash_kernels import EqualWidthsKernel, EqualWidthsPackedKernel, FlashCPUKernel
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.varlen import packed_attention
+from megatron.extensions.fusions.attention.flash_kernels import (
+    EqualWidthsKernel,
+    EqualWidthsPackedKernel,
+    FlashCPUKernel,
+)
 from tests.pure.test_packed_attention import Twin
 
 

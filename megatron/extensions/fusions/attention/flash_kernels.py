@@ -19,7 +19,32 @@ from megatron.core.attention.tile_kernels import (
     query_rows,
 )
 from megatron.core.attention.tiles import Tile, halved
-from megatron.core.attention.varlen import Flash2, Lengths, PackedKernel, Window, cumulative_lengths
+from megatron.core.attention.varlen import Lengths, PackedKernel, Window, cumulative_lengths
+
+
+class Flash2:
+    """FlashAttention-2 (arXiv 2307.08691), which torch has."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
+        sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+        causal = window == (-1, 0)
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, causal, False, scale=self.scale, **sizes
+        )[:4]
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, *state = kept
+        if not state:  # the random state of dropout, which is off
+            state = [torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)]
+        sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+        return torch.ops.aten._flash_attention_backward(
+            grad, *qkv, out, lse, *lengths, 0.0, window == (-1, 0), *state, scale=self.scale, **sizes
+        )
 
 
 def flash_kernel(

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.path_kind import saved_folders
-from megatron.core.dist_checkpointing.retention import Retention, retain, to_delete
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis
+from megatron.extensions.retention.flags import RetentionFlags
+from megatron.extensions.retention.retention import retain, to_delete
 
 SCORES = {10: 3.0, 20: 1.0, 30: None, 40: float("nan"), 50: 2.0, 60: 1.0}
 
@@ -21,35 +22,34 @@ SCORES = {10: 3.0, 20: 1.0, 30: None, 40: float("nan"), 50: 2.0, 60: 1.0}
 @pytest.mark.parametrize(
     ("retention", "kept"),
     [
-        (Retention(), [10, 20, 30, 40, 50, 60]),
-        (Retention(last=2), [50, 60]),
-        (Retention(last=99), [10, 20, 30, 40, 50, 60]),
-        (Retention(every=20), [20, 40, 60]),
-        (Retention(last=2, every=30), [30, 50, 60]),
-        (Retention(best="valid_loss"), [20, 60]),
-        (Retention(last=2, every=40, best="valid_loss"), [20, 40, 50, 60]),
+        (RetentionFlags(keep_last=2), [50, 60]),
+        (RetentionFlags(keep_last=99), [10, 20, 30, 40, 50, 60]),
+        (RetentionFlags(keep_every=20), [20, 40, 60]),
+        (RetentionFlags(keep_last=2, keep_every=30), [30, 50, 60]),
+        (RetentionFlags(save_retain_best="valid_loss"), [20, 60]),
+        (RetentionFlags(keep_last=2, keep_every=40, save_retain_best="valid_loss"), [20, 40, 50, 60]),
     ],
 )
-def test_what_is_kept(retention: Retention, kept: list[int]) -> None:
+def test_what_is_kept(retention: RetentionFlags, kept: list[int]) -> None:
     assert [i for i in SCORES if i not in to_delete(retention, SCORES, 60, ())] == kept
 
 
 def test_the_one_loaded_from_and_newer_ones_stay() -> None:
-    assert to_delete(Retention(last=1), SCORES, 60, [10]) == [20, 30, 40, 50]
-    assert to_delete(Retention(last=1), SCORES, 30, ()) == [10, 20]
+    assert to_delete(RetentionFlags(keep_last=1), SCORES, 60, [10]) == [20, 30, 40, 50]
+    assert to_delete(RetentionFlags(keep_last=1), SCORES, 30, ()) == [10, 20]
 
 
 @given(
     st.dictionaries(st.integers(0, 99), st.none() | st.floats(), min_size=1),
-    st.builds(Retention, *[st.none() | st.integers(1, 9)] * 2, st.none() | st.just("valid_loss")),
+    st.builds(RetentionFlags, *[st.none() | st.integers(1, 9)] * 2, st.none() | st.just("valid_loss")),
     st.data(),
 )
-def test_the_newest_and_the_held_are_never_deleted(scores: dict, retention: Retention, data: st.DataObject) -> None:
+def test_the_newest_and_the_held_are_never_deleted(scores: dict, rules: RetentionFlags, data: st.DataObject) -> None:
     newest, held = (data.draw(st.sampled_from(sorted(scores))) for _ in range(2))
-    gone = to_delete(retention, scores, newest, [held])
+    gone = to_delete(rules, scores, newest, [held])
     assert not {newest, held} & set(gone) and all(number < newest for number in gone)
     left = {number: score for number, score in scores.items() if number not in gone}
-    assert to_delete(retention, left, newest, [held]) == [], "what is kept once is kept again"
+    assert to_delete(rules, left, newest, [held]) == [], "what is kept once is kept again"
 
 
 def test_in_a_folder(tmp_path: Path) -> None:
@@ -57,9 +57,7 @@ def test_in_a_folder(tmp_path: Path) -> None:
         tensor = ShardedBoxes((3,), [((0,), torch.ones(3))])
         save(tmp_path, iteration, {"a": tensor}, {"metrics": {"valid_loss": loss}}, Axis())
     (tmp_path / "iter_0000003" / "manifest.json").unlink()
-    retain(tmp_path, Retention(), 4, [])
-    assert len(saved_folders(tmp_path)) == 4
-    retain(tmp_path, Retention(last=1, best="valid_loss"), 4, [tmp_path / "." / "iter_0000001"])
+    retain(RetentionFlags(keep_last=1, save_retain_best="valid_loss"), tmp_path, 4, [tmp_path / "." / "iter_0000001"])
     assert sorted(saved_folders(tmp_path)) == [1, 2, 3, 4], "held, best, no complete checkpoint, newest"
-    retain(tmp_path, Retention(last=1), 4, [])
+    retain(RetentionFlags(keep_last=1), tmp_path, 4, [])
     assert sorted(saved_folders(tmp_path)) == [3, 4]

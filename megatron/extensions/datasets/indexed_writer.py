@@ -1,0 +1,178 @@
+"""Writer of indexed datasets, whose format `megatron.core.datasets.indexed_dataset` describes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.indexed_dataset import BLOCK, DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
+from megatron.core.fsync import name_full_file, sync_folder
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """The dtype of Megatron-LM's files for a vocabulary of this size."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDatasetBuilder:
+    """Writes a `.bin/.idx` pair as a stream, in constant memory.
+
+    Files have temporary names until `finalize` syncs them to disk and renames them, the index last. A dataset is
+    therefore complete or absent. As a context manager it finalizes on success and deletes its files on an exception.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_sequences = 0
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        self._temporary: dict[str, str] = {}
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._data = self._open("bin")
+            self._lengths = self._open("lengths")
+            self._boundaries = self._open("boundaries")
+        except BaseException:  # no more can be opened, or the program is to end
+            self._remove()
+            raise
+        self._boundaries.write(np.zeros(1, "<i8").tobytes())
+
+    def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
+        """Appends a document. `lengths` divides it into sequences; by default it is one sequence. An empty document
+        adds a boundary and no sequence."""
+        values = _checked(tokens, self.dtype)
+        if lengths is None:
+            lengths = [len(values)] if len(values) else []
+        assert sum(lengths) == len(values), f"sequence lengths {lengths} of {len(values)} tokens"
+        boundary = self.num_sequences + len(lengths)
+        self._write(values, np.asarray(lengths, "<i4"), np.array([boundary], "<i8"))
+
+    def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
+        """Appends many documents of one sequence each; `tokens` holds them back to back."""
+        values = _checked(tokens, self.dtype)
+        assert int(lengths.sum(dtype=np.int64)) == len(values)
+        boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)
+        self._write(values, lengths[lengths > 0].astype("<i4"), boundaries.astype("<i8"))
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Appends another dataset of the same dtype."""
+        if dataset.dtype != self.dtype:
+            raise ValueError(
+                f"{dataset.prefix}: tokens are {dataset.dtype.name}, but those of the previous datasets are "
+                f"{self.dtype.name}; merge only datasets of one tokenizer"
+            )
+        first = self.num_sequences
+        for start in range(0, dataset.num_tokens, BLOCK):
+            self._data.write(dataset.read(start, min(BLOCK, dataset.num_tokens - start)).tobytes())
+        for start in range(0, len(dataset), BLOCK):
+            self._lengths.write(dataset.lengths[start : start + BLOCK].tobytes())
+        bounds = dataset.document_boundaries
+        for start in range(1, len(bounds), BLOCK):
+            self._boundaries.write((bounds[start : start + BLOCK] + first).astype("<i8").tobytes())
+        self.num_tokens += dataset.num_tokens
+        self.num_sequences += len(dataset)
+        self.num_documents += dataset.num_documents
+
+    def finalize(self) -> None:
+        """Completes both files and renames them to their final names."""
+        for stream in (self._data, self._lengths, self._boundaries):
+            stream.flush()
+        with self._open("idx") as index:
+            header = (MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1)
+            index.write(HEADER.pack(*header))
+            _append(index, self._temporary["lengths"])
+            self._write_offsets(index)
+            _append(index, self._temporary["boundaries"])
+            _sync(index)
+        _sync(self._data)
+        self._close()
+        Path(self.prefix + ".idx").unlink(missing_ok=True)  # an old index must never be beside new data
+        for kind in ("bin", "idx"):
+            os.replace(self._temporary.pop(kind), f"{self.prefix}.{kind}")
+        sync_folder(Path(self.prefix).parent)
+        self._remove()
+
+    def abort(self) -> None:
+        """Deletes everything written so far."""
+        for stream in (self._data, self._lengths, self._boundaries):
+            with suppress(OSError):  # what was not written yet may have no room
+                stream.close()
+        self._remove()
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                self.finalize()
+        except OSError as unfinished:
+            error = unfinished
+            raise
+        finally:
+            if error is not None:
+                name_full_file(error, self.prefix)
+                self.abort()
+
+    def _write(self, values: NDArray, lengths: NDArray, boundaries: NDArray) -> None:
+        self._data.write(values.tobytes())
+        self._lengths.write(lengths.tobytes())
+        self._boundaries.write(boundaries.tobytes())
+        self.num_tokens += len(values)
+        self.num_sequences += len(lengths)
+        self.num_documents += len(boundaries)
+
+    def _write_offsets(self, index: BinaryIO) -> None:
+        end = 0
+        with open(self._temporary["lengths"], "rb") as lengths:
+            while block := lengths.read(4 * BLOCK):
+                sizes = np.frombuffer(block, "<i4").astype("<i8") * self.dtype.itemsize
+                ends = end + np.cumsum(sizes)
+                index.write((ends - sizes).astype("<i8").tobytes())
+                end = int(ends[-1])
+
+    def _open(self, kind: str) -> BinaryIO:
+        path = Path(self.prefix)
+        self._temporary[kind] = str(path.with_name(f".{path.name}.{kind}.{os.getpid()}.tmp"))
+        return open(self._temporary[kind], "wb")
+
+    def _close(self) -> None:
+        for stream in (self._data, self._lengths, self._boundaries):
+            stream.close()
+
+    def _remove(self) -> None:
+        for path in self._temporary.values():
+            Path(path).unlink(missing_ok=True)
+
+
+def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
+    """Casts tokens to the dtype of the file. Raises ValueError if one would overflow."""
+    values = np.asarray(tokens)
+    if values.dtype == dtype or len(values) == 0:
+        return values.astype(dtype)
+    limits = np.iinfo(dtype)
+    if values.min() < limits.min or values.max() > limits.max:
+        raise ValueError(
+            f"token ids from {values.min()} to {values.max()} do not fit {dtype.name}, chosen for the vocabulary size; "
+            "the tokenizer returned ids outside its vocabulary"
+        )
+    return values.astype(dtype)
+
+
+def _append(out: BinaryIO, path: str) -> None:
+    with open(path, "rb") as source:
+        shutil.copyfileobj(source, out, 8 * BLOCK)
+
+
+def _sync(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())

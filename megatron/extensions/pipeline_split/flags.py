@@ -1,0 +1,59 @@
+"""Flags of stages by hand, and where their split is. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import Condition, flag
+from megatron.core.parts import STAGE_SPLITS
+from megatron.training.extensions import extension_flags
+
+FIRST_LAYERS = "--decoder-first-pipeline-num-layers"
+LAYOUT = "--pipeline-model-parallel-layout"
+LAST_LAYERS = "--decoder-last-pipeline-num-layers"
+
+FIRST_FIXED = Condition(
+    f"{FIRST_LAYERS}: it fixes the layers of that end",
+    lambda config: config.options(SplitFlags).decoder_first_pipeline_num_layers is not None,
+)
+LAST_FIXED = Condition(
+    f"{LAST_LAYERS}: it fixes the layers of that end",
+    lambda config: config.options(SplitFlags).decoder_last_pipeline_num_layers is not None,
+)
+
+
+@extension_flags("layers of pipeline stages", may_change=True, rules=f"{__package__}.rules:problems")
+@dataclass(frozen=True)
+class SplitFlags:
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        excludes=(
+            "--num-virtual-stages-per-pipeline-rank",
+            "--num-layers-per-virtual-pipeline-stage",
+            FIRST_FIXED,
+            LAST_FIXED,
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split",
+        ),
+    )
+    """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss,
+    | next stage, *n repetition of a symbol or group. A multiple of PP of them, dealt to the ranks in turn."""
+
+    decoder_first_pipeline_num_layers: int | None = flag(None, at_least=0)
+    """Layers of the first pipeline rank, spread over its stages; with zb-v, layers of the first stage."""
+
+    decoder_last_pipeline_num_layers: int | None = flag(None, at_least=0)
+    """Layers of the last pipeline rank, spread over its stages; with zb-v, layers of the last stage."""
+
+    account_for_embedding_in_pipeline_split: bool = flag(False, excludes=FIRST_FIXED)
+    """Count the embedding as one layer in the split of layers, instead of its FLOPs (zero)."""
+
+    account_for_loss_in_pipeline_split: bool = flag(False, excludes=LAST_FIXED)
+    """Count the head and the loss as one layer in the split of layers, instead of their FLOPs."""
+
+
+STAGE_SPLITS.register(
+    "by hand",
+    f"{__package__}.split:StagesByHand",
+    when=lambda parallel: parallel.options(SplitFlags) != SplitFlags(),
+)
