@@ -11,12 +11,9 @@ from megatron.extensions.diagnosis.check_replicas import ReplicaError, bit_hash,
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.harness import run_world, running
+from tests.tiny import TINY
 
-FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 "
-    "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 4 --train-iters 3 --eval-iters 0 "
-    "--num-workers 0 --cpu"
-)
+FLAGS = f"{TINY} --num-attention-heads 2 --vocab-size 30 --train-iters 3"
 
 
 def _check(rank: int, world_size: int, argv: list[str], damage: Callable[[TrainingRun, int], None]) -> int | str:

@@ -25,12 +25,9 @@ from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.extensions.diagnosis.trace_cases import problems
 from tests.harness import run_world
+from tests.tiny import TINY
 
-RUN = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --lr 1e-2 --cpu "
-    "--mock-data --train-iters 4 --num-workers 0 --eval-iters 0 --log-interval 1 --micro-batch-size 1 "
-    "--global-batch-size 4 "
-)
+RUN = f"{TINY} --num-layers 4 --vocab-size 64 --log-interval 1 --micro-batch-size 1 "
 TRACE = "--trace --trace-step-start 1 --trace-step-end 3 "
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import ByteTokenizer
@@ -36,6 +37,8 @@ GOOD: dict[str, Any] = {
     "doc_to_target": "a",
     "doc_to_choice": ["yes", "no"],
 }
+
+WRONG = yaml.safe_load(Path(__file__).with_name("wrong_tasks.yaml").read_text(encoding="utf-8"))
 
 
 def written(folder: Path, name: str = "good", documents: Any = DOCUMENTS, **changes: Any) -> Path:
@@ -70,32 +73,7 @@ def test_requests_are_those_of_the_harness() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"test_splitt": "test"}, "'test_splitt' is no key of a task; nearest: test_split"),
-        ({"process_results": "x"}, "'process_results' is not supported; scores by code of its own are not computed"),
-        ({"task": None}, "has no task; give it a name"),
-        ({"output_type": "choice"}, "output_type 'choice' is unknown; use one of multiple_choice"),
-        ({"doc_to_choice": ["yes"]}, "doc_to_choice has 1 choice; give at least two"),
-        ({"doc_to_choice": None}, "output_type multiple_choice needs doc_to_choice"),
-        ({"metric_list": [{"metric": "bleu"}]}, "'bleu' is no metric of multiple_choice; use one of acc, acc_norm"),
-        ({"metric_list": [{"metric": "acc", "aggregation": "sum"}]}, "aggregation 'sum' is unknown"),
-        ({"filter_list": [{"name": "x", "filter": [{"function": "rot13"}]}]}, "filter_list: 'rot13' is unknown"),
-        ({"filter_list": 3}, "filter_list 3 must be a list of mappings, each with a list of functions"),
-        ({"dataset_path": [3], "dataset_kwargs": 7}, "dataset_kwargs 7 must be a mapping; correct it"),
-        ({"doc_to_target": "5"}, "doc_to_target 5 is none of the 2 choices, nor the number of one from 0 on"),
-        ({"generation_kwargs": {"do_sample": True}}, "decoding is greedy: remove do_sample and temperature"),
-        ({"include": "nowhere.yaml"}, "include nowhere.yaml: there is no such file"),
-        ({"include": "good.yaml"}, "includes itself"),
-        ({"dataset_path": "org/set"}, "is no local folder: nothing is downloaded"),
-        ({"test_split": "dev"}, "data_files has no split 'dev'; it has 'test'"),
-        ({"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}, "no.jsonl: there is no such file"),
-        ({"documents": []}, "split 'test' has no documents"),
-        ({"doc_to_text": "{{q"}, "document 0 of test: TemplateSyntaxError"),
-        (
-            {"doc_to_text": "{{other}}"},
-            "'other' is undefined; correct the template, or the document, whose keys are 'q'",
-        ),
-        ({"doc_to_choice": "{{[a]}}"}, "doc_to_choice ['no'] must be a list of at least two texts"),
-        ({"num_fewshot": 7}, "num_fewshot 7: there are 6 documents to draw"),
+        *((case["changes"], case["told"]) for case in WRONG),
         (
             {"documents": [{"q": "long", "a": "no"}], "doc_to_choice": ["y" * 300, "no"]},
             "301 tokens is longer than the 256",

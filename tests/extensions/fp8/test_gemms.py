@@ -388,7 +388,7 @@ def test_delayed_scaling_learns_nothing_from_what_is_left_out() -> None:
     assert layer.gemms.multiplier.isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.grid("recipe", ("delayed", "blockwise"), list(RECIPES))
 def test_compiled_casts_are_the_same(recipe: str) -> None:
     x = spread(256, 128) if recipe == "blockwise" else spread(48, 64)
     found = {}

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -159,48 +160,31 @@ BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 64 --lr 1 --mock-data "
     "--train-iters 1 --micro-batch-size 3 --bf16"
 )
+OF_BASE = AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16)
+NONE = "--attention-dropout 0"
+FIRST_OF_TWO = (range(0, 8), range(24, 32))
+SHAPES: dict[str, dict[str, Any] | None] = {
+    NONE: {},
+    f"{NONE} --tp 2 --group-query-attention --num-query-groups 4": {"heads": 4, "groups": 2},
+    "": {"dropout": 0.1},
+    "--deterministic-mode": {"dropout": 0.1, "untimed": True},
+    f"{NONE} --cp 2": {"queries": FIRST_OF_TWO, "tiles": True},
+    f"{NONE} --cp 2 --cp-comm-type a2a": {"heads": 4, "groups": 4, "tiles": True},
+    f"{NONE} --window-size 8": {"window": 8, "tiles": True},
+    f"{NONE} --reset-attention-mask --tokenizer-type NullTokenizer": {"documents": True, "tiles": True},
+    f"{NONE} --deterministic-mode --attention-backend flash": {"untimed": True},
+    f"{NONE} --fp32": None,
+    f"{NONE} --position-embedding-type alibi": None,
+    f"{NONE} --attn-logit-softcapping 50": None,
+    f"{NONE} --deterministic-mode": None,
+}
+"""Flags -> what differs from `OF_BASE`; None where torch's attention is not what runs, or nothing is to depend on
+measurements."""
 
 
-@pytest.mark.parametrize(
-    ("flags", "shape"),
-    [
-        ("--attention-dropout 0", AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16)),
-        (
-            "--attention-dropout 0 --tp 2 --group-query-attention --num-query-groups 4",
-            AttentionShape(32, 3, 4, 2, 8, 8, torch.bfloat16),
-        ),
-        ("--attention-dropout 0 --fp32", None),
-        ("", AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, dropout=0.1)),
-        (
-            "--deterministic-mode",
-            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, dropout=0.1, untimed=True),
-        ),
-        (
-            "--attention-dropout 0 --cp 2",
-            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, queries=(range(0, 8), range(24, 32)), tiles=True),
-        ),
-        (
-            "--attention-dropout 0 --cp 2 --cp-comm-type a2a",
-            AttentionShape(32, 3, 4, 4, 8, 8, torch.bfloat16, tiles=True),
-        ),
-        (
-            "--attention-dropout 0 --window-size 8",
-            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, window=8, tiles=True),
-        ),
-        (
-            "--attention-dropout 0 --reset-attention-mask --tokenizer-type NullTokenizer",
-            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, documents=True, tiles=True),
-        ),
-        (
-            "--attention-dropout 0 --deterministic-mode --attention-backend flash",
-            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, untimed=True),
-        ),
-        ("--attention-dropout 0 --position-embedding-type alibi", None),
-        ("--attention-dropout 0 --attn-logit-softcapping 50", None),
-        ("--attention-dropout 0 --deterministic-mode", None),
-    ],
-)
-def test_shapes(flags: str, shape: AttentionShape | None) -> None:
-    """None where torch's attention is not what runs, or nothing is to depend on measurements."""
+@pytest.mark.parametrize("flags", SHAPES)
+def test_shapes(flags: str) -> None:
     argv = BASE.replace("--bf16", "") if "--fp32" in flags else BASE
-    assert attention_shape(resolve(parse_args([*argv.split(), *flags.split()]), 2)) == shape
+    changes = SHAPES[flags]
+    expected = None if changes is None else replace(OF_BASE, **changes)
+    assert attention_shape(resolve(parse_args([*argv.split(), *flags.split()]), 2)) == expected

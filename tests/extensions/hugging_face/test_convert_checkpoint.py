@@ -92,20 +92,17 @@ def test_dtype_and_bin_files(llama: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"tokenizer_config.json": {"pad_token": "<pad>"}}, 3),
-        (
-            {
-                "tokenizer_config.json": {"pad_token": {"content": "<pad>"}},
-                "generation_config.json": {"pad_token_id": 2},
-            },
-            3,
-        ),
-        ({"generation_config.json": {"pad_token_id": 2}}, 2),
-        ({"generation_config.json": {"pad_token_id": 2}, "tokenizer_config.json": {"pad_token": "<pad>"}}, 3),
-        ({"tokenizer_config.json": {"pad_token": "<none>"}}, None),
+        ({TOKENIZER: {"pad_token": "<pad>"}}, 3),
+        ({TOKENIZER: {"pad_token": {"content": "<pad>"}}, GENERATION: {"pad_token_id": 2}}, 3),
+        ({GENERATION: {"pad_token_id": 2}}, 2),
+        ({GENERATION: {"pad_token_id": 2}, TOKENIZER: {"pad_token": "<pad>"}}, 3),
+        ({TOKENIZER: {"pad_token": "<none>"}}, None),
         ({}, None),
     ],
     ids=["text", "object", "generation", "both", "unknown", "none"],

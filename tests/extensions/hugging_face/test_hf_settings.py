@@ -18,7 +18,7 @@ from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from megatron.training.extensions import load_extensions
 from tests.extensions.hugging_face.hf_exact import random_model, weights
-from tests.extensions.hugging_face.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, TABLES, YARN
+from tests.extensions.hugging_face.hf_models import BASES, CASES, SIZES, TABLES, YARN
 from tests.extensions.hugging_face.whole_models import from_hf, there_and_back, to_hf
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
 from tests.moe_cases import MIXTRAL
@@ -58,50 +58,10 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (
-            {"model_type": "gpt2", **GPT2_SIZES, "activation_function": "relu"},
-            "activation_function = 'relu', supported",
-        ),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"model_type": "falcon"}, "'falcon' is not supported: it needs"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weights quantized by fp8 are not supported"),
-        (
-            {"model_type": "gpt_oss", "num_local_experts": 4, "quantization_config": {"quant_method": "fp8"}},
-            "by fp8 are not supported; mxfp4 is",
-        ),
-        (
-            {"rope_scaling": {**YARN, "attention_factor": 1.0}},
-            "attention_factor = 1.0 is not supported; it must be 1.13",
-        ),
-        ({"model_type": "minimax_m2", "num_local_experts": 4, "scoring_func": "softmax"}, "scoring_func = 'softmax'"),
-        ({"model_type": "bailing_moe", **MIXTURE}, "score_function = 'softmax', supported: 'sigmoid'"),
-        ({"model_type": "afmoe", **MIXTURE, "sliding_window": None}, "sliding_window = None is not supported"),
-        ({"model_type": "exaone_moe", **MIXTURE, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 4"),
-        ({"model_type": "starcoder2", "embedding_dropout": 0.5}, "embedding_dropout = 0.5 differs"),
-        ({"model_type": "own"}, "'own' is not supported; known are gpt2, bloom, llama"),
-    ],
-)
-def test_settings_that_cannot_be_expressed(change: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("base", "change", "message"), TABLES["refused"])
+def test_settings_that_cannot_be_expressed(base: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config_from_hf({"model_type": "llama", **SIZES, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 2 entries for 3 layers"),
-        ({"layer_types": ["full_attention", "linear_attention", "sliding_attention"]}, "'linear_attention'"),
-    ],
-)
-def test_kinds_of_layers_that_cannot_be_expressed(change: dict[str, Any], message: str) -> None:
-    settings = {**SIZES, "use_sliding_window": True, "sliding_window": 7, **change}
-    with pytest.raises(ValueError, match=message):
-        config_from_hf({"model_type": "qwen2", **settings})
+        config_from_hf({"model_type": "llama", **SIZES, **BASES[base], **change})
 
 
 @pytest.mark.parametrize(

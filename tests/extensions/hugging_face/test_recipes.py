@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hugging_face.write_config import config_to_hf
@@ -17,39 +19,12 @@ from tests.cli.test_scripts import ROOT, run
 
 transformers = pytest.importorskip("transformers")
 
-# Recipe, size -> ranks, family, parameters of the published model.
 PUBLISHED = {
-    ("llama3", "8b"): (128, "llama", 8_030_261_248),
-    ("llama3", "70b"): (512, "llama", 70_553_706_496),
-    ("llama3", "405b"): (8192, "llama", 405_853_388_800),
-    ("qwen3", "8b"): (128, "qwen3", 8_190_735_360),
-    ("qwen3", "30b-a3b"): (256, "qwen3_moe", 30_532_122_624),
-    ("qwen3", "235b-a22b"): (1024, "qwen3_moe", 235_093_634_560),
-    ("qwen3_next", "80b-a3b"): (256, "qwen3_next", 79_674_391_296),
-    ("olmo3", "7b"): (512, "olmo3", 7_298_011_136),
-    ("olmo3", "32b"): (1024, "olmo3", 32_233_522_176),
-    ("deepseek_v3", "671b"): (2048, "deepseek_v3", 671_026_404_352),
-    ("kimi_k2", "1t"): (2048, "deepseek_v3", 1_026_408_209_408),
-    ("smollm3", "3b"): (384, "smollm3", 3_075_098_624),
-    ("apertus", "8b"): (512, "apertus", 8_053_338_176),
-    ("apertus", "70b"): (2048, "apertus", 70_599_864_480),
-    ("glm4_5", "355b-a32b"): (1024, "glm4_moe", 352_797_814_784),
-    ("glm4_5", "106b-a12b"): (512, "glm4_moe", 106_852_245_504),
-    # Of Ling 2.0 transformers has no class; GLM's has the same layers.
-    ("ling", "mini"): (128, "glm4_moe", 16_255_638_528),
-    ("ling", "flash"): (512, "glm4_moe", 102_889_697_280),
-    ("ling", "1t"): (2048, "glm4_moe", 999_705_309_184),
-    ("minimax_m2", "230b-a10b"): (512, "minimax_m2", 228_689_748_992),
-    ("gpt_oss", "20b"): (128, "gpt_oss", 20_914_757_184),
-    ("gpt_oss", "120b"): (512, "gpt_oss", 116_829_156_672),
-    ("llama4", "scout"): (512, "llama4_text", 107_769_861_120),
-    ("llama4", "maverick"): (1024, "llama4_text", 400_711_848_960),
-    ("k_exaone", "236b-a23b"): (512, "exaone_moe", 236_571_150_336),
-    ("mimo_v2", "309b-a15b"): (1024, "mimo_v2_flash", 308_778_768_832),
-    ("step3_5", "196b-a11b"): (512, "step3p5", 196_956_118_272),
-    ("trinity", "mini"): (512, "afmoe", 26_123_970_560),
-    ("trinity", "nano"): (512, "afmoe", 6_119_996_416),
+    (recipe, size): tuple(of_size)
+    for recipe, sizes in yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text()).items()
+    for size, of_size in sizes.items()
 }
+"""Recipe, size -> ranks, family, parameters of the published model."""
 
 
 def test_every_recipe_is_listed() -> None:

@@ -49,8 +49,9 @@ def generate(
     return [found.tokens for found in Engine(StageRunner({0: model}), rows=3).run(requests)]
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["gpt", "mistral", "gpt-oss"])
 def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
+    """`test_kv_cache.py` compares the logits of all styles."""
     model = model_of(style)
     prompts = [*PROMPTS, [8, 8, 9], [4, 5]]
     found = generate(model, prompts, 8)

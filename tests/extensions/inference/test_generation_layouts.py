@@ -37,7 +37,6 @@ CASES: list[Any] = [
     needs("latent_attention", "latent", 2, {TP: 2, "sequence_parallel": True}),
     needs("linear_attention", "delta-net", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     ("qwen2", 2, {PP: 2, "num_virtual_stages_per_pipeline_rank": 2}),
-    ("moe", 2, {"expert_model_parallel_size": 2}),
     (
         "moe",
         4,

@@ -9,13 +9,12 @@ import torch.distributed as dist
 from megatron.extensions.logs.meters import ModelSums
 from megatron.training.train_step import train_step
 from tests.harness import run_world, running
+from tests.tiny import TINY
 
 # Without biases: those of keys have gradients that are zero but for rounding.
 MODEL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 90 --lr 1e-2 --fp64 --cpu "
-    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --mock-data --num-workers 0 --eval-iters 0 "
-    "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --untie-embeddings-and-output-weights "
-    "--log-params-norm --log-num-zeros-in-grad "
+    f"{TINY} --vocab-size 90 --fp64 --make-vocab-size-divisible-by 4 --attention-dropout 0 --hidden-dropout 0 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --log-params-norm --log-num-zeros-in-grad "
 )
 EXPERTS = MODEL + "--num-experts 4 --moe-aux-loss-coeff 0.01 "
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.forked import ROOT, run_program
+from tests.tiny import TINY
 
-FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 257 --lr 1e-2 --cpu "
-    "--tokenizer-type ByteTokenizer --train-iters 8 --global-batch-size 4 --log-interval 2 --mock-data"
-)
+FLAGS = f"{TINY} --vocab-size 257 --tokenizer-type ByteTokenizer --train-iters 8 --log-interval 2"
 
 
 def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron.extensions.megatron_flags.tables import (
     Accepted,
@@ -28,35 +29,10 @@ from tests.pure.test_arguments import TINY, failure, write
 TABLE = read_tables()
 
 
-@pytest.mark.parametrize(
-    ("argv", "field", "value"),
-    [
-        ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
-        ("--no-position-embedding", "position_embedding_type", "none"),
-        (
-            "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
-            "position_embedding_type",
-            "rope",
-        ),
-        (
-            "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
-            "position_embedding_type",
-            "rope",
-        ),
-        ("--use-rotary-position-embeddings --no-position-embedding", "position_embedding_type", "rope"),
-        ("--no-position-embedding --use-rotary-position-embeddings", "position_embedding_type", "rope"),
-        ("--no-position-embedding --position-embedding-type rope", "position_embedding_type", "rope"),
-        ("--position-embedding-type rotary", "position_embedding_type", "rope"),
-        ("--glu-activation swiglu", "swiglu", True),
-        ("--glu-activation geglu", "activation_func", "geglu"),
-        ("--batch-size 4", "micro_batch_size", 4),
-        ("--eval-only True", "skip_train", True),
-        ("--no-train 1", "skip_train", True),
-        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "cp_comm_type", "p2p"),
-        ("--cuda-graph-impl transformer_engine", "cuda_graph_impl", "none"),
-        ("--recompute-activations", "recompute_granularity", "selective"),
-    ],
-)
+VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("argv", "field", "value"), [tuple(case.values()) for case in VALUES])
 def test_values(argv: str, field: str, value: Any) -> None:
     found = flat_values(parse_args(argv.split()))[field]
     assert found == value and type(found) is type(value)

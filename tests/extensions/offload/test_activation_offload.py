@@ -17,11 +17,9 @@ from tests.extensions import needs
 from tests.extensions.offload.test_cpu_offload import LateQueue
 from tests.gpt_cases import LLAMA, with_dropout
 from tests.harness import train_in_world
+from tests.tiny import TINY
 
-COMMON = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --vocab-size 50 --lr 1e-2 --mock-data "
-    "--make-vocab-size-divisible-by 4 --global-batch-size 8 --train-iters 2 --eval-iters 0 --num-workers 0 --cpu"
-)
+COMMON = f"{TINY} --num-layers 4 --seq-length 32 --make-vocab-size-divisible-by 4 --global-batch-size 8 --train-iters 2"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 

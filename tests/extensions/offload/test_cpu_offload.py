@@ -29,12 +29,9 @@ from megatron.training.train_step import train_step
 from tests.dist.toy import build, optimizer_config, run_step
 from tests.extensions import needs
 from tests.harness import run_world
+from tests.tiny import TINY
 
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --lr 1e-2 --cpu "
-    "--mock-data --train-iters 4 --global-batch-size 4 --eval-iters 0 --num-workers 0 --lr-decay-style constant "
-    "--attention-dropout 0 --hidden-dropout 0 "
-)
+MODEL = f"{TINY} --hidden-size 32 --vocab-size 64 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0 "
 OFFLOAD = "--optimizer-cpu-offload --optimizer-offload-fraction "
 ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy optim_grads{more}" for more in ("", "_params"))
 AWARE = "--use-precision-aware-optimizer "

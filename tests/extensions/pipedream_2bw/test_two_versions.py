@@ -60,8 +60,9 @@ FURTHER = (
 IN_CI = (
     ("dense", 2, "--pp 2 --tp 1 --cp 1"),
     ("untied", 4, "--pp 4 --tp 1 --cp 1"),
-    ("dense", 8, "--pp 2 --tp 2 --sequence-parallel --cp 2"),
-    ("experts", 8, "--pp 2 --tp 1 --cp 1 --ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"),
+    ("dense", 4, "--pp 2 --tp 2 --sequence-parallel --cp 1"),
+    ("dense", 4, "--pp 2 --tp 1 --cp 2"),
+    ("experts", 4, "--pp 2 --tp 1 --cp 1 --ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"),
 )
 STEPS = 5
 
@@ -152,7 +153,7 @@ def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[flo
         return results(run)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["dense", "experts"])
 def test_one_process_is_the_formula(model: str) -> None:
     ((losses, norms, _),) = run_world(1, by_copies, f"{MODEL} {MODELS[model]}".split())
     ((found, found_norms, *_),) = run_world(1, trained, config_of(MODELS[model], 1))

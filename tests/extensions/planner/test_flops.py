@@ -21,7 +21,7 @@ from megatron.training.config.validation import resolve_legal
 from megatron.training.train_step import train_step
 from tests import gpt_cases
 from tests.harness import run_world
-from tests.pure.test_model_math import DELTA_NET, LLAMA, PUBLISHED, STYLES, WITH_EXPERTS, shape
+from tests.pure.test_model_math import PUBLISHED, STYLES, WITH_EXPERTS, shape
 
 
 # A delta net computes again what does not count.
@@ -53,33 +53,11 @@ def test_sinks_and_windows_that_hide_nothing_are_no_flops() -> None:
         assert model_flops(replace(config, **more)) == model_flops(config), more
 
 
-def test_flops_of_latent_attention() -> None:
-    """A head multiplies keys of 10 channels and values of 5 with half of the tokens: 2 FLOPs each, thrice."""
-    config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), STYLES["latent"])
-    assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
-    for more in ({}, {"window_size": 100}):  # of several tiles on the diagonal
-        long = replace(config, seq_length=600, **more)
-        assert model_flops(long).attention == pytest.approx(2 * 3 * 2 * 4 * (10 + 5) * long.layers[0].span.mean(600))
-
-
 def test_flops_of_layers_with_heads_of_their_own() -> None:
     """Keys of 8 channels and values of 6: for the 4 heads of one layer, which see half of 16 tokens, and for the 6 of
     the other one, which see 4 - 4² / 32 tokens."""
     config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})
     assert model_flops(config).attention == 2 * 3 * (8 + 6) * (4 * 8 + 6 * 3.5)
-
-
-def test_flops_of_gated_delta_nets() -> None:
-    """Of two chunks of 64 tokens, per token: products of [64, 64] by [64, d] and those with the state, thrice; twice
-    the sums of decays, and the gradient of the solution. What the backward computes again does not count."""
-    config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA), DELTA_NET)
-    plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)
-    chunk, keys, heads, dk, dv = 64, 4, 8, 6, 5
-    products = 2 * keys * chunk * dk + heads * (2 * chunk * dv + chunk * dk + 3 * dk * dv)
-    projections = 32 * (keys * (2 * dk) + heads * (2 * dv + 2)) + heads * dv * 32 - 4 * 32 * 32
-    once = heads * (2 * chunk + chunk**2)
-    assert model_flops(config).matmul - model_flops(plain).matmul == 6 * (products + projections) + 2 * once
-    assert model_flops(config).attention == 0
 
 
 def test_flops_of_published_runs() -> None:

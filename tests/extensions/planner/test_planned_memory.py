@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.extensions.planner.memory import buffer_bytes, states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from tests.dist.toy import KINDS, build, optimizer_config, run_step
+from tests.dist.toy import KINDS, optimizer_config
 from tests.extensions import installed
 from tests.harness import local_run, run_world
 from tests.pure import test_param_layout as layouts
@@ -168,29 +168,6 @@ def test_bytes_of_whole_matrices():
     found = buffer_bytes(plan_buffers(params, 3, 2, whole_roles=config.whole_roles), "float32", "float32", config)
     sizes = found.parameters, found.gradients, found.main_parameters, found.moments
     assert sizes == (4 * 640, 4 * 640, 0, 4 * 192 + 8 * 64) and found.total == sum(sizes)
-
-
-def measure(rank, world, distributed, dtype, kind):
-    state = build_parallel_state(ParallelDims(dp=world), rank)
-    ddp, optimizer = build(state, distributed, dtype, optimizer=kind)
-    run_step(ddp, optimizer, state, 0)
-    storages = {}
-    tensors = [b.param_data for b in ddp.buffers] + [b.grad_data for b in ddp.buffers] + ddp.params
-    for shard in optimizer.shards:
-        tensors += [shard.main, *shard.states.values()]
-    for tensor in tensors:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    assert all(param.grad is None for param in ddp.params)
-    config = ddp.parallel_config
-    plan = buffer_bytes(ddp.layouts, config.params_dtype, config.main_dtype, optimizer.config)
-    assert sum(storages.values()) == plan.total
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
-def test_memory_is_what_the_plan_says(distributed, dtype, kind):
-    run_world(2, measure, distributed, dtype, kind)
 
 
 COMMON = (

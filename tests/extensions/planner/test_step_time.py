@@ -168,14 +168,6 @@ def test_the_peak_is_that_of_the_precision_of_products() -> None:
     assert predicted("", device).mfu == pytest.approx(predicted("", device).tflops / 1000)
 
 
-def test_a_step_validated_later_has_the_bubble_of_each_rank_alone() -> None:
-    layout, costs = PipelineLayout(4), StageCosts(0.5, 0.5, 0.5)
-    waits, _ = Schedule("zb-h2", layout).times(costs, 24)
-    ahead, _ = Schedule("zb-h2", layout, validates=True).times(costs, 24)
-    assert max(waits) == pytest.approx(37.5)
-    assert ahead == pytest.approx((36.0,) * 4)
-
-
 def test_a_device_without_a_link_is_named() -> None:
     device = replace(read_device("h100"), links={"node": LINKS["node"]})
     assert predicted("--tp 4 --sequence-parallel", device, 8).seconds > 0
