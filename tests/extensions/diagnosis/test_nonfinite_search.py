@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.extensions import Problem, extension_flags
+from megatron.training.run import TrainingRun
 from megatron.training.train_step import BadStepError, settle, train_step
 from tests.extensions.cuda_graphs.test_graphs import FakeRecorder
 from tests.harness import run_world
@@ -73,48 +74,48 @@ def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_
     assert progress == (8 * (iteration + 1), 1, 0)
 
 
-def poison(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
-    """(message, sample): the sample is the first to read an embedding's row that is NaN."""
+def message_of(rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], Any]) -> tuple[str, Any]:
+    """What ends a run whose first step is not finite, and what `plant` returned."""
     with ExitStack() as resources:
         run = build(config, rank, world_size, resources)
-        table = run.stages[0].embedding.word_embeddings.weight
-        readers = {token: sample for sample in range(7, -1, -1) for token in run.data.train.dataset[sample]["tokens"]}
-        token, sample = max(readers.items(), key=lambda item: item[1])
-        table.data[token] = math.nan
-        for shard in run.optimizer.shards:
-            shard.main.data.copy_(shard.bucket.owned_params)
+        planted = plant(run)
         train_step(run)
         with pytest.raises(BadStepError) as error:
             settle(run)
-        return str(error.value), sample
+        return str(error.value), planted
+
+
+def poison(run: TrainingRun) -> int:
+    """Makes a row of the embedding NaN; returns the first sample that reads it."""
+    table = run.stages[0].embedding.word_embeddings.weight
+    readers = {token: sample for sample in range(7, -1, -1) for token in run.data.train.dataset[sample]["tokens"]}
+    token, sample = max(readers.items(), key=lambda item: item[1])
+    table.data[token] = math.nan
+    for shard in run.optimizer.shards:
+        shard.main.data.copy_(shard.bucket.owned_params)
+    return sample
 
 
 def test_weights_that_are_not_finite_are_named() -> None:
     # An untied output layer, or every logit would be NaN at once.
-    ((message, sample),) = run_world(1, poison, config_of("--untie-embeddings-and-output-weights"))
+    ((message, sample),) = run_world(1, message_of, config_of("--untie-embeddings-and-output-weights"), poison)
     assert sample > 0
     assert f"embedding.word_embeddings (rank 0, pipeline stage 0), micro-batch {sample // 2}, sample" in message
     assert re.search(rf"samples? {sample}[,;]", message)
     assert "weights: not finite before the step: embedding.word_embeddings.weight" in message
 
 
-def once(rank: int, world_size: int, config: RunConfig) -> str:
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
-        layer, left = run.stages[0].decoder.layers[0], [1]
+def once(run: TrainingRun) -> None:
+    left = [1]
 
-        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-            return output * math.nan if left and left.pop() else None
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return output * math.nan if left and left.pop() else None
 
-        layer.register_forward_hook(hook)
-        train_step(run)
-        with pytest.raises(BadStepError) as error:
-            settle(run)
-        return str(error.value)
+    run.stages[0].decoder.layers[0].register_forward_hook(hook)
 
 
 def test_what_does_not_happen_again_is_called_so() -> None:
-    (message,) = run_world(1, once, config_of(""))
+    ((message, _),) = run_world(1, message_of, config_of(""), once)
     assert "iteration 1 is not finite (loss nan" in message and "run again, with the same weights" in message
 
 

@@ -1,8 +1,11 @@
-"""Each known difference from Megatron-LM is printed if flags meet it, and by `tools/translate_flags.py --list`."""
+"""`tools/translate_flags.py --list`: what becomes of each flag of Megatron-LM that this program does not have, and each
+known difference, which is printed if flags meet it."""
 
 from __future__ import annotations
 
+import io
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from megatron.extensions.megatron_flags.megatron_differences import DIFFERENCES, MET, differences_met
 from megatron.training.config.arguments import config_of, read_flags
 from megatron.training.config.validation import resolve
-from tools.translate_flags import main
+from tools.translate_flags import TABLES, main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"
 MEETING = tomllib.loads(Path(__file__).with_name("differences_met.toml").read_text(encoding="utf-8"))
@@ -24,9 +27,35 @@ def subjects_met(flags: str) -> set[str]:
     return {each.subject for each in DIFFERENCES if str(each) in met}
 
 
-def test_every_difference_is_listed_and_has_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    listed = capsys.readouterr().out.splitlines()
+def flags_in(table: object) -> set[str]:
+    """Every flag or beginning of flags in a part of the tables, whether key or value."""
+    if isinstance(table, dict):
+        return {key.split()[0] for key in table if key.startswith("--")}.union(*map(flags_in, table.values()))
+    if isinstance(table, list):
+        return {each.split()[0] for each in table if isinstance(each, str) and each.startswith("--")}.union(
+            *(flags_in(each) for each in table if isinstance(each, dict))
+        )
+    return set()
+
+
+@pytest.fixture(scope="module")
+def listed() -> list[str]:
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(["--list"]) == 0
+    return out.getvalue().splitlines()
+
+
+def test_the_list_says_what_each_flag_of_the_tables_becomes(listed: list[str]) -> None:
+    words = {word.rstrip(":;,").removesuffix("...") for line in listed for word in line.split()}
+    flags = flags_in(tomllib.loads(TABLES.read_text(encoding="utf-8")))
+    assert len(flags) > 500
+    assert sorted(flags - words) == []
+    assert "  --batch-size -> --micro-batch-size {}" in listed
+    assert "  --optimizer lion: examples/lion.py" in listed
+    assert any(line.startswith(("  --use-mup --mup-...: ", "  --use-mup: ")) for line in listed)
+
+
+def test_every_difference_is_listed_and_has_cases(listed: list[str]) -> None:
     assert [each.subject for each in DIFFERENCES if f"  {each}" not in listed] == []
     assert MEETING.keys() == MET.keys() == {each.subject for each in DIFFERENCES}
     assert subjects_met("") == set()
