@@ -94,6 +94,7 @@ CAMPAIGNS = (
     "tests/extensions/offload/test_cpu_offload.py",
     "tests/extensions/offload/test_out_of_memory.py",
     "tests/extensions/optimizers/test_muon.py",
+    "tests/extensions/optimizers/test_planned_states.py",
     "tests/extensions/optimizers/test_precision_aware.py",
     "tests/extensions/overlap/test_comm_overlap.py",
     "tests/extensions/phases/test_phase_changes.py",

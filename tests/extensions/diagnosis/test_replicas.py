@@ -32,9 +32,8 @@ def _nothing(run: TrainingRun, rank: int) -> None:
     pass
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, "--dp 2"), (4, "--tp 2 --pp 2 --sequence-parallel")])
-def test_healthy_run_passes(world_size: int, layout: str) -> None:
-    compared = run_world(world_size, _check, [*FLAGS.split(), *layout.split()], _nothing)
+def test_healthy_run_passes() -> None:
+    compared = run_world(2, _check, FLAGS.split(), _nothing)
     assert all(isinstance(count, int) and count > 5 for count in compared), compared
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.core.parts import LINEAR_FORMATS
 from megatron.extensions.planner.device_file import FOLDER, DeviceFile, device_names, read_device
@@ -74,37 +75,9 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> 
     own.write_text(text + "clock: 1\n")
     with pytest.raises(ValueError, match=r"own.yaml: clock is not one of adapters_per_node, attention, cache_mib"):
         read_device(str(own))
-    for old, wrong, said in (
-        (text, "", "None must be entries with a name each"),
-        (text, "gemm: [", "is not YAML: .* line 1"),
-        (
-            "multiprocessors: 132",
-            "multiprocessors: 132.5",
-            "multiprocessors: 132.5 must be a whole number of at least 0",
-        ),
-        (
-            "peak_tflops: {bf16: 989.4,",
-            "peak_tflops: {bf16: 1,",
-            "bf16: 1, of which gemm: bf16: tflops: 868 would be too",
-        ),
-        ("peak_tflops: {bf16: 989.4,", "peak_tflops: {bf16: 0,", "peak_tflops: bf16: 0, of which"),
-        ("tflops: 868", "tflops: fast", "gemm: bf16: tflops: 'fast' must be a number of at least 0"),
-        ("gb_per_second: 370", "gb_per_second: 0", "links: node: gb_per_second: 0 must be above 0"),
-        ("forward: [385, 500]", "forward: 385", r"attention: cudnn: 64: forward: 385 must be a list of 2 numbers"),
-        ("forward: [385, 500]", "forward: [0, 500]", "attention: cudnn: 64: forward: its TFLOP/s must be above 0"),
-        ("  flash3:", "  flash3: {}\n  flash4:", "attention: flash3: must have the rates of a head size"),
-        ("sustained: 0.94", "sustained: 94", "sustained: 94 must be a share, at most 1"),
-        ("memory_gib: ", "memory_gib: 1\nmemory_gib: ", "memory_gib is given twice, in lines"),
-        ("forward: [385, 500]", "forward: [1, 2], forward: [385, 500]", "64: forward is given twice, in lines"),
-        ("tflops: 868", "tflops: .inf", "gemm: bf16: tflops: inf must be finite"),
-        ("tflops: 868", "tflops: nan", "gemm: bf16: tflops: nan must be finite"),
-        ("gb_per_second: 370", "gb_per_second: 0e0", "links: node: gb_per_second: 0 must be above 0"),
-        ("sustained: 0.94", "sustained: 94e0", "sustained: 94 must be a share, at most 1"),
-        ("launch_us: 8}", "launch_us: 8, share: {send: 0}}", "links: node: share: send: 0 must be above 0"),
-        ("launch_us: 8}", "launch_us: 8, share: {reduce: 1}}", "share: reduce is not one of all_gather, all_reduce"),
-    ):
-        own.write_text(text.replace(old, wrong))
-        with pytest.raises(ValueError, match=rf"own.yaml.* ?{said}"):
+    for case in yaml.safe_load(Path(__file__).with_name("wrong_devices.yaml").read_text(encoding="utf-8")):
+        own.write_text(text.replace(case["old"], case["wrong"]) if case["old"] else case["wrong"])
+        with pytest.raises(ValueError, match=rf"own.yaml.* ?{case['said']}"):
             read_device(str(own))
     own.write_text(text.replace("tflops: 868", "tflops: 868e0").replace("sustained: 0.94", "sustained: 94e-2"))
     assert read_device(str(own)) == h100

@@ -198,7 +198,7 @@ def test_recomputed_layers_are_gathered_once_in_the_backward() -> None:
     assert bytes_of(found, "all_gather") == 2 * found["psi"] - ends
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.grid("schedule", ["zb-v"], ["1f1b", "zb-h1", "zb-v"])
 def test_pipelines_hold_few_units(schedule: str) -> None:
     flags = f"--global-batch-size 8 --pp 2 --pipeline-schedule {schedule} {sharding('optim_grads_params')}"
     for found in run_world(4, steps, flags):
