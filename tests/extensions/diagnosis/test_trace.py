@@ -21,6 +21,7 @@ from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, read_tr
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from megatron.training.run import TrainingRun
 from megatron.training.tasks import start_run
 from megatron.training.training import train
 from tests.extensions.diagnosis.trace_cases import problems
@@ -31,21 +32,31 @@ RUN = f"{TINY} --num-layers 4 --vocab-size 64 --log-interval 1 --micro-batch-siz
 TRACE = "--trace --trace-step-start 1 --trace-step-end 3 "
 
 
-def traced(rank: int, size: int, flags: str, folder: str) -> tuple[list[float], bool]:
-    """(losses as logged, whether torch.distributed and the executor are as they were)"""
-    config = resolve(
-        parse_args([*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder]), size
-    )
+def run_of(rank: int, size: int, flags: str, folder: str) -> tuple[TrainingRun, list[str]]:
+    """A run to its end, and what it said."""
+    files = f"--metrics-file {folder}/metrics --tensorboard-dir {folder}"
+    config = resolve(parse_args(f"{flags} {files}".split()), size)
     assert validate(config, size) == []
-    functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
-    losses = []
+    said: list[str] = []
     with local_run(config, rank, size) as run, ExitStack() as resources:
-        run.say = print
+        run.say = said.append
         start_run(run, resources)
         train(run)
-        losses.append(run.measured["lm_loss"])
-        as_before = "run_action" not in vars(run.pipeline.executor) and not run.timers.watchers
-    return losses, as_before and functions == (dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait)
+    return run, said
+
+
+def traced(rank: int, size: int, flags: str, folder: str) -> tuple[float, bool]:
+    """(the last loss, whether torch.distributed and the executor are as they were)"""
+    functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
+    run, _ = run_of(rank, size, flags, folder)
+    as_before = "run_action" not in vars(run.pipeline.executor) and not run.timers.watchers
+    after = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
+    return run.measured["lm_loss"], as_before and functions == after
+
+
+def traced_lines(rank: int, size: int, flags: str, folder: str) -> list[str]:
+    """What a run says of its trace."""
+    return [line for line in run_of(rank, size, flags, folder)[1] if "trace" in line]
 
 
 def slices(trace: Trace, category: str) -> list[Event]:
@@ -150,19 +161,6 @@ def event(rank: int, ts: float, dur: float, name: str = "x") -> Event:
 def test_what_violates_the_format(events: list[Event], said: str) -> None:
     found = problems({"traceEvents": events})
     assert (said in "; ".join(found)) if said else found == []
-
-
-def traced_lines(rank: int, size: int, flags: str, folder: str) -> list[str]:
-    """What a run says of its trace."""
-    config = resolve(
-        parse_args([*flags.split(), *f"--metrics-file {folder}/m --tensorboard-dir {folder}".split()]), size
-    )
-    said: list[str] = []
-    with local_run(config, rank, size) as run, ExitStack() as resources:
-        run.say = said.append
-        start_run(run, resources)
-        train(run)
-    return [line for line in said if "trace" in line]
 
 
 def test_a_run_says_why_nothing_is_traced_and_traces_the_rest_when_it_resumes(tmp_path: Path) -> None:

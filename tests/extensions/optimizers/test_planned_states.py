@@ -9,7 +9,7 @@ from tests.extensions.planner.test_out_of_memory import report
 from tests.extensions.planner.test_planned_memory import EXPERTS, LLAMA, compare
 from tests.harness import run_world
 
-AWARE = "--tp 2 --bf16 --use-precision-aware-optimizer"
+AWARE = "--bf16 --use-precision-aware-optimizer"
 OFFLOAD = "--optimizer-cpu-offload --optimizer-offload-fraction"
 
 
@@ -20,7 +20,7 @@ OFFLOAD = "--optimizer-cpu-offload --optimizer-offload-fraction"
         f"{LLAMA} --tp 2 --fp32 --optimizer muon",
         needs("unit_sharding", f"{EXPERTS} optim_grads --optimizer muon"),
         f"{AWARE} --main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
-        needs("offload", f"{LLAMA} {AWARE} --main-params-dtype fp16 --exp-avg-dtype bf16 {OFFLOAD} 0.7"),
+        needs("offload", f"{LLAMA} --tp 2 {AWARE} --main-params-dtype fp16 --exp-avg-dtype bf16 {OFFLOAD} 0.7"),
         needs("offload", f"{LLAMA} --tp 2 --fp32 --param-group 'fc1 lr_mult=2' {OFFLOAD} 0.3"),
     ],
 )
