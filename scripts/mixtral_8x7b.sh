@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Mixtral 8x7B (arXiv 2401.04088, table 1): 32 layers, width 4096, 32 heads over 8 key/value heads, in each layer 8
-# experts of width 14336 of which a token meets 2; vocabulary 32,000, RoPE base 1,000,000. 46.7B parameters, 12.9B active.
+# experts of width 14336 of which each token uses 2; vocabulary 32,000, RoPE base 1,000,000. 46.7B parameters, 12.9B active.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.model \
 #       sbatch --nodes 8 scripts/train_gpt_slurm.sh scripts/mixtral_8x7b.sh

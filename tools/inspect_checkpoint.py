@@ -5,11 +5,10 @@
     python tools/inspect_checkpoint.py Qwen3-0.6B checkpoints/
 
 For a folder of checkpoints, the tool opens the one that a run would load: the latest, or the newest undamaged one. It
-reads every file and verifies its checksum. Of Hugging Face folders and Megatron-LM's checkpoints it shows the
-parameters, under this program's names. The two may come from different layouts: whole tensors are compared bit by bit,
-one at a time. Each that differs is printed; if there are more than 40, one line for all layers. Exit code 0: equal;
-1: different; 2: not a checkpoint, or damaged.
-"""
+reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM's checkpoints it shows the
+parameters, under this program's names. The two may have different layouts: whole tensors are compared bit by bit, one
+at a time. Each that differs is printed; if there are more than 40, one line for all layers. Exit code 0: equal; 1:
+different; 2: not a checkpoint, or damaged."""
 
 from __future__ import annotations
 
@@ -80,8 +79,8 @@ Contents = Checkpoint | ForeignWeights
 
 
 def open_or_complain(path: Path) -> Contents:
-    """What is at `path`: a checkpoint, its files verified, or the weights of a model. Raises ValueError if there is
-    nothing that is whole."""
+    """The checkpoint at `path`: a checkpoint, its files verified, or the weights of a model. Raises ValueError if there
+    is nothing that is whole."""
     if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:
         return ForeignWeights(path)
     checkpoint = choose_checkpoint(path, Axis(), lambda line: print(line, file=sys.stderr))
@@ -91,7 +90,7 @@ def open_or_complain(path: Path) -> Contents:
 
 
 def describe(found: Contents) -> str:
-    """Where the run stood, the layout it had, and every tensor; parameters first, each part in order of names."""
+    """The run's position, its layout, and every tensor; parameters first, each part in order of names."""
     tensors = found.tensors
     names = in_order(tensors)
     width = max(map(len, names), default=0)
@@ -195,7 +194,7 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None
 
 
 def comparison(one: Contents, two: Contents, found: Sequence[Difference]) -> str:
-    """What is printed: a line for each tensor that differs, or, where they are many, for each name without numbers."""
+    """The output: a line for each tensor that differs, or, where they are many, for each name without numbers."""
     keys = compared(one, two)
     left_out = len((one.tensors.keys() | two.tensors.keys()) - keys)
     note = f"; {left_out} of the optimizer's state not compared" if left_out else ""

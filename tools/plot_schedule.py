@@ -171,7 +171,7 @@ def version_of(microbatch: int, microbatches: int) -> int:
 
 
 def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> str:
-    """What is said of a schedule that does not flush: of the run that is drawn, and of `LONG_RUN` steps."""
+    """Text about a schedule that does not flush: of the run that is drawn, and of `LONG_RUN` steps."""
     long = simulate(lists_of_steps(args.pipeline_schedule, args.pp, [args.num_microbatches] * LONG_RUN), costs)
     return (
         f"{args.steps} steps: time {found.makespan:g}, bubble {found.bubble:.4f}\n"
@@ -206,13 +206,13 @@ def without_middle(lines: Sequence[str]) -> list[str]:
 
 
 def drawn(timeline: Sequence[Timed]) -> list[Timed]:
-    """What takes time. Passes that run in turns are drawn as one, named by the forward."""
+    """Kinds of actions that take time. Passes that run in turns are drawn as one, named by the forward."""
     return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
 
 
 def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
     """A bar for each compute action: colour by kind, shaded as `names` says, with its microbatch. At the right the idle
-    share of each rank. Of a long schedule the beginning and the end, where ranks differ: the middle repeats itself."""
+    share of each rank. The beginning and the end of a long schedule, where ranks differ: the middle repeats itself."""
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)
     inches = min(INCHES_PER_ACTION, max(SMALLEST_INCHES, MOST_INCHES * unit / found.makespan))

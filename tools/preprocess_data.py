@@ -57,7 +57,7 @@ REPORTED_BAD_LINES = 100
 
 @dataclass
 class Summary:
-    """What a run did."""
+    """Counts of a run."""
 
     documents: int = 0
     tokens: int = 0
@@ -185,7 +185,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--text-documents",
         choices=("file", "line"),
         default="file",
-        help="what is a document of a plain text file (default: file)",
+        help="unit of a document in a plain text file (default: file)",
     )
     group.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     group.add_argument("--overwrite", action="store_true", help="replace output files that exist")
@@ -196,9 +196,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--bpe-backend",
         choices=("auto", "gigatoken", "tokenizers"),
         default="auto",
-        help="what encodes for HuggingFaceTokenizer and GPT2BPETokenizer: gigatoken (pip install gigatoken) is many "
+        help="encoder of HuggingFaceTokenizer and GPT2BPETokenizer: gigatoken (pip install gigatoken) is many "
         "times faster, and its ids are compared with those of tokenizers on a share of the documents; auto takes it "
-        "where it is installed and its ids are equal (default)",
+        "if it is installed and its ids are equal (default)",
     )
     group.add_argument("--log-interval", type=int, default=1000, help="documents between lines, off a terminal")
     group.add_argument("--summary-file", help="write the summary as JSON, too")

@@ -102,7 +102,7 @@ PROBES = {"line breaks": "a\n\nb", "spaces": "a  b", "characters outside its voc
 
 
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
-    """What a user can do about SentencePiece's message."""
+    """Remedy for SentencePiece's message."""
     # The part after the failed condition, without the source line it stands on.
     reason = message.rsplit("] ", 1)[-1].strip() or message
     if "too high" in message:

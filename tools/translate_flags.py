@@ -41,7 +41,7 @@ LAUNCHER = re.compile(
 )
 
 TABLES = Path(megatron_flags.__file__).with_name("megatron_flags.toml")
-"""What becomes of flags that no field has; the command line reads it."""
+"""Treatment of flags that no field has; the command line reads it."""
 
 NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 
@@ -145,7 +145,7 @@ def shown(words: Sequence[str]) -> str:
 
 
 def sorted_out(reading: Reading) -> tuple[str, Reading]:
-    """(what becomes of a flag, its reading). A value that only the shell knows is no problem."""
+    """(treatment of a flag, its reading). A value that only the shell knows is no problem."""
     if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):
         reading = replace(reading, problem=False)
     if reading.problem:

@@ -86,7 +86,7 @@ class Batch:
         return self.loss_mask.sum()
 
     def with_future(self, depths: int) -> Batch:
-        """A batch of whole samples with what multi-token prediction of so many depths reads of later tokens.
+        """A batch of whole samples with the later tokens that multi-token prediction of this many depths reads.
 
         At depth k the loss of a token counts where that of the token itself counts and those of the k tokens behind it,
         and where the label k places further on is in the token's own document. Of the last k tokens it never counts.
@@ -140,13 +140,13 @@ FUTURE = ("future_tokens", "future_labels", "future_loss_mask", "future_position
 
 
 def _later(x: Tensor, places: int) -> Tensor:
-    """x [b, s]: the value so many places further on, 0 beyond the end."""
+    """x [b, s]: the value `places` positions further on, 0 beyond the end."""
     return F.pad(x[:, places:], (0, places))
 
 
 class EarlierTokens(Protocol):
-    """What layers keep of earlier tokens of b texts, in generation: a batch of s new tokens of each follows them. Texts
-    are padded on the right. Without context parallelism."""
+    """Cache of earlier tokens of b texts, in generation: a batch of s new tokens of each follows them. Texts are padded
+    on the right. Without context parallelism."""
 
     positions: Tensor
     """[b, s] of the new tokens."""

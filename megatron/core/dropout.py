@@ -81,7 +81,7 @@ def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 class _CompiledDropout(torch.autograd.Function):
-    """`drop_at_once`, which keeps the bits of rows and columns only and makes the mask again in the backward."""
+    """`drop_at_once`, which keeps the bits of rows and columns only and recomputes the mask in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:

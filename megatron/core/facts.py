@@ -1,4 +1,4 @@
-"""What is known of parts without importing them: the facts that are registered beside them. No torch."""
+"""Facts about parts, known without importing them: the facts that are registered beside them. No torch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RecomputedFacts:
     """A larger part that includes it."""
 
     needs: str = ""
-    """What a model without it lacks: a flag."""
+    """Feature that a model without it lacks: a flag."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class UpdateAheadFacts(WhenFacts):
     """Bytes that it keeps on the device."""
 
     what: str = ""
-    """What these are, for plans."""
+    """Name of these states, for plans."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class LinearFormatFacts:
 @dataclass(frozen=True)
 class ShardingFacts:
     about: str
-    """What is sharded, for --help."""
+    """Sharded state, for --help."""
 
     gradients: bool = False
     """ZeRO-2: whether a rank keeps the gradients of its shards alone."""
@@ -237,7 +237,7 @@ class StoreFacts:
     """ModelParallelConfig -> layers of each stage, from its first one, whose activations it keeps."""
 
     with_layers: Callable[[Any, int], Any]
-    """(ModelParallelConfig, layers) -> the same with at most so many, for plans."""
+    """(ModelParallelConfig, layers) -> the same with at most this many, for plans."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class ScheduleFacts:
     any_groups: bool = False
     """Whether it is called with the number of micro-batches in a group as a fourth argument (None: its own choice)."""
     v_shaped: bool = False
-    """Whether stages lie on the ranks there and back, so that rank 0 has the first and the last one."""
+    """Whether stages are placed in a V, so that rank 0 has the first and the last one."""
     splits_backward: bool = False
     """Whether it has I and W, the gradients of inputs and of weights, in place of B."""
 

@@ -36,8 +36,7 @@ class HostCopy:
     """A copy of `values` to the host, under way. To read it waits for what was launched before it, and for nothing that
     was launched since.
 
-    Where `values` has none, as in plans of memory, they are the `expected` ones.
-    """
+    If `values` has none, as in plans of memory, the `expected` ones are used."""
 
     def __init__(self, values: Tensor, expected: Sequence[int] | None = None) -> None:
         fake = expected is not None and not has_values(values)

@@ -28,7 +28,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a global tensor that one generator draws, and where its elements lie in the shard of this rank."""
+    """Part of a global tensor that one generator draws, and the place of its elements in this rank's shard."""
 
     local: Tensor
     meta: ParamMeta

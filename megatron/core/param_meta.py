@@ -70,7 +70,7 @@ class ParamMeta:
     """Lives on the expert view of the mesh: reduced over "expt_dp" instead of "dp" and "cp"."""
 
     role: str = "hidden"
-    """What a matrix maps: "embedding" for tables that tokens or positions look up, "output" for the logits of the
+    """Role of a matrix: "embedding" for tables that tokens or positions look up, "output" for the logits of the
     vocabulary, "router" for the logits of experts, "convolution" for kernels over tokens, "hidden" for everything
     else."""
 
@@ -88,8 +88,8 @@ class ParamMeta:
 
     @property
     def kind(self) -> str:
-        """What weight decay tells apart: "matrices", "embeddings" (matrices too), "norms" (their weights), and "biases"
-        for all other vectors."""
+        """Kinds that weight decay distinguishes: "matrices", "embeddings" (matrices too), "norms" (their weights), and
+        "biases" for all other vectors."""
         if self.name.endswith("bias"):
             return "biases"
         if "norm" in self.name.rsplit(".", 2)[-2]:

@@ -1,9 +1,9 @@
 """The registries of all kinds of parts that a run is built of, and the library's own parts in them. No torch.
 
-An extension adds to the same registries: `NORMALIZATIONS.register("MyNorm", MyNorm)`, or as a decorator. Below each
-registry stands how its parts are built, and in `facts` what is told of them. `config` is the section of the run's
-configuration that the part belongs to; `config.options(Cls)` are the values of an extension's own flags.
-"""
+An extension adds to the same registries: `NORMALIZATIONS.register("MyNorm", MyNorm)`, or as a decorator. The docstring
+below each registry explains how its parts are built, and `facts` what a registration states about them. `config` is the
+section of the run's configuration that the part belongs to; `config.options(Cls)` are the values of an extension's own
+flags."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ ATTENTIONS.register(
 LINEAR_ATTENTIONS: Registry[Any, facts.LinearAttentionFacts] = Registry(
     "--experimental-attention-variant", facts.LinearAttentionFacts, "name, config, ctx"
 )
-"""The same in the layers of --linear-attention-freq. What it reads of earlier tokens has a size of its own; generation
-keeps it in `context.cache.states`."""
+"""The same in the layers of --linear-attention-freq. Its cache of earlier tokens has a separate size; generation keeps
+it in `context.cache.states`."""
 
 ATTENTION_BACKENDS: Registry[Any, NoFacts] = Registry(
     "--attention-backend", NoFacts, attributes=("causal", "tiles", "dropout", "always_tiles")
@@ -78,7 +78,7 @@ CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_
 
 LINEARS: Registry[Any, NoFacts] = Registry("linear layer", NoFacts, "linear, ctx")
 """`Linear(linear, ctx)`: a linear layer of transformer layers with sharded features, as a description of
-`megatron.core.tensor_parallel.parameters` says. What it is substituted by computes and sends the same in another way.
+`megatron.core.tensor_parallel.parameters` says. A substitute computes and sends the same in another way.
 `ctx.options(Cls)` are the values of an extension's own flags."""
 
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")

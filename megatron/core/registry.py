@@ -1,9 +1,8 @@
 """Registries: the named choices of each kind of part, the library's own and those that extensions add. No torch.
 
 A built-in part is registered by where it is, "module:attribute", and imported when it is first used, so that `--help`
-and validation need no torch. What they must know of a part without importing it, as whether an activation function is
-gated, is registered beside it as `facts`.
-"""
+and validation need no torch. Facts that they need before a part is imported, such as whether an activation function is
+gated, are registered with it as `facts`."""
 
 from __future__ import annotations
 

@@ -47,9 +47,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("hugging_face", "Hugging Face folders: start of a run, conversion, exports", needs=("conversion",)),
     BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
     BuiltIn("logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
-    BuiltIn(
-        "megatron_flags", "lists of data as Megatron names them, and what becomes of its flags without a field here"
-    ),
+    BuiltIn("megatron_flags", "lists of data as Megatron names them, and its flags without a field here"),
     BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("retention", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
@@ -113,7 +111,8 @@ def load() -> None:
 
 
 def home_of(flag: str) -> str | None:
-    """The extension that a flag, or a `--flag=value`, belongs to, whether it is there or not; None for one of none."""
+    """The extension that a flag, or a `--flag=value`, belongs to, whether the extension exists or not; None for one of
+    none."""
     return _homes().get(flag)
 
 

@@ -2,9 +2,9 @@
 
     python -m megatron.testing.parity --extension my_activation.py -- --activation my-activation --num-layers 8
 
-Flags after `--` describe the model as for pretrain_gpt.py, parts of extensions included. What they leave open is tiny,
-such as 4 layers of hidden size 32, made-up data and two steps. All runs are in fp64 on gloo ranks of this machine.
-Rows of the table:
+Flags after `--` describe the model as for pretrain_gpt.py, parts of extensions included. Defaults for the rest are
+tiny: 4 layers of hidden size 32, synthetic data and two steps. All runs are in fp64 on gloo ranks of this machine. Rows
+of the table:
 
 - `one-process`: the reference; shows the SHA-256 of the initial weights.
 - `finite-differences`: on one process, each gradient against finite differences of the loss.
@@ -124,7 +124,7 @@ class Parity:
 
     @property
     def reference(self) -> Snapshot:
-        """What one process computes. Trained once."""
+        """Results of one process. Trained once."""
         if self._reference is None:
             self._reference = train_in_world(1, self.model, self.steps, self.timeout)
         return self._reference
@@ -144,7 +144,7 @@ class Parity:
 
     @property
     def names(self) -> list[str]:
-        """Every row that can be asked for, in order; `one-process` comes with any of them."""
+        """Every row that can be asked for, in order; `one-process` is always included."""
         checkpoints = EXPERT_CHECKPOINTS if self.model.model.num_experts else CHECKPOINTS
         return [FINITE_DIFFERENCES, *self.layouts, *checkpoints]
 

@@ -1,9 +1,8 @@
 """Save a checkpoint at one layout, load it at another, and compare memory with memory bit by bit.
 
-What a checkpoint should hold is read from the memory of the ranks that saved it: weights, states without a gradient,
-and every state of the optimizer. Before a load, all of that is filled with NaN. Neither side of the comparison is read
-through the code of checkpoints.
-"""
+The expected contents of a checkpoint are read from the memory of the ranks that saved it: weights, states without a
+gradient, and every state of the optimizer. Before a load, all of that is filled with NaN. Neither side of the
+comparison is read through the code of checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class Saved:
 
 @dataclass
 class Visit:
-    """What one rank found at one layout."""
+    """Findings of one rank at one layout."""
 
     trained: list[Fragment] = field(default_factory=list)
     """Its part of what was saved."""

@@ -42,12 +42,12 @@ class Fragment:
 
 
 PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "moment")
-"""What a step computes, one after the other."""
+"""The values that a step computes, in order."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """A step, 0 for what is there before the first, and its name in keys."""
+    """A step, 0 for the state before the first, and its name in keys."""
 
     step: int
 
@@ -55,7 +55,7 @@ class Label:
         return f"step {self.step}" if self.step else "initial"
 
     def order(self, phase: str, *place: int) -> tuple[int, ...]:
-        """Where a tensor stands among all: `place` is its place within the phase."""
+        """Place of a tensor among all: `place` is its place within the phase."""
         return (self.step, PHASES.index(phase), *place)
 
 
@@ -168,7 +168,7 @@ class _Activations:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Where in a list the stretches of numbers that follow one another lie."""
+    """Places in a list of the runs of consecutive numbers."""
     cuts = [i + 1 for i, (a, b) in enumerate(pairwise(numbers)) if b != a + 1]
     return (range(start, stop) for start, stop in pairwise([0, *cuts, len(numbers)]))
 

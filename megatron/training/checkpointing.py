@@ -326,18 +326,18 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
 
 
 def check_may_start(options: CheckpointConfig) -> None:
-    """Raises ValueError if a run for which --load holds no checkpoint may not start anew."""
+    """Raises ValueError if --load has no checkpoint and the run may not start from scratch."""
     flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
     if options.finetune or options.exit_on_missing_checkpoint:
         raise ValueError(
             f"{flag} needs a checkpoint, and --load {options.load} holds no checkpoint (there is no {LATEST} in it): "
-            f"correct the path, or drop {flag} to start anew"
+            f"correct the path, or drop {flag} to start from scratch"
         )
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
-    """Raises ValueError, with every difference at once, if the run would not go on as what was saved. Data are compared
-    where both fingerprints are known."""
+    """Raises ValueError, with every difference at once, if the run would not continue what was saved. Data are compared
+    if both fingerprints are known."""
     options, saved, problems = config.checkpoint, saved_config(checkpoint), []
     if not options.finetune:
         ignored = free_choices(saved) if converted(checkpoint) else frozenset[str]()
@@ -349,14 +349,14 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
         if options.load_rng and not converted(checkpoint) and saved.training.seed != config.training.seed:
             problems.append(
                 f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
-                "other dropout and data order: give the checkpoint's, or --no-load-rng to go on under the new one"
+                "other dropout and data order: give the checkpoint's, or --no-load-rng to continue with the new one"
             )
         # Other data are no matter where none are trained on, or from the start.
         other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
         if problem := _other_data(checkpoint, other, data_fingerprint):
             problems.append(problem)
     if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
-        problems.append("it has no optimizer state: give --no-load-optim to go on with fresh moments, or --finetune")
+        problems.append("it has no optimizer state: give --no-load-optim to continue with fresh moments, or --finetune")
     elif load_optimizer:
         matrices = config.optimizer.matrices
         problems += [
@@ -382,8 +382,8 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
     return (
         f"the training data is not what its {consumed} consumed samples came from (fingerprint {before} in the "
         f"checkpoint, {now} in the run), so that samples would be repeated and left out: give the same data, split, "
-        "seed, sequence length and length of the run, or --override-data-fingerprint to go on with the new data from "
-        f"its sample {consumed}"
+        "seed, sequence length and length of the run, or --override-data-fingerprint to continue with the new data at "
+        f"sample {consumed}"
     )
 
 
@@ -392,8 +392,8 @@ LATENT_BIASES = ("fc1_latent_proj.bias", "fc2_latent_proj.bias")
 
 
 def _without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
-    """The targets without histories that the checkpoint has not, or of another length: they begin anew, as a run may
-    take up fp8, or another recipe, at any time. So do optional states and `LATENT_BIASES` that it has not."""
+    """The targets without histories that the checkpoint has not, or of another length: they start empty, as a run may
+    turn on fp8, or another recipe, at any time. So do optional states and `LATENT_BIASES` that it has not."""
 
     def saved(key: str) -> bool:
         return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
@@ -475,8 +475,8 @@ def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> N
 
 
 def saved_progress(values: dict[str, Any]) -> Progress:
-    """What a checkpoint's JSON says of the progress; fields it does not know take their default. Where the schedule has
-    no position of its own yet, it followed consumed samples."""
+    """The progress in a checkpoint's JSON; fields it does not know take their default. A schedule without a separate
+    position followed consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values["consumed_samples"])
     return replace(Progress(**known), running_means=tuple(known.get("running_means", ())))

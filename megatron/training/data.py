@@ -67,14 +67,14 @@ class TrainingData:
         self.enter(self.plan.phases[0])
 
     def read_batches(self, step: Step, watched: bool = False) -> list[Batch]:
-        """This rank's micro-batches of a training step, on its device. Collective if the watchers are told."""
+        """This rank's micro-batches of a training step, on its device. Collective if the watchers are called."""
         taken = self.train.next_step(step.first_sample, step.samples)
         for watch in self.watchers if watched else ():
             watch(step, taken)
         return put_on_device(taken, self.model, self.runtime)
 
     def evaluated(self, split: str) -> dict[str, DataIterator]:
-        """The data sets of "valid" or "test" of the present phase, by name."""
+        """The data sets of "valid" or "test" of the current phase, by name."""
         return self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
 
     def add_source_ids(self) -> None:

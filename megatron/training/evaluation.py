@@ -17,7 +17,7 @@ from megatron.training.run import TrainingRun
 
 
 def evaluate(run: TrainingRun, split: str, log: Log) -> None:
-    """Evaluates the data sets of "valid" or "test" of the present phase, and logs the loss of each and its perplexity,
+    """Evaluates the data sets of "valid" or "test" of the current phase, and logs the loss and perplexity of each,
     unless the run is asked to stop meanwhile. If all of them have names, the loss without a name is that of all tokens.
     Each validation reads the next samples. Collective."""
     training, runtime, iteration = run.config.training, run.runtime, run.progress.iteration

@@ -45,7 +45,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class StepInput:
-    """What the passes of a step read."""
+    """Inputs of the passes of a step."""
 
     step: Step
     batches: list[Batch]

@@ -46,7 +46,7 @@ class RunView:
     stop_reason: str | None = None
 
     def stop(self, why: str) -> None:
-        """Asks for the end of the run. One rank is enough: at the next log line or evaluation, or the present one, all
+        """Asks for the end of the run. One rank is enough: at the next log line or evaluation, or the current one, all
         ranks save and stop together."""
         self.stop_reason = str(why or "a callback asks for it")
 
@@ -64,11 +64,11 @@ class StepView:
 
 @dataclass(frozen=True)
 class StepFinding:
-    """What a search of `STEP_SEARCHES` has found out about a step that was not finite."""
+    """The result of a search of `STEP_SEARCHES` in a step that was not finite."""
 
     text: str
     advice: str = ""
-    """What to do first, if the step ends the run."""
+    """First remedy, if the step ends the run."""
 
 
 class Log(Protocol):
@@ -133,7 +133,7 @@ class Meter:
         return []
 
     def evaluating(self) -> AbstractContextManager[Tensor | None]:
-        """What an evaluation within this block counts on this rank, to be summed over the world, once it has ended."""
+        """Counts of an evaluation within this block on this rank, once it has ended, to be summed over the world."""
         return nullcontext()
 
     def report_evaluation(self, summed: Tensor, split: str) -> dict[str, Any]:
@@ -240,8 +240,8 @@ class Callback:
         """After a save was started."""
 
     def on_end(self, run: RunView) -> None:
-        """After the last step and the last save. What it raises is reported, and the other callbacks are called; the
-        run ends with code 3 (`CALLBACK_FAILED`), or as a run to be resumed if it is one."""
+        """After the last step and the last save. An error is reported, and the other callbacks are called; the run ends
+        with code 3 (`CALLBACK_FAILED`), or as a run to be resumed if it is one."""
 
 
 @dataclass(frozen=True)
@@ -271,19 +271,19 @@ MODEL_FLOPS: Registry[Callable[[TransformerConfig], float], NoFacts] = Registry(
 
 @dataclass(frozen=True)
 class FailureFacts:
-    """What is known of a failure hook before it is imported."""
+    """Facts about a failure hook before it is imported."""
 
     errors: tuple[str, ...] = ("BaseException",)
     """Names of the classes of the errors that it explains: nothing is imported for others, as other ranks wait."""
 
 
 FAILURE_HOOKS: Registry[Any, FailureFacts] = Registry("failure hook", FailureFacts, "error, config, launch, run")
-"""What a hook adds, as "plan of the memory" -> `explain(error, config, launch, run)`, called on the rank that raised
-`error`; `run` is the `TrainingRun`, or None before it has been built."""
+"""Name of the hook's addition, such as "plan of the memory" -> `explain(error, config, launch, run)`, called on the
+rank that raised `error`; `run` is the `TrainingRun`, or None before it has been built."""
 
 
 def explain_failure(error: BaseException, config: RunConfig, launch: Launch, run: Any) -> None:
-    """Calls the hooks for errors of this class. What one raises must not hide the first error: it becomes a note."""
+    """Calls the hooks for errors of this class. An error in a hook must not hide the first error: it becomes a note."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     for name in FAILURE_HOOKS:
         if not kinds.isdisjoint(FAILURE_HOOKS.facts(name).errors):

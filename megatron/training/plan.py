@@ -35,7 +35,7 @@ class Phase:
     """Samples of the run when it ends; None for a run of one epoch, whose length the data knows."""
 
     planned: tuple[int, ...] = ()
-    """Lengths in samples that it was planned with, in turn, before the present plan."""
+    """Lengths in samples of earlier plans, in order."""
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class RunPlan:
     """Global batch sizes over the whole run."""
 
     flag: ClassVar[str] = "--load"
-    """What messages about phases begin with."""
+    """Prefix of messages about phases."""
 
     @classmethod
     def planned(cls, config: RunConfig) -> tuple[Self | None, list[Problem]]:
@@ -103,7 +103,7 @@ class RunPlan:
 
     @classmethod
     def findings(cls, config: RunConfig, world_size: int, judge: Callable[[RunConfig], list[Problem]]) -> list[Problem]:
-        """What is wrong with a run; `judge` finds it of a configuration without phases."""
+        """Problems of a run; `judge` finds it of a configuration without phases."""
         return judge(config)
 
     @property

@@ -23,7 +23,7 @@ from megatron.training.step_guard import StepGuard
 class TrainingRun(RunView):
     """Owns the parts of a run on one rank. The loop holds it; other functions take the parts they use.
 
-    `config` is that of the present phase; `plan.base` is the one that the flags say. `progress` and `interval` change
+    `config` is that of the current phase; `plan.base` is the one that the flags say. `progress` and `interval` change
     with every step, the other parts are built once."""
 
     plan: RunPlan
@@ -53,7 +53,7 @@ class TrainingRun(RunView):
     """The steps since the last log line."""
 
     begun: StepInput | None = None
-    """What the next step reads, if passes of it have begun."""
+    """Inputs of the next step, if its passes have begun."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
-    """Metrics measured at the present iteration; saved with its checkpoint."""
+    """Metrics measured at the current iteration; saved with its checkpoint."""

@@ -21,10 +21,10 @@ from megatron.training.reliability.run_status import record_event
 
 
 class Exporter(Protocol):
-    """What is done with complete checkpoints while training continues. On one rank, apart from `poll` and `abandon`."""
+    """Work on complete checkpoints while training continues. On one rank, apart from `poll` and `abandon`."""
 
     doing: str
-    """What it does, for reports of hangs."""
+    """Its current work, for reports of hangs."""
 
     def add(self, iteration: int, checkpoint: Path) -> None:
         """Takes note of a complete checkpoint. It is not deleted while it is in `held`, the exporter's argument."""
@@ -67,7 +67,7 @@ class RunSaver:
             self.writer.prepare(self.checkpointer.contents(self._progress)[0])
 
     def save(self, metrics: Mapping[str, float | None]) -> None:
-        """Starts a checkpoint of the present iteration; with --no-async-save it is written on return."""
+        """Starts a checkpoint of the current iteration; with --no-async-save it is written on return."""
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last = iteration

@@ -90,7 +90,7 @@ def _report(run: TrainingRun, log: RunLog) -> None:
 
 
 def save(run: TrainingRun) -> None:
-    """Starts a checkpoint of the present iteration. Collective."""
+    """Starts a checkpoint of the current iteration. Collective."""
     settle(run)
     run.guard.store_means()
     run.saver.save(run.measured)
@@ -112,7 +112,7 @@ def why_untrained(run: TrainingRun) -> str:
     """Why a run made no step."""
     if run.config.training.skip_train:
         return "--skip-train is given, as a flag or in the --config file"
-    longer = "to go on, raise --train-iters, --train-samples or --train-tokens"
+    longer = "to continue, raise --train-iters, --train-samples or --train-tokens"
     return f"the run is complete, its {run.train_iters} iterations are trained; {longer}"
 
 

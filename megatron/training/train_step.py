@@ -63,7 +63,7 @@ def _update(run: TrainingRun, step: Step, before_update: Callable[[], None] | No
 
 
 def _input_of(run: TrainingRun, step: Step) -> StepInput:
-    """What a step reads: at hand if passes of it have begun in the step before."""
+    """Inputs of a step: at hand if passes of it have begun in the step before."""
     if run.begun is not None and run.begun.step == step:
         return run.begun
     with run.timers("data"):
@@ -76,7 +76,7 @@ def _prepared(run: TrainingRun, step: Step, batches: list[Batch]) -> StepInput:
 
 
 def _following(run: TrainingRun, step: Step) -> StepInput | None:
-    """What the next step reads; None if there is none with the same model, or meters look at it as a whole."""
+    """Inputs of the next step; None if there is none with the same model, or meters look at it as a whole."""
     number, sample = step.iteration + 1, step.first_sample + step.samples
     if number in (run.config.checks.iterations_to_skip or ()) or run.plan.at(sample) is not run.plan.at(
         step.first_sample
@@ -130,7 +130,7 @@ ADVICE_SPIKE = "look at the data and the learning rate; a larger --max-skipped-i
 
 
 class BadStepError(Exception):
-    """A step that ends the run. `advice` tells the user what to do."""
+    """A step that ends the run. `advice` is for the user."""
 
     def __init__(self, message: str, advice: str) -> None:
         super().__init__(message)
@@ -159,7 +159,7 @@ def settle(run: TrainingRun) -> bool:
 
 
 def _search(run: TrainingRun, verdict: Verdict) -> list[StepFinding]:
-    """What extensions find out about a step that was not finite."""
+    """Findings of extensions about a step that was not finite."""
     findings = [STEP_SEARCHES[name](run, verdict) for name in STEP_SEARCHES]
     return [finding for finding in findings if finding is not None]
 

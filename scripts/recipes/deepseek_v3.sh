@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DeepSeek-V3 (arXiv 2412.19437, section 4.2): 61 layers of width 7168 with multi-latent attention, the first 3 dense, in
-# each other one 256 experts of width 2048 of which a token meets 8 in 4 of 8 groups, and a shared one that every token
-# meets; sigmoid scores, balanced by a bias and a small loss within each sequence; a module that predicts one token more.
+# each other one 256 experts of width 2048 of which each token uses 8 in 4 of 8 groups, and a shared one that every
+# token uses; sigmoid scores, balanced by a bias and a small loss within each sequence; a module that predicts one token more.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/recipes/deepseek_v3.sh

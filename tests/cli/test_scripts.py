@@ -68,7 +68,7 @@ def test_kubernetes_pods_follow_the_schema() -> None:
     [
         ("gpt3_175b.sh", 1024, "174,604,836,864"),
         ("train_gpt_single_node.sh", 8, "1,315,819,520"),
-        ("mixtral_8x7b.sh", 64, "46,702,792,704, of which a token meets 12,879,925,248"),
+        ("mixtral_8x7b.sh", 64, "46,702,792,704, active per token 12,879,925,248"),
     ],
 )
 def test_settings_are_those_of_the_published_model(script: str, world_size: int, parameters: str) -> None:
@@ -78,7 +78,7 @@ def test_settings_are_those_of_the_published_model(script: str, world_size: int,
     launched, *flags = shlex.split(done.stdout.splitlines()[-1])
     config = resolve(parse_args(flags), world_size)
     assert launched == "pretrain_gpt.py" and validate(config, world_size) == []
-    active = f", of which a token meets {active_parameters(config.model):,}" if config.model.num_experts else ""
+    active = f", active per token {active_parameters(config.model):,}" if config.model.num_experts else ""
     assert f"{count_parameters(config.model).total:,}{active}" == parameters
 
 

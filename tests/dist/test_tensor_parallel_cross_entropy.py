@@ -119,5 +119,5 @@ def test_leaves_and_views_are_left_alone() -> None:
 def test_label_outside_the_vocabulary(bad: int) -> None:
     logits, labels, _ = example(torch.float32, 27)
     labels[1, 1] = bad
-    with pytest.raises(ValueError, match=r"labels must lie in \[0, 27\).*found ids from"):
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 27\).*found ids from"):
         vocab_parallel_cross_entropy(logits, labels, Axis(), 27)

@@ -200,7 +200,7 @@ def test_main_grad_sums_in_its_own_precision() -> None:
 
 def unknown_token(rank: int, size: int) -> str:
     net = build(initialize_model_parallel(size), False)
-    with pytest.raises(ValueError, match="token ids must lie in") as error:
+    with pytest.raises(ValueError, match="token ids must be in") as error:
         net.embedding(torch.tensor([[0, V]]))
     return str(error.value)
 
@@ -208,7 +208,7 @@ def unknown_token(rank: int, size: int) -> str:
 def test_token_outside_the_vocabulary() -> None:
     """No rank would own it, and its embedding would silently be zero."""
     for message in run_world(2, unknown_token):
-        assert message.startswith("token ids must lie in [0, 40)")
+        assert message.startswith("token ids must be in [0, 40)")
         assert message.endswith("found ids from 0 to 40")
 
 

@@ -42,9 +42,9 @@ def test_flags_that_make_a_run_longer_are_told() -> None:
     )
     assert changed_lengths(before, before) is None
     line = changed_lengths(before, now) or ""
-    assert line.startswith("changed since the checkpoint: --train-iters 9 -> 20; samples go on") and "new end" in line
+    assert line.startswith("changed since the checkpoint: --train-iters 9 -> 20; samples") and "new end" in line
     fixed = replace(now, optimizer=replace(now.optimizer, lr_decay_iters=9))
     assert changed_lengths(before, fixed) == (
-        "changed since the checkpoint: --lr-decay-iters not given -> 9, --train-iters 9 -> 20; samples go on in the "
+        "changed since the checkpoint: --lr-decay-iters not given -> 9, --train-iters 9 -> 20; samples continue in the "
         "order that was begun"
     )

@@ -9,9 +9,8 @@ checksums first, and by `dcp.load`. Every figure is the median of the rounds wit
 is not counted. The stall is how long training waits. Caches of the file system are warm when loading.
 
 A folder in memory (/dev/shm) shows what the programs themselves cost, a folder on a disk what is left of that there.
-Memory needed: 3 times the state, 12 bytes a parameter, with the files where they lie in memory. The buffer that
-background saves copy to is taken when a run begins and kept; the stall of the first one is told apart.
-"""
+Memory needed: 3 times the state, 12 bytes a parameter, including files that are in memory. The buffer that background
+saves copy to is taken when a run begins and kept; the stall of the first one is reported separately."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ Seconds = dict[str, float]
 
 
 def shapes(parameters: float, ranks: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Matrices of a transformer with about so many parameters, of width 1024: (name, shape)."""
+    """Matrices of a transformer with about this many parameters, of width 1024: (name, shape)."""
     h, left, layer = 1024, int(parameters), 0
     yield "embedding", (32768, h)
     left -= 32768 * h

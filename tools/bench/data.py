@@ -66,7 +66,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns in a fresh process, and the most memory (MB) that the call added there."""
+    """Result of `function` in a fresh process, and the most memory (MB) that the call added there."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(_with_peak, function, args).result()
 
@@ -95,7 +95,7 @@ def texts() -> Iterator[str]:
 
 
 def write_corpus(path: Path, megabytes: float) -> None:
-    """Writes about so many MB of JSON lines, the same texts again where there are fewer."""
+    """Writes about this many MB of JSON lines; repeats the texts if there are fewer."""
     size = 0
     with open(path, "w", encoding="utf-8") as out:
         for text in cycle(texts()):
@@ -154,7 +154,7 @@ def bare(kind: str, folder: Path, corpus: Path, part: int, of: int) -> tuple[int
 
 
 def bare_rate(kind: str, folder: Path, corpus: Path, processes: int) -> float:
-    """Tokens/s of so many processes together."""
+    """Tokens/s of this many processes together."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         futures = [pool.submit(bare, kind, folder, corpus, part, processes) for part in range(processes)]
         results = [future.result() for future in futures]

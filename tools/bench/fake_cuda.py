@@ -143,7 +143,7 @@ def _attention(
 
 
 def _properties(device: DeviceFile) -> SimpleNamespace:
-    """What Inductor and Triton ask about a device."""
+    """Properties that Inductor and Triton read from a device."""
     major, minor = device.capability
     return SimpleNamespace(
         name=device.name,
@@ -168,7 +168,7 @@ def _properties(device: DeviceFile) -> SimpleNamespace:
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
     """Within it tensors are fake, `cuda:0` is `device`, and attention runs by cuDNN.
 
-    Call it in a process of its own: the autograd engine keeps what it was told. Raises RuntimeError if `unavailable`.
+    Call it in a process of its own: the autograd engine keeps the first value. Raises RuntimeError if `unavailable`.
     """
     if (problem := unavailable()) is not None:
         raise RuntimeError(problem)

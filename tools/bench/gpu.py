@@ -108,7 +108,7 @@ SHAPES = {
 }
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format {format} --fp8-recipe {recipe}"}
 CPU_BYTES = 2**26
-"""What there is room for in a trial without a GPU."""
+"""Sizes of a trial without a GPU."""
 
 
 def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
@@ -154,7 +154,7 @@ def gib(size: float) -> str:
 
 
 def built(config: RunConfig, warm_up: int) -> TrainingRun:
-    """The run of one process that pretrain_gpt.py would build, after so many steps."""
+    """The run of one process that pretrain_gpt.py would build, after this many steps."""
     run = own_run(config)
     take_steps(run, warm_up)
     return run
@@ -172,7 +172,7 @@ def take_steps(run: TrainingRun, steps: int) -> None:
 
 
 def round_of(run: TrainingRun, steps: int) -> Round:
-    """Each call is a round: tokens per second of so many steps."""
+    """Each call is a round: tokens per second of this many steps."""
     tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
     return timed(partial(take_steps, run, steps), 1, tokens)
 
@@ -281,7 +281,7 @@ def parser_of_args() -> argparse.ArgumentParser:
         "--compare", action="append", default=[], metavar="FLAGS", help="with these flags too, in turns"
     )
     parser.add_argument(
-        "--memory-share", type=float, default=0.80, help="of what is free, to be planned with, as plans are estimates"
+        "--memory-share", type=float, default=0.80, help="share of the free memory to plan with, as plans are estimates"
     )
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")
     parser.add_argument("--device", nargs="+", default=[], help="device files, by which the planner predicts the step")
@@ -304,7 +304,7 @@ def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def chosen_config(args: argparse.Namespace, room: int) -> tuple[RunConfig, str]:
-    """What fits into `room` bytes, and the flags of all variants. Raises ValueError."""
+    """Sizes that fit into `room` bytes, and the flags of all variants. Raises ValueError."""
     flags = f"{model_flags(args)} {'--cpu' if args.cpu else ''}"
     shape = SHAPES[args.config]
     return largest_that_fits(shape if args.layers is None else replace(shape, layers=args.layers), flags, room), flags

@@ -1,9 +1,8 @@
 """One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER`.
 
 Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
-tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. What is missing or not
-readable is named, not an error.
-"""
+tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. Missing or unreadable
+files are named; they are no error."""
 
 from __future__ import annotations
 
@@ -38,10 +37,10 @@ EXPECTED = {
     "gpt-graphs.json": "the same with recorded CUDA graphs",
     "recipes.json": "fp8 recipes compared",
 }
-"""What scripts/gpu_first_hour.sh writes."""
+"""Files that scripts/gpu_first_hour.sh writes."""
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
-"""What reading JSON of another form raises."""
+"""Errors of reading JSON of another form."""
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Found:
     """The contents of a folder."""
 
     machines: dict[str, Figures] = field(default_factory=dict)
-    """What it was measured on, by file."""
+    """Device of the measurement, by file."""
 
     runs: list[tuple[str, Figures]] = field(default_factory=list)
     """Models that were measured, by file."""

@@ -136,7 +136,7 @@ def attention_call(
 
 
 def casts(config: RunConfig) -> Iterator[Part]:
-    """What the recipes add to the products: fc1 of a layer, its weight being cast already."""
+    """Work that the recipes add to the products: fc1 of a layer, its weight being cast already."""
     from megatron.extensions.fp8.build import RECIPES
 
     rows, out, size_in = products(config)["fc1"]

@@ -72,7 +72,7 @@ class PublishedRun:
     """Whether its hardware is another than the device file's: not counted."""
 
     differs: str
-    """What the published program does otherwise and no flag asks for."""
+    """Differences of the published program that no flag expresses."""
 
     keeps_scores: int
     """Bytes that the published program keeps for each score of attention."""

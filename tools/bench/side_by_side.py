@@ -1,4 +1,5 @@
-"""What benchmarks share: contestants in processes of their own that take turns, medians, a record of the machine."""
+"""Common parts of benchmarks: contestants in processes of their own that take turns, medians, a record of the
+machine."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ Round = Callable[[], float]
 """Does one round of a contestant's work and returns what is compared."""
 
 Found = dict[str, list[float] | str]
-"""Of each contestant what its rounds returned, or the last line of its error."""
+"""For each contestant, the results of its rounds, or the last line of its error."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """`build(*args)` gives the function that does one round. It is called in a fresh process, or in as many as
-    `ranks`, where it may import what the others must not see. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set
-    as torchrun does. Of several ranks the smallest result counts."""
+    """`build(*args)` gives the function that does one round. It is called in a fresh process, or in as many as `ranks`,
+    where it may import what the others must not see. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun
+    does. The smallest result of several ranks counts."""
 
     name: str
     build: Callable[..., Round]
@@ -70,7 +71,7 @@ def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) 
 
 
 def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], float] = time.perf_counter) -> Round:
-    """Tokens per second of so many steps."""
+    """Tokens per second of this many steps."""
 
     def one_round() -> float:
         start = clock()
@@ -156,7 +157,7 @@ def interleaved(
 
 
 class _Worker:
-    """The processes that build a contestant and then do a round whenever they are told to, in a folder of their own."""
+    """The processes that build a contestant and then run a round on request, in a separate folder."""
 
     def __init__(self, contestant: Contestant) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
@@ -262,7 +263,7 @@ def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> Non
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """What the figures were measured on; prints it in two lines."""
+    """Machine of the measurement; prints it in two lines."""
     from tools.common import processor_name  # contestants may have another megatron
 
     versions = {name: _version(name) for name in ("torch", *packages)}

@@ -23,8 +23,7 @@ and batched by transformers' `generate`. Decoding is greedy, and every text has 
 Start-up: seconds of commands, each in a fresh interpreter, beside an interpreter that imports torch alone.
 
 --before compares this program's side alone with that of another checkout, round by round, and prints the median of the
-ratios after / before. Of tokens per second more is better, of seconds less.
-"""
+ratios after / before. More tokens per second are better, and fewer seconds."""
 
 from __future__ import annotations
 
@@ -135,7 +134,7 @@ def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Rou
 
 
 def ceiling(style: Style, dtype: str, steps: int) -> Round:
-    """The matrix products alone, each into memory that is there already."""
+    """The matrix products alone, each into existing memory."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -188,7 +187,7 @@ def prompts() -> list[list[int]]:
 
 
 def our_texts(dtype: str, rows: int) -> Round:
-    """New tokens per second with so many texts at once."""
+    """New tokens per second with this many texts at once."""
     import torch
 
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -127,7 +127,7 @@ def updated(model: nn.Module, backward: Step) -> Step:
 
 
 def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None]) -> Step:
-    """Forward and backward of a rank's own samples; `begin` is told before each whether it is the last one."""
+    """Forward and backward of a rank's own samples; `begin` receives before each whether it is the last one."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def backward() -> None:

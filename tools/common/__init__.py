@@ -113,12 +113,12 @@ def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.Argu
     parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
     parser.add_argument("--device", default="cuda" if is_available() else "cpu", help="default: cuda, or cpu")
     add_config_flags(parser, "layout, over the ranks that torchrun or srun starts", *LAYOUT_FIELDS)
-    add_config_flags(parser, "tokenizer, where its files are not where they were in training", *TOKENIZER_FIELDS)
+    add_config_flags(parser, "tokenizer, if its files have moved since training", *TOKENIZER_FIELDS)
     return parser
 
 
 def model_flag_problems(args: argparse.Namespace) -> list[str]:
-    """What is wrong with the flags of `model_parser` together."""
+    """Problems of the flags of `model_parser` together."""
     names = [name for name in TOKENIZER_FIELDS if name != "tokenizer_type" and getattr(args, name)]
     if not names or args.tokenizer_type:
         return []
@@ -208,7 +208,7 @@ def refuse_picture(flag: str, path: Path | None) -> None:
 
 
 def processor_name() -> str:
-    """What this machine calls its processor."""
+    """Name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

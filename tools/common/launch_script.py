@@ -25,7 +25,7 @@ PLAIN_VARIABLE = re.compile(r"\$(?:\d|\w+|[@*#?])")
 NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 ALL_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 UNKNOWN = re.compile(r"\$[\w{(@*#?!]|`")
-"""What is left of a variable that is not known, or of what only a shell computes."""
+"""Placeholder of an unknown variable, or of a value that only a shell computes."""
 
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 PRINTERS = ("echo", "printf")
@@ -174,7 +174,7 @@ class Branch:
 
 @dataclass
 class LaunchScript:
-    """What a shell script does as far as it can be read. Raises ValueError if `text` is no shell script."""
+    """The commands of a shell script, as far as they can be read. Raises ValueError if `text` is no shell script."""
 
     text: str
     values: dict[str, str | list[str]] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class LaunchScript:
         self._tested = tested
 
     def _reserved(self, words: list[str], guard: Truth) -> list[str]:
-        """What follows the reserved words at the start of a command, which open, change and close branches."""
+        """The rest of a command after the reserved words at its start, which open, change and close branches."""
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):

@@ -60,7 +60,7 @@ _numbers = count()
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches. Raises ValueError if matplotlib is not installed."""
+    """A figure of this many inches. Raises ValueError if matplotlib is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -45,7 +45,7 @@ MOST_RANKS = 32
 
 @dataclass(frozen=True)
 class Bar:
-    """What one rank, or all ranks of a pipeline stage, plan or hold."""
+    """Planned or held memory of one rank, or of all ranks of a pipeline stage."""
 
     label: str
     planned: bool

@@ -127,7 +127,7 @@ PHASES = {
 
 
 def phase_of(event: Event, iteration: int) -> str | None:
-    """What an event of a step is drawn as."""
+    """Kind under which an event of a step is drawn."""
     category, args = event["cat"], event["args"]
     if category == "step":
         return PHASES.get(event["name"])
@@ -137,7 +137,7 @@ def phase_of(event: Event, iteration: int) -> str | None:
 
 
 def phases_picture(trace: Trace, iteration: int) -> Figure:
-    """What each rank's step consists of, from its data to its update, on the clock of all ranks."""
+    """Phases of each rank's step, from its data to its update, on the clock of all ranks."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     steps: dict[int, tuple[float, float]] = {}
     for event in events:

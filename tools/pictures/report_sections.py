@@ -151,14 +151,14 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
     chart = curves("peak memory so far", "of the rank that holds most", [peak], byte_text, zero=True)
     bars, text = planned_bars(plan or []), Markup()
     if run.older_trace:
-        why = f"The run was traced at another layout ({run.older_trace}): what ranks held is not drawn."
+        why = f"The run was traced at another layout ({run.older_trace}): held memory is not drawn."
         text = html.paragraph(why, "soft")
     elif run.trace is not None:
         bars += measured_bars(run.trace["otherData"]["ranks"])
     if not plan:
         text += html.paragraph(f"No plan beside it: {why_no_plan}.", "soft")
     if run.trace is None:
-        text += html.paragraph("What each rank held by category is recorded with --trace.", "soft")
+        text += html.paragraph("--trace records the held memory of each rank by category.", "soft")
     elif any("process" in (facts.get("memory") or {}) for facts in run.trace["otherData"]["ranks"]):
         text += html.paragraph(ON_CPU, "soft")
     drawn = figures([memory_picture(bars)], wide=True) if bars else Markup()
@@ -225,7 +225,7 @@ def when(seconds: Any) -> str:
 
 
 def saves(run: RunFolder) -> Markup:
-    """Checkpoints that are there, and every save with how long it took."""
+    """Existing checkpoints, and every save with its duration."""
     kept = []
     for one in run.checkpoints[-MOST_ROWS:]:
         name = f"{one['iteration']:,}" + (" (latest)" if one["latest"] else "")
@@ -282,8 +282,8 @@ KILLED = "no end recorded"
 
 
 def starts_and_ends(run: RunFolder) -> list[list[Any]]:
-    """[time, event, what is known of it]. A start that follows another one without an end tells of a run that was
-    killed, or whose machine stopped."""
+    """[time, event, its details]. A start after another one without an end indicates a run that was killed, or whose
+    machine stopped."""
     rows: list[list[Any]] = []
     for event in run.events:
         time = when(event.get("time"))

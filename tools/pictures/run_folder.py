@@ -25,7 +25,7 @@ LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "use_tp_pp_dp_mapping"),
 )
-"""What flags say of the layout."""
+"""The layout by the flags."""
 
 AXES = ("tp", "cp", "dp", "pp", "ep")
 MOST_RANKS, MOST_ITERATIONS = 2**20, 2**53
@@ -53,7 +53,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The folder; one called checkpoints with the folder it is in, whose name tells more."""
+        """The folder; one called checkpoints by its parent folder, too."""
         path = self.path.resolve()
         return f"{path.parent.name}/{path.name}" if path.name in ("checkpoints", "save") else path.name
 

@@ -31,7 +31,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, si
 
 @dataclass(frozen=True)
 class Ring:
-    """What a rank computes in each step of a ring, which may be of this rank alone."""
+    """Tiles that a rank computes in each step of a ring, which may consist of this rank alone."""
 
     cp: Axis
     queries: Spans

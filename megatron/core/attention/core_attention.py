@@ -152,7 +152,7 @@ class CoreAttention(nn.Module):
 
     def record_max_logits(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes forward passes in training note the largest logit of each head in `max_logits` [heads/tp]: the scaled
-        products of queries and keys that see each other. Plain torch computes attention then."""
+        products of queries and keys that see each other. Plain torch then computes attention."""
         self.max_logits = torch.full((self.local_heads,), float("-inf"), dtype=dtype, device=device)
         self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self._note)
         self.always_tiles = True

@@ -104,8 +104,7 @@ class Tile:
 def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
     """The tiles of queries at positions `queries` with keys at positions `keys`, those on the diagonal first.
 
-    Where the keys include the queries, each query is in exactly one tile on the diagonal.
-    """
+    If the keys include the queries, each query is in exactly one tile on the diagonal."""
     found = [
         tile
         for sample, starts in _samples(documents)
@@ -138,7 +137,7 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 
 @lru_cache(maxsize=256)
 def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
-    """The same pairs, with tiles on the diagonal halved until they have at most `longest` queries, but only so many
+    """The same pairs, with tiles on the diagonal halved until they have at most `longest` queries, but at most `times`
     times: a kernel that computes the pairs that the mask hides computes fewer of them. A query's tile on the diagonal
     comes before its others."""
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))

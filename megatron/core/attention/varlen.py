@@ -28,8 +28,8 @@ class PackedKernel(Protocol):
     """Attention of sequences packed one after another; lengths and windows differ."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
-        """q [rows, heads, d], k [rows of keys, groups, d], v [..., dv] -> output [rows, heads, dv], log-sum-exp
-        [heads, rows] in fp32, and what else the backward takes if it is there."""
+        """q [rows, heads, d], k [rows of keys, groups, d], v [..., dv] -> output [rows, heads, dv], log-sum-exp [heads,
+        rows] in fp32, and further tensors for the backward, if any."""
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window

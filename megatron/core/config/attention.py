@@ -57,8 +57,8 @@ class RotaryConfig:
     """Llama 3.1 scaling: original context length."""
 
     rope_type: str | None = flag(None, choices=("rope", "yarn"), no_effect_without=ROTARY)
-    """Rotary frequencies: as they are (rope), or scaled to longer sequences by YaRN (yarn). Default: yarn for
-    multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, both are the same."""
+    """Rotary frequencies: unscaled (rope), or scaled to longer sequences by YaRN (yarn). Default: yarn for multi-latent
+    attention, else rope. With --rotary-scaling-factor 1, the default, both are the same."""
 
     rotary_scaling_factor: float = flag(1.0, at_least=1, no_effect_without=YARN)
     """YaRN: longest sequence, as a multiple of the original context length."""
@@ -81,13 +81,13 @@ class RotaryConfig:
     """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
 
     mscale_all_dim: float = flag(0.0, no_effect_without=YARN)
-    """YaRN: the same of all channels of queries and keys, by the scale of the softmax, and taken out of the rotated
-    ones (DeepSeek). Scales the softmax of multi-latent attention only."""
+    """YaRN: the same factor for all channels of queries and keys: it scales the softmax and is divided out of the
+    rotated channels (DeepSeek). Scales the softmax of multi-latent attention only."""
 
 
 @dataclass(frozen=True)
 class SelfAttentionConfig:
-    """What attention does beside its projections and its kernel."""
+    """Attention's scores, gates and heads."""
 
     attn_logit_softcapping: float | None = None
     """Cap c of attention scores z, scaled and before the mask, which become c tanh(z / c) (Gemma 2); default: none."""

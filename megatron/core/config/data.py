@@ -74,7 +74,7 @@ class DatasetConfig(Section):
 
     @property
     def named_sets(self) -> dict[str, str]:
-        """Name -> prefix of each validation set that has a name. Raises ValueError for one that cannot be told."""
+        """Name -> prefix of each validation set that has a name. Raises ValueError for one that cannot be read."""
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:

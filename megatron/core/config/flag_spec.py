@@ -31,7 +31,7 @@ Conditions = tuple[Condition, ...]
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """How a field appears on the command line, where its name and type do not say it already."""
+    """How a field appears on the command line, beyond its name and type."""
 
     name: str | None = None
     """Flag in place of `--field-name`; of a true-by-default bool the flag that turns it off."""
@@ -49,13 +49,13 @@ class FlagSpec:
     """Takes one value, and may be given several times; the field holds a tuple."""
 
     path: str | None = None
-    """Of a value that names files: "local" if they lie on a mounted file system, "url" if URLs do as well."""
+    """Kind of files that the value names: "local" for a mounted file system, "url" if URLs are legal too."""
 
     writes: str | None = None
-    """Of an output path, "folder" or "file": whether it can be written is checked before a run starts."""
+    """Kind of an output path, "folder" or "file". The run checks at start that it can be written."""
 
     effective: str | None = None
-    """Of a field that leaves open what another one says: the property of its section of the configuration that has the
+    """For a field whose value another one may determine: the property of its section of the configuration that has the
     value. A checkpoint's is compared with the run's."""
 
     at_least: float | None = None

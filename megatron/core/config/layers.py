@@ -20,7 +20,7 @@ class Span:
     """Only this number of the last tokens."""
 
     chunk: int | None = None
-    """Only those of its own chunk: documents are cut into chunks of so many tokens (Llama 4)."""
+    """Only those of its own chunk: documents are cut into chunks of this many tokens (Llama 4)."""
 
     def mean(self, length: int) -> float:
         """Mean number of tokens that a token of a document of `length` tokens attends to: s/2 by the convention for
@@ -50,7 +50,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer is, where layers of a model may differ."""
+    """Properties in which the layers of a model may differ."""
 
     experts: bool = False
     """Whether its channel mixer is a mixture of experts."""
@@ -59,7 +59,7 @@ class LayerKind:
     """Name of its linear attention; None for the model's other attention."""
 
     span: Span = Span()
-    """What its attention sees, if it is not linear."""
+    """Tokens that its attention sees, if it is not linear."""
 
     rotation: Rotation | None = None
     """The rotary embedding of its queries and keys; None for none, as in linear attention."""
@@ -193,8 +193,9 @@ def _items(node: ast.expr) -> list[int]:
 
 @lru_cache(maxsize=64)
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
-    """Of all layers, and behind them of the modules of multi-token prediction: these have experts, linear attention and
-    width as the last layer has, but see and rotate by their own numbers unless --mtp-layer-kind says otherwise."""
+    """Kinds of all layers, followed by those of the modules of multi-token prediction: these have experts, linear
+    attention and width as the last layer has, but see and rotate by their own numbers unless --mtp-layer-kind says
+    otherwise."""
     depths, by_number = range(config.mtp_depths), config.mtp_layer_kind == "own_number"
 
     def as_last(pattern: tuple[Any, ...]) -> tuple[Any, ...]:

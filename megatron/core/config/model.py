@@ -110,7 +110,7 @@ class TransformerConfig(
     """Added to the half of a gated MLP's input that is multiplied by the gate; 1 in gpt-oss."""
 
     activation_func_clamp_value: float | None = None
-    """Bound c of a gated MLP's input: gates are at most c, what they multiply lies in [-c, c]; 7 in gpt-oss."""
+    """Bound c of a gated MLP's input: gates are at most c, their factors in [-c, c]; 7 in gpt-oss."""
 
     bias_gelu_fusion: bool = True
     """GeLU of models with biases is its tanh approximation (gelu_tanh), as Megatron-LM's fused kernel computes it.
@@ -141,15 +141,15 @@ class TransformerConfig(
     """Loss of each token; training minimizes the mean over tokens."""
 
     mtp_num_layers: int | None = flag(None, at_least=0)
-    """Depths N of multi-token prediction (MTP): modules behind the last layer that predict N further tokens
+    """Depths N of multi-token prediction (MTP): modules after the last layer that predict N further tokens
     (DeepSeek-V3); default: none."""
 
     mtp_loss_scaling_factor: float = flag(0.1, at_least=0, no_effect_without="--mtp-num-layers")
     """Weight of the losses of multi-token prediction: this number times their mean over depths is added to the loss."""
 
     mtp_layer_kind: str = flag("own_number", choices=("own_number", "last_layer"), no_effect_without="--mtp-num-layers")
-    """Window and rotary embedding of the layers of multi-token prediction, where layers differ in them: those of the
-    first layers, module k as layer k (own_number, as in Megatron-LM), or of the last layer."""
+    """Window and rotary embedding of the layers of multi-token prediction, if layers differ in them: those of the first
+    layers, module k as layer k (own_number, as in Megatron-LM), or of the last layer."""
 
     z_loss_coeff: float = 0.0
     """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
@@ -165,8 +165,8 @@ class TransformerConfig(
     """Factor of attention scores; default 1 / sqrt(head width)."""
 
     softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
-    """Softmax of attention scores: plain (vanilla), or with an attention sink, one more score in each row that no value
-    belongs to. The sink is 0 (off-by-one) or a parameter of each head (learnable, as in gpt-oss)."""
+    """Softmax of attention scores: plain (vanilla), or with an attention sink, one more score in each row, without a
+    value. The sink is 0 (off-by-one) or a parameter of each head (learnable, as in gpt-oss)."""
 
     attention_output_gate: bool = flag(False, excludes="--head-wise-attn-gate: both gate the same output")
     """Multiply attention's output, before its last projection, by the sigmoid of a projection of the layer's input, for
@@ -237,7 +237,7 @@ class TransformerConfig(
         return ATTENTIONS.facts(self.attention)
 
     def mixer_facts(self, number: int) -> MixerFacts:
-        """What is known of the attention of layer `number`, linear or not."""
+        """Facts about the attention of layer `number`, linear or not."""
         linear = self.layer(number).linear
         return LINEAR_ATTENTIONS.facts(linear) if linear else self.attention_facts
 
@@ -303,7 +303,7 @@ class TransformerConfig(
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """What layer `number` is; modules of multi-token prediction count on from the layers. ValueError if a pattern
+        """Kind of layer `number`; modules of multi-token prediction count on from the layers. ValueError if a pattern
         cannot be read."""
         return layer_kinds(self)[number]
 
@@ -314,12 +314,12 @@ class TransformerConfig(
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
-        """What each layer is, by number. ValueError if a pattern of layers cannot be read."""
+        """Kind of each layer, by number. ValueError if a pattern of layers cannot be read."""
         return layer_kinds(self)[: self.num_layers]
 
     @property
     def mtp_layers(self) -> tuple[LayerKind, ...]:
-        """What the layers of multi-token prediction are. ValueError if a pattern of layers cannot be read."""
+        """Kinds of the layers of multi-token prediction. ValueError if a pattern of layers cannot be read."""
         return layer_kinds(self)[self.num_layers :]
 
     @property

@@ -48,7 +48,7 @@ class MoEConfig:
     (device-limited routing, DeepSeek-V2, and node-limited routing, DeepSeek-V3)."""
 
     moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"))
-    """Score function of experts. Those of sigmoid (DeepSeek-V3) and of sqrtsoftplus, the square root of the softplus
+    """Score function of experts. Scores of sigmoid (DeepSeek-V3) and of sqrtsoftplus, the square root of the softplus
     (DeepSeek-V4), are divided by the sum of the chosen ones."""
 
     moe_router_pre_softmax: bool = flag(False, no_effect_without="--moe-router-score-function softmax")
@@ -93,11 +93,11 @@ class MoEConfig:
     moe_pad_expert_input_to_capacity: bool = flag(
         False, no_effect_without=(CAPACITY, "--moe-token-dispatcher-type alltoall")
     )
-    """Pad the messages to each expert to its capacity. All sizes are then known before routing, and an all-to-all over
-    expert parallelism needs no wait of the host."""
+    """Pad the messages to each expert to its capacity. All sizes are then known before routing, and the host need not
+    wait before an all-to-all."""
 
     moe_min_capacity: int = flag(0, no_effect_without=CAPACITY)
-    """Smallest capacity of an expert for one sequence, in tokens, where capacity is limited."""
+    """Smallest capacity of an expert for one sequence, in tokens, if capacity is limited."""
 
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), no_effect_without=CAPACITY)
     """Tokens to drop beyond the capacity: those of smallest weight (probs), or the last ones (position)."""

@@ -77,7 +77,7 @@ class OptimizerConfig(Section):
     """WSD: samples of the final anneal."""
 
     weight_decay: float = flag(0.01, at_least=0)
-    """Decoupled weight decay of what --weight-decay-on names."""
+    """Decoupled weight decay of the parameters of --weight-decay-on."""
 
     weight_decay_on: tuple[str, ...] = flag(("matrices", "embeddings"), many=True, choices=DECAYING)
     """Kinds of parameters that weight decay acts on; vectors that are neither weights of norms nor biases, such as
@@ -87,9 +87,9 @@ class OptimizerConfig(Section):
     """Weight decay of the norms of queries and keys too."""
 
     param_group: tuple[str, ...] | None = flag(None, repeats=True)
-    """'REGEX key=value ...': learning rate and weight decay of the parameters in whose name the regular expression is
-    found. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay (in its
-    place). May be given more than once; what is given later wins."""
+    """'REGEX key=value ...': learning rate and weight decay of the parameters whose name matches the regular
+    expression. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay
+    (replaces it). May be given more than once; the later one wins."""
 
     start_weight_decay: float | None = flag(None, at_least=0)
     """Weight decay at the first step; default: weight-decay."""
@@ -131,14 +131,14 @@ class OptimizerConfig(Section):
     """fp16: steps with overflow after which the loss scale halves."""
 
     freeze: tuple[str, ...] | None = flag(None, repeats=True)
-    """Do not train the parameters in whose name this regular expression is found; may be given more than once."""
+    """Do not train the parameters whose name matches this regular expression; may be given more than once."""
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
     @property
     def matrices(self) -> MatrixFacts | None:
-        """What is known of the matrices that the optimizer updates as wholes; None for most optimizers."""
+        """Facts about the matrices that the optimizer updates as wholes; None for most optimizers."""
         facts = OPTIMIZERS.facts(self.optimizer)
         return MATRIX_EXCHANGES.facts(facts.matrices) if facts.whole_matrices else None
 

@@ -128,7 +128,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
         return 0 if name is None else ACTIVATION_STORES.facts(name).layers(self)
 
     def with_offloaded_layers(self, layers: int) -> ModelParallelConfig:
-        """The same with the activations of at most so many layers kept elsewhere."""
+        """The same with the activations of at most this many layers kept elsewhere."""
         name = self.activation_store
         return self if name is None else ACTIVATION_STORES.facts(name).with_layers(self, layers)
 

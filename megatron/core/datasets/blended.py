@@ -75,7 +75,7 @@ class BlendedDataset(TextDataset):
 
 
 def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
-    """[samples]: number of the source of each sample; 0 where a data set does not tell, or beyond its end."""
+    """[samples]: number of the source of each sample; 0 if a data set does not know it, or beyond its end."""
     found = np.zeros(len(samples), np.int64)
     if hasattr(dataset, "sources_of"):
         known = dataset.sources_of(samples)

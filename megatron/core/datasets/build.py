@@ -43,17 +43,17 @@ class TrainingOrder:
     """Data that a run has taken of each training source in its phases so far."""
 
     planned: tuple[int | None, ...] = ()
-    """Samples that were planned for the present phase before its plan was made longer."""
+    """Samples that were planned for the current phase before its plan was extended."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
-    """Called with each source that the present phase takes from, and its prefix, before it does."""
+    """Called with each source of the current phase, and its prefix, before it is used."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
-    """Those of the present phase, in the order of its blend."""
+    """Those of the current phase, in the order of its blend."""
 
     def take(self, dataset: Dataset, samples: int) -> None:
-        """Says that so many samples of the present phase's data set are taken."""
+        """Reports that this many samples of the current phase's data set are consumed."""
         if isinstance(dataset, BlendedDataset):
             counts = np.bincount(dataset.index.dataset[:samples], minlength=len(self.present)).tolist()
         else:
@@ -64,7 +64,7 @@ class TrainingOrder:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run asks of its data sets beyond their configuration."""
+    """Requirements of a run for its data sets, beyond their configuration."""
 
     order: TrainingOrder = field(default_factory=TrainingOrder)
     needed: tuple[bool, ...] | None = None
@@ -330,8 +330,8 @@ def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | No
 def source_lines(
     config: DatasetConfig, samples: int | None, seq_length: int, other: Callable[[str], str | None] = lambda path: None
 ) -> Iterator[str]:
-    """A line for each data set of the training split, of a run of `samples` samples; None: one epoch. What cannot be
-    opened is said. `other` may return the line of a path that is no indexed dataset."""
+    """A line for each data set of the training split, of a run of `samples` samples; None: one epoch. Data that cannot
+    be opened are reported. `other` may return the line of a path that is no indexed dataset."""
     for prefix, of_documents, of_samples in training_sources(config):
         if line := other(prefix):
             yield line

@@ -142,7 +142,7 @@ class TextDataset(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Parts of documents of an indexed dataset, which take the place of whole documents."""
+    """Parts of documents of an indexed dataset, in place of whole documents."""
 
     documents: NDArray[np.int64]
     """[n]: the document of each."""

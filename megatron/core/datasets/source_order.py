@@ -58,7 +58,7 @@ class SourceOrder:
         return _View(self.segments, self.taken)
 
     def take(self, samples: int) -> None:
-        """Says that so many samples of the view are taken."""
+        """Reports that this many samples of the view are consumed."""
         self.taken += samples
 
     def restart(self) -> None:

@@ -54,7 +54,8 @@ def _check_seen(path: Path, found: Candidates, world: Axis) -> None:
             )
     elif with_own := ranks_without(not saved_folders(path), world):
         raise ValueError(
-            f"rank 0 sees no checkpoint in {path} and would start anew, but there are some for {with_own}; {REMEDY}"
+            f"rank 0 sees no checkpoint in {path} and would start from scratch, but there are some for {with_own}; "
+            f"{REMEDY}"
         )
 
 

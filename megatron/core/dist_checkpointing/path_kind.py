@@ -46,10 +46,10 @@ PATH_KINDS: Registry[Any, KindFacts] = Registry("kind of path", KindFacts, "path
 OURS = ("checkpoint", "checkpoints")
 
 RUNS = ("checkpoints", "run")
-"""What a run leaves in its --save folder."""
+"""Contents of a run's --save folder."""
 
 TEXTS = ("text", "url")
-"""What --data-path takes beside the prefix of an indexed dataset."""
+"""Values of --data-path other than the prefix of an indexed dataset."""
 
 
 def kind_of(path: str | Path) -> str:

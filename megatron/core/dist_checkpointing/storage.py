@@ -304,7 +304,7 @@ def _clear(root: Path, scratch: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder. Of a link to a folder, such as a checkpoint moved to another disk, deletes only the link.
+    """Deletes a folder. If it is a link to a folder, such as a checkpoint moved to another disk, deletes only the link.
 
     Raises OSError.
     """

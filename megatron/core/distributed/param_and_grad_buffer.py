@@ -127,7 +127,7 @@ class Bucket:
 
 
 class WholeUnits:
-    """What a strategy does around the passes of units, transformer layers and modules outside of them: nothing where
+    """Hooks of a strategy around the passes of units (transformer layers, and modules outside of them): nothing where
     gradients and parameters are whole all the time. Strategies that shard them derive from it."""
 
     bucket = Bucket

@@ -7,9 +7,9 @@ All of this is decided here, once, from integers: buffers, distributed optimizer
 checkpoints and memory plans read the same layout.
 
 Buckets are filled in reverse order of registration, roughly the order in which backward completes gradients, so that
-the first buckets are ready first. Where gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of
-matrices holds those of one unit: a transformer layer, or a module outside of layers. Norms and biases, a thousandth of
-the elements, keep ordinary buckets and are whole on every rank.
+the first buckets are ready first. If gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of matrices
+holds those of one unit: a transformer layer, or a module outside of layers. Norms and biases, a thousandth of the
+elements, keep ordinary buckets and are whole on every rank.
 
 Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded so
 that their shards are equal and aligned too; padding stays zero.
@@ -224,7 +224,8 @@ def launch_order(buffers: Sequence[BufferLayout]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class StateRange:
-    """Elements [start, stop) of what a rank owns of a bucket, whose optimizer states lie in one place."""
+    """Elements [start, stop) of a rank's part of a bucket, whose optimizer states are all on the device or all on the
+    host."""
 
     buffer: int
     bucket: int
@@ -240,13 +241,12 @@ class StateRange:
 
 
 def place_states(buffers: Sequence[BufferLayout], optimizer: OptimizerConfig) -> tuple[StateRange, ...]:
-    """Where a rank's optimizer states lie: the whole of what it owns of each bucket, in order, or cut between device
+    """Places of a rank's optimizer states: the whole of what it owns of each bucket, in order, or cut between device
     and host.
 
-    `optimizer.host_fraction` of all elements, to whole blocks of `ALIGNMENT`, lies in host memory, in ranges of at most
+    `optimizer.host_fraction` of all elements, in whole blocks of `ALIGNMENT`, is in host memory, in ranges of at most
     `HOST_CHUNK`. Buckets are taken in the order in which backward completes them, so that what the next forward pass
-    needs first is updated on the device. At most one bucket has states in both places.
-    """
+    needs first is updated on the device. At most one bucket has states in both places."""
     sharded = optimizer.use_distributed_optimizer
     owned = {
         (b, k): (bucket.stop - bucket.start) // (bucket.num_shards if sharded else 1)

@@ -164,7 +164,7 @@ class Dispatcher(ABC):
 
 SPARE_ROWS = 2
 """Rows that an all-gather dispatch holds, at most, for each that even loads fill, so that the host need not know how
-many are in use. Where more could come, it waits for their number."""
+many are in use. If more could arrive, it waits for their number."""
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -229,8 +229,7 @@ class AllToAllDispatcher(Dispatcher):
         """Routes over as many rows as there may be at most: the numbers stay on the device.
 
         Without all-to-all a rank's rows are its assignments as they are sorted. Otherwise `most` are sent to each
-        expert. What arrives is sorted by expert, spare rows last.
-        """
+        expert. Received rows are sorted by expert, spare rows last."""
         ep, expt_tp, local = self.ep, self.expt_tp, self.local_experts
         k, valid = chosen.shape[1], None if most is None else chosen.flatten() < self.num_experts
         slots = inverse_of(order, order.shape[0])[0]
@@ -314,9 +313,8 @@ def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tens
 def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
     """Copies rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
 
-    Assignment a is in slots[a], if it is valid; None says that all are. What other slots take has no meaning. The
-    adjoint reads no slot twice, so that the sum has one order.
-    """
+    Assignment a is in slots[a], if it is valid; None says that all are. Contents of other slots have no meaning. The
+    adjoint reads no slot twice, so that the sum has one order."""
     index, sum_up = assignments // k, region(sum_of_slots, compiled)
     return RowMap(lambda x: x.index_select(0, index), lambda y: sum_up(y, slots, valid, k))
 

@@ -34,8 +34,8 @@ from megatron.core.transformer.recompute import with_input_recomputed
 
 
 class Segments:
-    """Rows of the local experts, sorted by expert. Rows behind those of the last expert are spare: they belong to none,
-    what they hold is finite and of no meaning, and no gradient comes from them.
+    """Rows of the local experts, sorted by expert. Rows behind those of the last expert are spare: they belong to no
+    expert, their contents are finite and without meaning, and they have no gradient.
 
     The numbers of rows are on the device (`of_counts`), where kernels read them, or known to the host (`of_sizes`),
     which can then cut tensors into parts.
@@ -76,8 +76,8 @@ class Segments:
         return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
     def sizes_of(self, x: Tensor) -> Sequence[int]:
-        """Of x [n, ...], the number of rows of each expert. Reads `sizes`; without values there are none, and the parts
-        are even."""
+        """Number of rows of each expert in x [n, ...]. Reads `sizes`; without values there are none, and the parts are
+        even."""
         if self._sizes is None and not has_values(x):
             (rows, *_), experts = x.shape, self.ends.shape[0]
             return [rows // experts + (number < rows % experts) for number in range(experts)]

@@ -39,7 +39,7 @@ def latent_projections(name: str, config: TransformerConfig) -> tuple[Replicated
 
 
 def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
-    """What the router keeps beside its weight, [E] each, with the name of the dtype: saved, but not trained."""
+    """Buffers of the router beside its weight, [E] each, with the name of the dtype: saved, but not trained."""
     assert config.num_experts is not None
     if not config.moe_router_enable_expert_bias:
         return []

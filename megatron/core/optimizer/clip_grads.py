@@ -21,8 +21,8 @@ ROW = 4096
 
 
 class GradNorm:
-    """What to add up on this rank, decided once, and the norm over the world: one collective, which adds up `sums` [n]
-    of each rank too."""
+    """The tensors whose squares this rank sums, decided once, and the norm over the world: one collective, which adds
+    up `sums` [n] of each rank too."""
 
     def __init__(self, buckets: Sequence[Bucket], state: ParallelState, device: torch.device) -> None:
         self.world, self.device = state.world, device

@@ -141,7 +141,7 @@ scalars on the device."""
 
 @dataclass(frozen=True)
 class Update:
-    """What a step updates with; see `DistributedOptimizer.step`. The same if the update is made again."""
+    """The values of a step's update; see `DistributedOptimizer.step`. The same if the update is repeated."""
 
     lr: float
     weight_decay: float
@@ -153,7 +153,7 @@ class Update:
 
 
 class UpdateAhead(Protocol):
-    """What makes updates before the gradient norm is known: an entry of UPDATES_AHEAD."""
+    """Entry that updates before the gradient norm is known: an entry of UPDATES_AHEAD."""
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,7 @@
 """How an optimizer changes the parameters: over flat shards, element by element, in place.
 
-`Optimizer` is the base of a user's own; AdamW and SGD are torch's fused kernels. What a step does beside, from the norm
-of the gradients to the gather of updated parameters, is `DistributedOptimizer`'s.
-"""
+`Optimizer` is the base of a user's own; AdamW and SGD are torch's fused kernels. `DistributedOptimizer` does the rest
+of a step, from the norm of the gradients to the gather of updated parameters."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ CHUNK = 2**22
 
 
 class Shard:
-    """What one rank owns of one bucket, or a range of it: its main parameters and their states, however they are
-    stored, in the memory of the device or of the host (`place`). States are allocated at once, so that a checkpoint can
-    load into them and memory is final before the first step."""
+    """One rank's part of one bucket, or a range of it: its main parameters and their states, however they are stored,
+    in the memory of the device or of the host (`place`). States are allocated at once, so that a checkpoint can load
+    into them and memory is final before the first step."""
 
     def __init__(self, bucket: Bucket, layout: BufferLayout, place: StateRange, main_dtype: torch.dtype) -> None:
         self.bucket, self.group, self.whole = bucket, layout.group, layout.whole
@@ -45,9 +44,9 @@ class Shard:
         self.device_params = bucket.owned_params[place.start : place.stop]
         self.device_grads = bucket.owned_grads[place.start : place.stop]
         self.params, self.grads = self.device_params, self.device_grads
-        """What an update writes and reads; of a shard on the host what was attached."""
+        """Tensors that an update writes and reads; of a shard on the host what was attached."""
         self.device = torch.device("cpu") if self.on_host else self.params.device
-        """Where states lie, and are updated."""
+        """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == main_dtype
         """Whether the parameters have the values of the main parameters, which are not saved then."""
 
@@ -79,7 +78,7 @@ class Shard:
         raise NotImplementedError
 
     def owned_pieces(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
-        """Parts of parameters of the shard within [start, stop) of the buffer, and where they lie in the shard."""
+        """Parts of parameters of the shard within [start, stop) of the buffer, and their places in the shard."""
         first, last = self.range
         for piece in self.bucket.layout.pieces(max(start, first), min(stop, last)):
             yield piece, slice(piece.offset - first, piece.offset - first + piece.stop - piece.start)
@@ -262,7 +261,7 @@ class MainStates:
 
 
 class HostUpdateRule(Protocol):
-    """What `DistributedOptimizer` asks of an update of shards in host memory."""
+    """Interface of an update of shards in host memory, for `DistributedOptimizer`."""
 
     rules: Sequence[Optimizer]
     nbytes: int

@@ -62,7 +62,7 @@ class ScheduleLength:
 
 
 LrSchedule = Callable[[float, ScheduleLength, OptimizerConfig], float]
-"""(samples, length, config) -> learning rate of the update that follows so many consumed samples, after the warm-up."""
+"""(samples, length, config) -> learning rate of the update after this many consumed samples, beyond the warm-up."""
 
 
 def constant(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:

@@ -12,8 +12,8 @@ class Kind(Enum):
     """Compute: F forward, B whole backward, or its halves I (gradient of the input) and W (of the weights).
 
     Communication: SEND_F sends the output of a stage to the next one, whose RECV_F takes it in; SEND_B sends the
-    gradient of a stage's input to the stage before, whose RECV_B takes it in. Each is named by its own stage, so
-    SEND_F of stage 2 meets RECV_F of stage 3, and SEND_B of stage 3 meets RECV_B of stage 2.
+    gradient of a stage's input to the stage before, whose RECV_B takes it in. Each is named by its own stage, so SEND_F
+    of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of stage 2.
 
     VALIDATE, named by the first stage of its rank, stands before whatever cannot be computed again: there the rank
     learns whether the update before the step stands (`UPDATES_AHEAD` of `megatron.core.parts`).

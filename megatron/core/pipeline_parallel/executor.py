@@ -75,7 +75,7 @@ class PipelineExecutor:
         """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages. A
         forward and a backward that run in turns count as backward."""
         self.validate: Callable[[], bool] = _nothing_to_validate
-        """What VALIDATE calls: returns whether parameters have changed, the same on all ranks."""
+        """Called by VALIDATE: returns whether parameters have changed, the same on all ranks."""
         self.use_weights: Callable[[bool], None] = _one_version
         """Called before a pass of training, with whether it is of the next step: chooses the version of the weights."""
         self._in_turns = False
@@ -116,9 +116,8 @@ class PipelineExecutor:
         A list may begin the passes of the `following` micro-batches, those of the next step, with which the next run
         goes on, whose passes have then `begun` (`ScheduleFacts.of_step`).
 
-        In a list without backwards, `last_forward(module, hidden, batch)` may take the place of the last stage's own
-        forward pass; what it returns, of any shape, comes back instead of the loss sums.
-        """
+        In a list without backwards, `last_forward(module, hidden, batch)` may replace the last stage's own forward
+        pass; what it returns, of any shape, comes back instead of the loss sums."""
         ended = [action.microbatch for action in actions if action.kind in BACKWARDS] or [a.microbatch for a in actions]
         microbatches = 1 + max(ended, default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"

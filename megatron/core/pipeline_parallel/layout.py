@@ -62,11 +62,10 @@ def split_layers(
 ) -> list[range]:
     """The layers of each stage: contiguous, each layer exactly once, costs as even as whole layers allow.
 
-    `first_cost` and `last_cost` are what the embedding and the head cost, in layers; they make the ends shorter.
-    Where stages tie, those of the least loaded rank get the extra layer (`rank_of` a stage; by default each is a
-    rank of its own), and of these those in the middle. `fixed` gives some stages their number of layers and leaves
-    the rest to the others. A stage may end up without layers.
-    """
+    `first_cost` and `last_cost` are what the embedding and the head cost, in layers; they make the ends shorter. If
+    stages tie, those of the least loaded rank get the extra layer (`rank_of` a stage; by default each is a rank of its
+    own), and of these those in the middle. `fixed` gives some stages their number of layers and leaves the rest to the
+    others. A stage may end up without layers."""
     fixed, rank_of = fixed or {}, rank_of or (lambda stage: stage)
     ends = (0, num_stages - 1)
     counts = [fixed.get(stage, 0) for stage in range(num_stages)]
@@ -123,7 +122,7 @@ def _attention_cost(config: TransformerConfig, number: int) -> float:
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
-    """Elements of the matrices that a token meets: of experts, those it is routed to."""
+    """Elements of the matrices that a token is multiplied by: of experts, those it is routed to."""
     matrices = sum(meta.numel for meta in metas if meta.matrix)
     experts = sum(meta.numel for meta in metas if meta.expert)
     if experts and config.num_experts:

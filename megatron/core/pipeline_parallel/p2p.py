@@ -33,7 +33,7 @@ class Receive(NamedTuple):
 
     work: dist.Work | None
     buffer: Tensor
-    """Where it arrives."""
+    """The message arrives here."""
 
     device: torch.device
     timeout: timedelta | None

@@ -25,17 +25,16 @@ from megatron.core.pipeline_parallel.walk import Walk
 def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     """Places SEND_F/RECV_F and SEND_B/RECV_B; a stage whose neighbour is on the same rank needs none.
 
-    All actions are walked in the order in which they would start. Whoever computes a message places both ends:
-    the send behind the action in its own list, and the receive at the end of the peer's list as it stands. So a
-    receive is posted when its message begins to be computed, ahead of what the peer does meanwhile, and each
-    list is a subsequence of the one order of the walk. In that order every send directly precedes its receive,
-    behind all that it depends on: running the first unfinished action of the walk is always possible, even if
-    sends and receives block until both ends are there. What runs in turns is one step, before the messages of both.
+    All actions are walked in the order in which they would start. Whoever computes a message places both ends: the send
+    behind the action in its own list, and the receive at the end of the peer's list as it stands. So a receive is
+    posted when its message begins to be computed, ahead of what the peer does meanwhile, and each list is a subsequence
+    of the one order of the walk. In that order every send directly precedes its receive, behind all that it depends on:
+    running the first unfinished action of the walk is always possible, even if sends and receives block until both ends
+    are there. Passes that run in turns are one step, before the messages of both.
 
-    With `validates` every list has a VALIDATE where the walk comes to the first backward of all. No message
-    passes from one side of this cut to the other, so that all ranks can begin their lists again there; and it waits for
-    nothing but the step before, which every rank ends without help from this one.
-    """
+    With `validates` every list has a VALIDATE where the walk reaches the first backward of all. No message passes from
+    one side of this cut to the other, so that all ranks can begin their lists again there; and it waits for nothing but
+    the step before, which every rank ends without help from this one."""
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
     run = Walk(lists)
@@ -58,8 +57,8 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
 
 
 def _walk_order(entry: tuple[float, int, tuple[Action, ...]]) -> tuple[float, bool, int]:
-    """By start. Of actions that start together, the one that a neighbour takes its next message from comes first,
-    so that the neighbour posts the receive before it computes: forwards by rising stage, then backwards by falling."""
+    """By start. Among actions that start together, the one whose message a neighbour needs next is first, so that the
+    neighbour posts the receive before it computes: forwards by rising stage, then backwards by falling."""
     start, _, ((kind, stage, _), *_) = entry
     return (start, False, stage) if kind in (Kind.F, Kind.FB) else (start, True, -stage)
 

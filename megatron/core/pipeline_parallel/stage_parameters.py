@@ -91,7 +91,7 @@ def count_parameters(config: TransformerConfig, metas: Sequence[ParamMeta] | Non
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Parameters that a token meets: of the experts, those it is routed to."""
+    """Active parameters, by which a token is multiplied: of the experts, those it is routed to."""
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:
         return count.total

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.actions import (
 )
 
 TIMED = COMPUTE | {Kind.FB}
-"""What takes time. FB has the time of the two that run in turns, which take none beside."""
+"""Kinds of actions that take time. FB has the time of the two that run in turns, which take none beside."""
 
 
 class Timed(NamedTuple):

@@ -23,11 +23,11 @@ def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Checks that every id lies in [0, size). No rank owns any other id: it would silently contribute nothing.
+    """Checks that every id is in [0, size). No rank owns any other id: it would silently contribute nothing.
 
     Raises ValueError on CPU. On a GPU it asserts on the device, as reading the ids would stall the host.
     """
-    message = f"{what} must lie in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
+    message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():
         return
     low, high = torch.aminmax(ids)

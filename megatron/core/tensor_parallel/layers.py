@@ -71,7 +71,7 @@ class TPContext(Section):
     """Number format of the GEMMs of linear layers; None for `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """What a pass hands over to while its collectives are under way."""
+    """The pass that computes while the collectives of this one are in flight."""
 
     seed: int = 1234
     """Seed of the run. Dropout masks depend on it and on the name of the place that drops."""
@@ -243,8 +243,8 @@ class ParallelLinear(nn.Module):
         return attach(LinearFunction.apply(x, self.weight, bias, *settings, addend), of_output)
 
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
-        """What the backward before this layer's can make of its dY; None if nothing, or if dY is gathered first, or if
-        hooks see it."""
+        """Form of dY that the preceding backward can produce for this layer; None if nothing, or if dY is gathered
+        first, or if hooks see it."""
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None
         if not makes or self.boundary.leave_adjoint is not start_nothing or observed(self):
@@ -271,7 +271,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 def observed(*modules: nn.Module) -> bool:
-    """Whether hooks wait for what goes into these modules or comes out of them, forward or backward."""
+    """Whether hooks read the inputs or outputs of these modules, forward or backward."""
     return any(module._forward_hooks or module._backward_hooks for module in modules)
 
 

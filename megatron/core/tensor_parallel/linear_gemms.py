@@ -2,11 +2,10 @@
 
 `LinearFunction` decides when they run and what the ranks exchange; a `LinearGemms` decides their precision.
 
-Kernels of a neighbour may cast and sum a layer's tensors, where they have these in registers. What computes a layer's
-input may cast it: a tensor without values then stands in for the input (`given_input`). In the backward, what reads the
-layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). Where no neighbour does, the
-layer does it itself.
-"""
+Kernels of a neighbour may cast and sum a layer's tensors, where they have these in registers. The operation that
+computes a layer's input may cast it: a tensor without values then stands in for the input (`given_input`). In the
+backward, what reads the layer's output casts the gradient of that, and sums it up for the bias (`OutputGradient`). If
+no neighbour does, the layer casts it itself."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Operands(NamedTuple):
     """For Y, or for dX."""
 
     weight_grad: Operand
-    """For dW. Of an input it is what is saved for the backward."""
+    """For dW. For an input it is the tensor saved for the backward."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class WeightCasts:
         return cast("Cast", self._kept[key])
 
     def forget(self, weight: Tensor) -> None:
-        """Drops the casts of a weight, which are made again at its next use."""
+        """Drops the casts of a weight; its next use repeats them."""
         for key in [key for key in self._kept or () if key[0] == id(weight)]:
             del self._kept[key]  # type: ignore[union-attr]
 
@@ -224,7 +223,7 @@ def given_input(x: Tensor) -> Operands | None:
 
 
 class OutputGradient:
-    """The gradient dY of a linear layer's output, about which the backward before the layer's can tell it more."""
+    """The gradient dY of a linear layer's output, to which the preceding backward can attach its casts."""
 
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw

@@ -129,7 +129,8 @@ def is_stale(weight: Tensor) -> bool:
 
 
 def rounding_sum(compiled: bool) -> Callable[[Tensor, Tensor], None]:
-    """What adds an fp32 tensor, which it may overwrite, to a contiguous sum in bf16 of the same shape.
+    """Returns the function that adds an fp32 tensor, which it may overwrite, to a contiguous bf16 sum of the same
+    shape.
 
     The sum is computed in fp32, then rounded up or down at random, so that the expected sum is exact. Rounded to
     nearest, micro-batches would be lost that add less than half of the distance between two numbers. The random bits
@@ -188,9 +189,8 @@ def adds_in_one_kernel(out: Tensor) -> bool:
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
     """out[index[i]] += rows[i], in the precision of `out` and in the same order each time.
 
-    Indices must lie in [0, len(out)). GPUs do not check: `index_put_` would read the largest and the smallest index on
-    the host in some versions of torch.
-    """
+    Indices must be in [0, len(out)). GPUs do not check: `index_put_` would read the largest and the smallest index on
+    the host in some versions of torch."""
     if out.is_cuda:  # sorts; index_add_ would race
         torch.ops.aten._index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
     else:

@@ -1,4 +1,4 @@
-"""What an extension provides that keeps activations saved for the backward elsewhere than on the device."""
+"""Interface of extensions that keep activations saved for the backward elsewhere than on the device."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def build_store(config: ModelParallelConfig, device: torch.device | str) -> Any:
 
 
 class Stored(Protocol):
-    """What stands in the graph for a saved tensor."""
+    """Placeholder of a saved tensor in the autograd graph."""
 
     def stored_tensor(self) -> Tensor:
         """The tensor, on the device again."""
 
 
 class Saver(Protocol):
-    """What sees each tensor that autograd saves."""
+    """Receives each tensor that autograd saves."""
 
     def pack(self, x: Tensor) -> Tensor | Stored:
-        """What stands in the graph for x: x itself if it stays."""
+        """Placeholder of x in the graph: x itself if it stays."""
 
 
 class _Now(threading.local):
-    """What this thread's tensors are saved by: passes that run in turns have a thread each."""
+    """Store that saves this thread's tensors: passes that run in turns have a thread each."""
 
     saver: Saver | None = None
 

@@ -36,7 +36,7 @@ class Bounded(NamedTuple):
 
 
 Kind = str | Bounded
-"""What `functions_of` takes."""
+"""Argument of `functions_of`."""
 
 
 class FusedActivation:

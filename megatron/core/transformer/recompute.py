@@ -51,7 +51,7 @@ def computing_again() -> bool:
 
 
 class _View(NamedTuple):
-    """What stands in the graph for a view of a dropped tensor."""
+    """Placeholder of a view of a dropped tensor in the autograd graph."""
 
     number: int
     size: torch.Size
@@ -115,7 +115,7 @@ class Segment:
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:
-    """How the layers of a stage are recomputed. What begins in the first `offloaded` layers is offloaded.
+    """How the layers of a stage are recomputed. Groups that begin in the first `offloaded` layers are offloaded.
 
     "uniform" keeps the input of each group of `recompute_num_layers` layers, "block" that of each of the first
     `recompute_num_layers` layers and all activations of the rest.

@@ -36,7 +36,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, config: TransformerCon
     (YaRN, arXiv:2309.00071, section 3.2). The bounds are rounded to pairs, as in most published models, or not."""
 
     def pair(rotations: float) -> float:
-        """The pair, as a real number, that turns so many times over the original context length."""
+        """The pair, as a real number, that makes this many rotations over the original context length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
         return channels * math.log(wavelengths) / (2 * math.log(config.rotary_base))
 

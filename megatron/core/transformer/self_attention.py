@@ -32,9 +32,8 @@ class SelfAttention(nn.Module):
     """Projection to queries, keys and values, optional head norms, positions, core, projection back.
 
     linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. With
-    --attention-output-gate the gates follow the query heads. Where heads differ in width, the rows of a group are one
-    dimension.
-    """
+    --attention-output-gate the gates follow the query heads. If heads differ in width, the rows of a group are one
+    dimension."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What a user chooses about the output."""
+    """Choices of a user for the output."""
 
     dtype: torch.dtype | None = None
     """Number format of all weights; None: as stored."""
@@ -48,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a source has of the run beside the model's weights, so that a run can resume where another left off."""
+    """State of the run in a source, beside the model's weights, so that a run can resume where another left off."""
 
     progress: Progress
     step_count: int
@@ -101,7 +101,7 @@ class Source(ABC):
         """A whole parameter or state. Raises ValueError or OSError."""
 
     def read_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
-        """What the model keeps beside parameters; zeros, as it starts, where the source has none."""
+        """Buffers of the model beside parameters; zeros, as it starts, where the source has none."""
         if meta.name in self.states:
             return self.read(meta.name, dtype)
         from torch import zeros

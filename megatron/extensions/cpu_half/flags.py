@@ -1,4 +1,4 @@
-"""Where the callback is. No torch."""
+"""Registers the callback. No torch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATT
 """How many arguments of an operator, the first ones, share its dtype."""
 
 _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
-"""Operators that write the same into memory that is there."""
+"""Operators that write the same into existing memory."""
 
 _FEW_ROWS = 4
 """Rows up to which torch's own kernel takes no longer for a product with a transposed matrix, as in generation: it

@@ -36,8 +36,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Calls `run`, whose work on the device is recorded and not done. What it returned, which has its values only
-        after the returned function has been called, and again after each call."""
+        """Calls `run`, whose work on the device is recorded and not done. Its result, whose values are valid after each
+        call of the returned function."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()
@@ -56,9 +56,8 @@ class GraphedMicrobatches:
 
     `run(batch, seed)` is the forward and the backward of seed * loss sum, and returns the loss sum. All micro-batches
     have one shape. The gradients of the batch that is recorded are added by its first replay: recording computes
-    nothing. Where weights are cast (fp8), the first micro-batch of a step is a recording of its own, which makes the
-    casts that the others read.
-    """
+    nothing. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes the casts
+    that the others read."""
 
     def __init__(
         self,
@@ -137,6 +136,6 @@ class CudaGraphs:
         device: torch.device,
         casts: WeightCasts,
     ) -> GraphedMicrobatches:
-        """What records and replays `run`."""
+        """Records and replays `run`."""
         warm_up, main_dtype = config.options(CudaGraphFlags).cuda_graph_warmup_steps, getattr(torch, config.main_dtype)
         return GraphedMicrobatches(run, CudaRecorder(), warm_up, device, main_dtype, casts)

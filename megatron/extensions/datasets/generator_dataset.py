@@ -26,9 +26,8 @@ class GeneratorDataset(TextDataset):
     """`samples` samples of a stream, under their numbers, so that a run resumes exactly and at any layout.
 
     The stream is read on in order. Every data-parallel rank reads all of it and keeps its own samples. A sample that
-    lies behind, or more than `WINDOW` ahead, starts the stream anew at its number. `fingerprint` must be another one
-    where the stream is.
-    """
+    lies behind, or more than `WINDOW` ahead, restarts the stream at its number. `fingerprint` must be another one where
+    the stream is."""
 
     def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
         self.stream, self.samples, self.format = stream, samples, format

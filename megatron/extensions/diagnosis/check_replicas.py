@@ -1,10 +1,9 @@
 """Compares the copies of parameters and optimizer state on all ranks bit by bit (--check-replicas).
 
 Parameters and optimizer state are replicated along the axes of the mesh that do not cut them. Each rank hashes its
-copies on the device, and the smallest and largest hash along an axis tell whether all are equal: two small
-collectives an axis, whatever the size of the model. Only when they are not is anything more exchanged, to say what
-differs, where, and with which values.
-"""
+copies on the device, and the smallest and largest hash along an axis show whether all are equal: two small collectives
+an axis, whatever the size of the model. Only when they are not is anything more exchanged, to say what differs, where,
+and with which values."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
     """
     optimizer.finish_param_sync()
     replicas = list(replicas_of(modules, optimizer, state))
-    device = optimizer.ddp.device  # of collectives; states may lie in host memory
+    device = optimizer.ddp.device  # of collectives; states may be in host memory
     hashes = [bit_hash(replica.values).to(device) for replica in replicas]
     message = None
     for name in sorted({axis for replica in replicas for axis in replica.axes}):
@@ -117,7 +116,7 @@ def _different(hashes: Tensor, axis: Axis) -> int | None:
 
 
 def _describe(replica: Replica, name: str, state: ParallelState) -> str:
-    """What differs along an axis. Collective over the axis: all its ranks have found the same difference."""
+    """Differences along an axis. Collective over the axis: all its ranks have found the same difference."""
     axis = state.axis(name)
     values = replica.values.contiguous().view(-1)
     copies = [torch.empty_like(values) for _ in axis.ranks]

@@ -62,7 +62,7 @@ class DiagnosisConfig:
         excludes="--cuda-graph-impl local: actions and collectives do not run one by one in a recording",
     )
     """Trace some steps of all ranks on one clock into one file for Perfetto, in the folder trace of --tensorboard-dir
-    or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline beside."""
+    or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline."""
 
     trace_step_start: int = flag(10, at_least=0, no_effect_without="--trace")
     """--trace: iterations before the trace starts."""

@@ -1,10 +1,9 @@
 """Finds the rank that caused a hang, from the last collectives of every rank, which torch's flight recorder has.
 
 A rank waits for those of a group that have not entered a collective that it has entered, and for the sender of a
-message. Two that wait for each other have taken different branches; the one that fewer ranks have followed is wrong.
-So is, where more wait in a circle, the one that has left out what all others have done. Where there is no circle,
-those are at fault that are waited for and wait for nobody.
-"""
+message. Two that wait for each other have taken different branches; the one that fewer ranks have followed is wrong. So
+is, where more wait in a circle, the one that has left out what all others have done. If there is no circle, ranks that
+others wait for and that wait for nobody are at fault."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ ANY_SIZES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank waits for when the run fails."""
+    """Waits of a rank when the run fails."""
 
     place: str
     """Line of code."""
@@ -171,7 +170,7 @@ def blame(standings: Mapping[int, Waiting]) -> Blame | None:
     why = f"{_named(waiting)} waited for {_named(late)}, which did not come: " + "; ".join(
         f"rank {rank} was at {standings[rank].place}" for rank in late
     )
-    return Blame(late, "did not come to where the others waited", why)
+    return Blame(late, "did not reach the point where the others waited", why)
 
 
 def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:

@@ -2,10 +2,9 @@
 
 The forward passes come first, with a hook on every module: each rank notes, for each of its stages and micro-batches,
 the first module that puts out an infinity or a NaN. If there is none, the backward passes are run with hooks on the
-gradients of every module's inputs, and the weight gradients are looked at after each action. Of all ranks' notes the
-first counts: forward before backward, then in the order of the model, then by sample; so it does not depend on the
-layout. Random numbers are functions of the seed and a position, so the second time computes what the first did.
-"""
+gradients of every module's inputs, and the weight gradients are looked at after each action. The first note of all
+ranks counts: forward before backward, then in the order of the model, then by sample; so it does not depend on the
+layout. Random numbers are functions of the seed and a position, so the second time computes what the first did."""
 
 from __future__ import annotations
 

@@ -95,5 +95,5 @@ class Profiler(Callback):
 
 
 def output_folder(config: RunConfig, name: str) -> Path:
-    """Where profiles or traces are written: in --tensorboard-dir, else in --save, else in the present folder."""
+    """Folder for profiles or traces: in --tensorboard-dir, else in --save, else in the current folder."""
     return Path(named_value(config, "tensorboard_dir") or config.checkpoint.save or ".") / name

@@ -53,7 +53,7 @@ NEWER_WEIGHTS = (
 
 @dataclass(frozen=True)
 class SavedStep:
-    """What `finding.json` says."""
+    """Contents of `finding.json`."""
 
     step: Step
     loss_scale: float

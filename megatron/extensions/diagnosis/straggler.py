@@ -5,9 +5,8 @@ is the time of a phase without the waits for messages and collectives in it. On 
 the device: waits for the pipeline's messages and for data parallelism lie outside of them, collectives within a layer
 (TP, CP, EP) do not, so there a slow rank shows as its whole group.
 
-The end of the gradients' reduction alone is timed with its waits: who is there least is whom the others wait for.
-Nothing here waits for the device: events are read once they have passed.
-"""
+The end of the gradients' reduction alone is timed with its waits: the others wait for the rank that waits least.
+Nothing here waits for the device: events are read once they have passed."""
 
 from __future__ import annotations
 

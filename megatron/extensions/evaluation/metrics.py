@@ -24,7 +24,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a metric."""
+    """Facts about a metric."""
 
     output_types: tuple[str, ...]
     aggregation: str = "mean"

@@ -73,7 +73,7 @@ def where(task: Task) -> str:
 def split_files(task: Task, split: str) -> Iterator[TextFile]:
     """Files of a split: those that data_files names, or those of a folder whose names begin with the split's.
 
-    Relative paths are looked for in the present folder, then beside the task file. Raises ValueError."""
+    Relative paths are looked for in the current folder, then beside the task file. Raises ValueError."""
     folder, kwargs = _present(task, task.dataset_path), task.dataset_kwargs
     names = kwargs.get("data_files", kwargs.get("data_dir"))
     if task.dataset_path in BUILDERS and names is not None:

@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """What the model says of a row."""
+    """The model's result for a row."""
 
     log_likelihood: float
     """Of the scored tokens, in nats."""
@@ -116,8 +116,8 @@ def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:
 def plan_rounds(
     lengths: Sequence[int], allowed: Sequence[int], budget: int, replicas: int, per_round: int = ROUND
 ) -> Iterator[Round]:
-    """Batches of at most `budget` tokens each, or of one row: the longest rows first. Neighbours in length lie in one
-    batch, and batches are dealt out to the `replicas` in turn."""
+    """Batches of at most `budget` tokens each, or of one row: the longest rows first. Rows of similar length form a
+    batch, and the `replicas` receive batches in turn."""
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
 
     def padded(number: int) -> int:

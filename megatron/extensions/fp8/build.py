@@ -1,4 +1,4 @@
-"""What the trunk calls: the fp8 GEMMs of linear layers and experts by recipe, and whether a GPU computes them."""
+"""Called by the trunk: the fp8 GEMMs of linear layers and experts by recipe, and whether a GPU computes them."""
 
 from __future__ import annotations
 

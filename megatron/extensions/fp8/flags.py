@@ -66,8 +66,7 @@ class Fp8Flags:
 def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
     """Number that divides a rank's features in fp8 if `ranks` have a part of them, and the flag that asks for it.
 
-    Kernels want multiples of 16. Blockwise, a tile that lies on two ranks would have two scales.
-    """
+    Kernels want multiples of 16. Blockwise, a tile on two ranks would have two scales."""
     cut = parallel.options(Fp8Flags).fp8_recipe == "blockwise" and ranks > 1
     return (TILE, "--fp8-recipe blockwise") if cut else (ALIGNMENT, "--fp8-format")
 

@@ -1,8 +1,7 @@
 """fp8 GEMMs of mixture-of-experts layers: rows that are sorted by expert, times the matrices of their experts.
 
-Activations and their gradients are scaled by rows of the features, one token's each, so that no scale depends on which
-tokens meet in a micro-batch. The kernel for all experts at once takes scales of rows, and e4m3 alone.
-"""
+Activations and their gradients are scaled by rows of the features, one token's each, so that no scale depends on the
+other tokens of a micro-batch. The kernel for all experts at once takes scales of rows, and e4m3 alone."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class CompiledAdamW(AdamW):
 
 
 class AdamScalars(NamedTuple):
-    """What all elements share, fp32 scalars on the device: a change compiles nothing anew, and nothing waits."""
+    """Values common to all elements, fp32 scalars on the device: a change causes no compilation and no wait."""
 
     factor: Tensor
     """Of the gradients."""

@@ -1,4 +1,4 @@
-"""The flag of fusions, and what they take the place of. No torch."""
+"""The flag of fusions, and the parts that they replace. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OWN_BACKENDS = "flash3", "cudnn", "triton"
 @dataclass(frozen=True)
 class Fusions:
     fusions: bool = True
-    """Use fused layers and kernels where regions are compiled, as on GPUs (see --compile). Each kernel is compared with
+    """Use fused layers and kernels if regions are compiled, as on GPUs (see --compile). Each kernel is compared with
     plain torch at start; one that is wrong, fails or is slower is left out. --no-fusions uses none."""
 
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -29,7 +29,7 @@ from megatron.extensions.fusions.kernels.casts import swiglu_cast, swiglu_gradie
 
 
 def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -> bool:
-    """Whether `cast_mlp` can take the place of fc2(activation(fc1(x)))."""
+    """Whether `cast_mlp` can replace fc2(activation(fc1(x)))."""
     swiglu = isinstance(activation, FusedActivation) and activation.compiled and activation.kind == "swiglu"
     plain = type(fc1) is ColumnParallelLinear and type(fc2) is RowParallelLinear and fc1.bias is fc2.bias is None
     delayed = swiglu and plain and all(isinstance(linear.gemms, DelayedGemms) for linear in (fc1, fc2))
@@ -40,7 +40,7 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
     """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With gradients. Added to
     an `addend` [s, b, h] where fc2 takes one.
 
-    Where the layers are `observed`, their hooks would see stand-ins."""
+    If the layers are `observed`, their hooks would see stand-ins."""
     assert isinstance(fc2.gemms, DelayedGemms)
     of_hidden = OutputGradient(fc1.gemms, fc1.weight.requires_grad, False)
     settings = fc1.boundary, fc1.axis, fc1.queue, fc1.gemms, True, of_hidden, None

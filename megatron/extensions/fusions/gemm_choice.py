@@ -1,4 +1,4 @@
-"""Chooses GEMMs that add to what is there, which torch does not do in one pass, by timing them at the model's shapes.
+"""Chooses GEMMs that add to existing values, which torch does not do in one pass, by timing them at the model's shapes.
 
 Weight gradients in fp8: cuBLASLt's product that adds to its output, Triton's, or torch's, which writes a product in
 fp32 that is then added: an addition reads it and both reads and writes the gradient. The other two read and write the
@@ -10,11 +10,10 @@ is added later. torch's `addmm` would copy the addend into the output before it 
 product's matrix C and writes another one.
 
 The rows of experts, whose numbers only the device knows: torch's grouped GEMM covers the forward pass and the gradients
-of inputs. Weight gradients are added in fp32 to what is there, which it does not do; and it leaves rows that belong to
-no expert as the memory was.
+of inputs. Weight gradients are added in fp32 to their sums, which it does not do; and it leaves rows that belong to no
+expert as the memory was.
 
-What is fastest depends on the GPU, the shape and the versions of libraries. None of these has run on a GPU yet.
-"""
+The fastest kernel depends on the GPU, the shape and the versions of libraries. None of these has run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ TORCH = "torch"
 """The kernel that writes a product, which is then added."""
 
 GEMM, NORM = "GEMM", "norm"
-"""What adds to the residual stream."""
+"""GEMMs that add to the residual stream."""
 
 SIZES = 16
 """Features of both sides are multiples of this, as fp8 products and aligned rows need it."""
@@ -292,7 +291,7 @@ def choose_additions(
 
 
 def place_of(choice: Choice) -> str:
-    """Where additions are made, by what was timed."""
+    """Place of the additions, by the timings."""
     within, after = (choice.seconds[name] for name in (GEMM, NORM))
     return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
 

@@ -48,8 +48,8 @@ TORCH = "auto", "flash", "unfused"
 
 
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
-    """Chooses the kernels of fp8 weight gradients, and where the residual stream is added to, on GPUs. Where nothing
-    may depend on timings the next norm adds to it. Collective over the ranks of a pipeline stage."""
+    """Chooses the kernels of fp8 weight gradients, and where the residual stream is added to, on GPUs. If nothing may
+    depend on timings, the next norm adds to it. Collective over the ranks of a pipeline stage."""
     parallel = config.parallel
     if runtime.device.type != "cuda":
         return

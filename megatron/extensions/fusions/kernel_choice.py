@@ -190,8 +190,8 @@ def _copied(value: Any) -> Any:
 
 
 def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
-    """Times each run on every rank; the slowest rank counts. What has been timed is taken out of `runs`, so that its
-    operands go away. Collective over the world."""
+    """Times each run on every rank; the slowest rank counts. Timed kernels are removed from `runs`, so that their
+    operands are freed. Collective over the world."""
     names = list(runs)
     found = [_time(runs.pop(name), clock) for name in names]
     seconds = torch.tensor(found, dtype=torch.float64, device=device)

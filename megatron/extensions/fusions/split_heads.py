@@ -53,9 +53,8 @@ def split_heads(
 
     With `tables`, cosines and sines, `bias` is added first, queries and keys are rotated, and all parts have memory of
     their own: views would keep the rest of qkv. Without, they are views where that is possible, and qkv must have the
-    bias in it already: only its gradient is summed up here. Where the linear layer before reads casts of the gradient
-    `of_qkv`, the backward makes these in place of it.
-    """
+    bias in it already: only its gradient is summed up here. If the linear layer before reads casts of the gradient
+    `of_qkv`, the backward makes these instead of it."""
     static = torch.is_grad_enabled()  # prompts of generation have any length, and must not compile a kernel each
     q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(counts), tuple(tables), interleaved, compiled, static, of_qkv)
     return q, gate[0].flatten(2) if gate else None, k, v

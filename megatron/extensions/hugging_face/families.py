@@ -82,7 +82,7 @@ class Family:
     """Key with the earlier tokens in a sliding window, where that is given: one less than --window-size."""
 
     rotary_layers: str = "all"
-    """Layers with a rotary embedding: "all", those with sliding "windows", or these "windows, if any" are there."""
+    """Layers with a rotary embedding: "all", those with sliding "windows", or these "windows, if any"."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
     """Key -> the key whose value it must have, where it is given."""
@@ -94,8 +94,8 @@ class Family:
     """Key of config.json -> field of TransformerConfig that is 1 / sqrt of its value."""
 
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Key of config.json -> its values, the only ones that we support -> those of our field. Of several with the same
-    meaning we write the first one."""
+    """Key of config.json -> its values, the only ones that we support -> those of our field. If several have the same
+    meaning, we write the first one."""
 
 
 @cache
@@ -113,7 +113,7 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def missing_feature(model_type: object) -> str | None:
-    """What a family needs that our layers do not have; None for one that is not known to need anything."""
+    """Layer that a family needs and we do not have; None for one that is not known to need anything."""
     return _tables()["not expressible"].get(model_type) if isinstance(model_type, str) else None
 
 

@@ -24,7 +24,7 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class HFFolder:
-    """An opened folder: `config` is its config.json, `tensors` its weights by name, on disk. Of a multimodal model
+    """An opened folder: `config` is its config.json, `tensors` its weights by name, on disk. For a multimodal model
     both are those of its text model. Raises ValueError."""
 
     def __init__(self, path: Path) -> None:

@@ -149,8 +149,8 @@ class HFTarget(Target):
 
 
 def token_ids(config: RunConfig, side_files: Mapping[str, Path]) -> tuple[dict[str, Any], str | None]:
-    """Ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read. What pads is None
-    where nothing names it: without the key transformers takes one that the vocabulary may not have."""
+    """Ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read. The padding is
+    None if nothing names it: without the key transformers takes one that the vocabulary may not have."""
     if config.tokenizer.tokenizer_type is None:
         return {"pad_token_id": None}, "the checkpoint names no tokenizer: no tokenizer files are written"
     try:

@@ -139,7 +139,7 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
 
 
 def _broken_rule(value: Any, hint: Any) -> str | None:
-    """What a number of config.json must be and is not. Sizes are positive, and other numbers at least 0."""
+    """Rule that a number of config.json breaks. Sizes are positive, and other numbers at least 0."""
     kinds = get_args(hint) or (hint,)
     if value is None:
         return None if type(None) in kinds else "a number"
@@ -323,7 +323,7 @@ def _moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
 
 
 def _rotated_layers(hf: Mapping[str, Any]) -> list[bool]:
-    """By layer, whether it has a rotary embedding: by a list, or all but each so many-th."""
+    """By layer, whether it has a rotary embedding: by a list, or all but each N-th."""
     interval = hf.get("no_rope_layer_interval") or 0
     return _listed(hf, "no_rope_layers", (0, 1), lambda number: not interval or (number + 1) % interval)
 

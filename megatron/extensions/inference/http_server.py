@@ -78,7 +78,7 @@ class ApiServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives those who wait a second to be told of the end."""
+        """Gives waiting requests a second to receive the reason."""
         self.server.should_exit = True
         self.thread.join()
         self.socket.close()

@@ -32,7 +32,7 @@ class KeptTokenizer(Callback):
 
 
 def keep_tokenizer(config: TokenizerConfig, folder: Path) -> None:
-    """Copies the tokenizer's files into `folder`/tokenizer. Those that are there and equal stay as they are.
+    """Copies the tokenizer's files into `folder`/tokenizer. Existing equal files stay.
 
     Raises OSError if that cannot be written."""
     for file in _files(config):
@@ -76,7 +76,7 @@ def _kept(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
 
 
 def _files(config: TokenizerConfig) -> list[Path]:
-    """The files that are there."""
+    """The existing files."""
     if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
         try:
             file = tokenizer_file(config.tokenizer_model)

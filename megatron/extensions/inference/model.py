@@ -100,14 +100,14 @@ def loaded_model(
 
 
 def control_axis(everyone: Axis) -> Axis:
-    """The group over which the leader tells the others what to do: over gloo, so that no GPU waits."""
+    """The group over which the leader sends commands to the others: over gloo, so that no GPU waits."""
     if everyone.size == 1 or dist.get_backend(everyone.group) == "gloo":
         return everyone
     return replace(everyone, group=dist.new_group(list(everyone.ranks), backend="gloo"))
 
 
 def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
-    """What is wrong with the number of ranks. Generation needs each part of the model once."""
+    """Problem of the number of ranks. Generation needs each part of the model once."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     ep, expt_tp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     expt_tp = tp if expt_tp is None else expt_tp

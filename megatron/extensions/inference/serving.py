@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron.extensions.inference.generation import Engine, Generation, Request
 
 HEARTBEAT = 2.0
-"""Seconds after which an idle leader looks whether the other ranks are there."""
+"""Seconds after which an idle leader checks that the other ranks are alive."""
 
 
 class Progress(NamedTuple):
@@ -85,7 +85,7 @@ class EngineLoop:
         return self._pending
 
     def run(self) -> None:
-        """Raises what the engine raises, after all jobs were told."""
+        """Raises the engine's error, after all jobs were informed."""
         try:
             while not self.stopping.is_set():
                 self._turn(HEARTBEAT)

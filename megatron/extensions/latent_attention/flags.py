@@ -1,4 +1,4 @@
-"""Flags of multi-latent attention, and what is known of it before it is imported. No torch."""
+"""Flags of multi-latent attention, and facts about it before it is imported. No torch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Latents(NamedTuple):
-    """What a token's heads are projected from."""
+    """Inputs from which a token's heads are projected."""
 
     q: Tensor
     """[s, b, q_lora_rank], or the hidden states [s, b, h] without a latent of queries; [s/tp, ...] under sequence

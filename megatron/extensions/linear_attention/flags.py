@@ -1,4 +1,4 @@
-"""Flags of gated delta nets, their rules, and what is known of them before they are imported. No torch."""
+"""Flags of gated delta nets, their rules, and facts about them before they are imported. No torch."""
 
 from __future__ import annotations
 

@@ -44,9 +44,8 @@ class GatedDeltaNet(nn.Module):
     """Projection, convolution, gated delta rule, gated norm, projection back.
 
     in_proj is [key heads, channels, h], see `linear_channels`: the channels of a key head, then of the next one.
-    Activations between the projections are computed again in the backward, from the output of in_proj. Where a kernel
-    computes the rule, that is left to `--recompute-modules core_attn`.
-    """
+    Activations between the projections are computed again in the backward, from the output of in_proj. If a kernel
+    computes the rule, `--recompute-modules core_attn` decides."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

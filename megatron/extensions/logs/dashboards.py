@@ -33,7 +33,7 @@ class TensorBoardSink:
     """Writes the numbers of each record as TensorBoard scalars with Megatron-LM's tags, and the configuration as text.
 
     A resumed run hides what earlier ones wrote of later iterations. TensorBoard hides by step whatever the tag, so the
-    curves over samples lose more than that: what was hidden is written anew from the records of `metrics.jsonl`.
+    curves over samples lose more than that: hidden steps are written again from the records of `metrics.jsonl`.
 
     If a write fails, for example on a full disk, one warning is printed, and a later file gets all records of the last
     `FLUSHED_SECONDS` and since. `metrics.jsonl` has every record."""

@@ -35,8 +35,8 @@ OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-no
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
-    """(tag, value, step) of each number of a record. What Megatron-LM does not log keeps our name; values of a table
-    have that of the table before it and the number of the row behind it."""
+    """(tag, value, step) of each number of a record. Values that Megatron-LM does not log keep our name; values of a
+    table have that of the table before it and the number of the row behind it."""
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}/{tag}", number, record["iteration"]) for tag, number in _of_table(value))
@@ -49,8 +49,8 @@ def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
 
 
 def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(COLUMN/ROW, value) of a table in a record: lists of equal length, the first of which numbers the rows. Of values
-    that are lists the largest is one; null is none. Nothing of any other mapping."""
+    """(COLUMN/ROW, value) of a table in a record: lists of equal length, the first of which numbers the rows. For a
+    list the largest value is one; null is none. Nothing of any other mapping."""
     if not all(isinstance(values, list) for values in columns.values()):
         return
     first, *names = columns or [""]

@@ -55,8 +55,8 @@ class SourceTallies(Tallies):
 
     @contextmanager
     def evaluating(self) -> Iterator[Tensor]:
-        """What evaluations in this block add up on this rank, [sources, 2] float64, when it ends. A training step that
-        is not settled yet keeps its tallies."""
+        """Sums of evaluations in this block on this rank, [sources, 2] float64, when it ends. A training step that is
+        not settled yet keeps its tallies."""
         kept = [tally.clone() for tally in self.tallies]
         self.discard_step()
         found = torch.zeros_like(self.totals)

@@ -4,9 +4,8 @@
 
 `samples` are the first and the last by their number in the run, `origins` the dataset with the document and the token
 in it where each begins, `crc32` sums of the token ids that the model was given. The first rank of every data-parallel
-group of a step tells what it took, so the file shows what was trained on and not what was planned: the same seed and
-data give the same file at every layout, micro-batch size and number of workers.
-"""
+group of a step reports its samples, so the file shows the samples trained, not those planned: the same seed and data
+give the same file at every layout, micro-batch size and number of workers."""
 
 from __future__ import annotations
 

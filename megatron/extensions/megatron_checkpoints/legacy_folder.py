@@ -37,7 +37,7 @@ DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 CHUNK = re.compile(r"model\d*")
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 SAMPLE = 4096
-"""Elements at each end of a tensor that tell whether a state belongs to it."""
+"""Elements at each end of a tensor that identify its state."""
 
 Rank = tuple[int, int, int]
 """(TP, PP, EP) rank."""
@@ -88,7 +88,7 @@ class Layout:
         return f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.pp > 1) + f"_{ep:03d}" * (self.ep > 1)
 
     def check_complete(self, ranks: Collection[Rank]) -> None:
-        """Raises ValueError for a missing folder. Where experts are not sharded over TP, a folder stands for each TP
+        """Raises ValueError for a missing folder. If experts are not sharded over TP, there is a folder for each TP
         rank and for each EP rank, but not for each pair of them."""
         whole = self.expt_tp == self.tp
         for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):

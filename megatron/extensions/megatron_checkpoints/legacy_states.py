@@ -152,8 +152,7 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
 def _places(buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Any], args: Mapping[str, Any]) -> list[int]:
     """The offset of each parameter in the flat tensors of its buffer.
 
-    The size tells whether the buffer is divided into buckets, and whether tied embeddings have one of their own.
-    """
+    The size shows whether the buffer is divided into buckets, and whether tied embeddings have a separate one."""
     total = tensors["param"].numel()
     replicas = args.get("data_parallel_size") or 1
     size = args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * (replicas if isinstance(replicas, int) else 1))

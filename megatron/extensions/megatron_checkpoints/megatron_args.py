@@ -142,7 +142,7 @@ def _vocabulary(args: Mapping[str, Any], padding_counts: bool) -> dict[str, Any]
 
 
 def progress_of(common: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Iteration and samples that a run has consumed. Raises ValueError if the checkpoint does not tell."""
+    """Iteration and samples that a run has consumed. Raises ValueError if the checkpoint does not state it."""
     found: dict[str, Any] = {
         "iteration": common.get("iteration", args.get("iteration")),
         "consumed_samples": args.get("consumed_train_samples"),

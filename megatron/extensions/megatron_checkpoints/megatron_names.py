@@ -1,4 +1,4 @@
-"""Names of parameters in Megatron-LM's checkpoints, and where each of ours lies in those of torch_dist.
+"""Names of parameters in Megatron-LM's checkpoints, and the place of each of ours in those of torch_dist.
 
 Layers of equal kind are stacked along a new first dim under one name, or each has its own. Each tensor of theirs is one
 of ours in another shape: query groups, heads and channels are one dim there, and so are gate and up.
@@ -71,7 +71,7 @@ def is_skipped(key: str) -> bool:
 
 
 def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta: ParamMeta, way: Way) -> Iterator[str]:
-    """What is wrong with the shapes of a parameter's tensors in torch_dist."""
+    """Problems of the shapes of a parameter's tensors in torch_dist."""
     expected, count = their_shape(meta), len(way.names)
     for name in way.names:
         shape = shapes[name]

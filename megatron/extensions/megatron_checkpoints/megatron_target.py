@@ -153,7 +153,7 @@ class TorchDistTarget(Target):
         return common | {"optimizer": optimizer, "opt_param_scheduler": scheduler_state(self.config, self.training)}
 
     def _optimizer(self, step_count: int, expert: bool) -> dict[str, Any]:
-        """What Megatron-LM keeps of its optimizer beside tensors: groups of parameters with and without decay."""
+        """State of Megatron-LM's optimizer beside tensors: groups of parameters with and without decay."""
         options = self.config.optimizer
         group: dict[str, Any] = {
             "is_expert_parallel": expert,

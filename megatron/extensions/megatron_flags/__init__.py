@@ -1,4 +1,4 @@
-"""What becomes of Megatron's flags that have no field here: read as others, without effect, or refused as not built.
+"""Treatment of Megatron's flags that have no field here: read as others, without effect, or refused as not built.
 
 Its own flags are lists of data in Megatron's words, which `data_lists` reads into --data-path and related flags:
 --data-args-path, --per-split-data-args-path, --train-weighted-split-paths and related flags. The tables are in

@@ -1,8 +1,7 @@
 """Known differences between the results of Megatron-LM and of this program under equal flags. No torch.
 
 Their texts are in megatron_differences.toml, beside this file. `--dry-run` and `tools/translate_flags.py` print those
-that the given flags meet, `tools/translate_flags.py --list` all.
-"""
+that apply to the given flags, `tools/translate_flags.py --list` all."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ DIFFERENCES = tuple(Difference(**each) for each in tomllib.loads(TABLE.read_text
 
 
 def differences_met(config: RunConfig, given: Given) -> Iterator[str]:
-    """A line for each difference that a resolved configuration and the flags as given meet."""
+    """A line for each difference that applies to a resolved configuration and the flags as given."""
     return (str(each) for each in DIFFERENCES if MET[each.subject](config, given))
 
 
@@ -129,4 +128,5 @@ MET: dict[str, Callable[[RunConfig, Given], bool]] = {
         c.training.step_batch_size_schedule is not None and "--train-iters" in given
     ),
 }
-"""Subject of a difference -> whether a resolved configuration meets it. Like a rule, it must not raise on any value."""
+"""Subject of a difference -> whether it applies to a resolved configuration. Like a rule, it must not raise on any
+value."""

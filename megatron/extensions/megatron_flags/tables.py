@@ -1,4 +1,4 @@
-"""What flags of Megatron that no field has are read as. No torch.
+"""Readings of Megatron's flags that no field has. No torch.
 
 The tables are in megatron_flags.toml, beside this file.
 """
@@ -90,7 +90,7 @@ class ForeignFlags:
     """Flag and value -> the file of examples/ that registers the value."""
 
     def find(self, name: str, value: str = "") -> Entry | None:
-        """What a flag is that no field has, alone or with its first value; None if it is not known."""
+        """The entry of a flag that no field has, alone or with its first value; None if it is not known."""
         if entry := self.entries.get(f"{name} {value}"):
             return entry
         longest = max((prefix for prefix in self.prefixes if name.startswith(prefix)), key=len, default="")
@@ -197,7 +197,7 @@ def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt)
 
 
 def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:
-    """Replaces a value that a switch of its own replaces, wherever it comes from."""
+    """Replaces a value that a separate switch replaces, whatever its source."""
     flag, _ = spelling_table()[entry.flag]
     value = reader.values.get(flag.field, flag.default)
     if entry.before not in ("any", value):

@@ -28,7 +28,7 @@ class HostStateFlags:
     copied to the host, updated parameters back, while the next ones are updated (ZeRO-Offload)."""
 
     optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
-    """--optimizer-cpu-offload: share of the elements whose states lie in host memory, in [0, 1]."""
+    """--optimizer-cpu-offload: share of the elements whose states are in host memory, in [0, 1]."""
 
     pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads", no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: pass gradients through pageable instead of pinned host memory."""
@@ -52,11 +52,12 @@ class ActivationFlags:
         False,
         excludes="--optimizer-post-validation: offloaded activations of forward passes are not taken back",
     )
-    """Keep what the first layers of each pipeline stage save for the backward in host memory, pinned for GPUs: copied
-    while the forward pass computes, and fetched a layer ahead of the backward."""
+    """Keep activations that the first layers of each pipeline stage save for the backward in host memory, pinned for
+    GPUs. They are copied while the forward pass computes, and fetched a layer ahead of the backward."""
 
     cpu_offloading_num_layers: int = flag(0, at_least=0, no_effect_without="--cpu-offloading")
-    """--cpu-offloading: layers of each stage, from its first one. All but the last one leave it time to fetch."""
+    """--cpu-offloading: layers of each stage, from its first one. Without the last layer, the first fetch is hidden
+    too."""
 
     min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
     """--cpu-offloading: elements of the smallest tensor that leaves the device."""

@@ -91,7 +91,7 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 class HostUpdate:
-    """Updates `shards`, whose states lie in host memory, each by its rule of `rules`."""
+    """Updates `shards`, whose states are in host memory, each by its rule of `rules`."""
 
     def __init__(
         self,

@@ -3,8 +3,8 @@ arXiv 2101.06840, moves states in this way; Rhu et al., vDNN, arXiv 1602.08124, 
 
 The layers of a stage that are offloaded are its first ones, whose activations wait longest. Each part, a layer or
 layers that are recomputed together, copies what it saves to the host while it computes, on a stream of its own. The
-device's tensors are let go of when the next part has computed, so no more than two parts' are there. In the backward
-the copies of a part are fetched while the part behind it computes, into memory of their own, which autograd frees as it
+device's tensors are freed when the next part has computed, so at most two parts' tensors are held. In the backward the
+copies of a part are fetched while the part behind it computes, into memory of their own, which autograd frees as it
 would free the originals.
 
 Hooks of saved tensors see what autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). They leave on the device
@@ -46,8 +46,8 @@ class HostBuffer:
 
 
 def rounded_up(nbytes: int) -> int:
-    """The size of the buffer for so many bytes: a power of two, as torch's allocator of pinned memory takes it. So few
-    sizes occur where shapes differ from step to step, as with experts."""
+    """The size of the buffer for this many bytes: a power of two, as torch's allocator of pinned memory takes it. So
+    few sizes occur where shapes differ from step to step, as with experts."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
@@ -170,7 +170,7 @@ def _fetch(parts: Iterable[Part]) -> None:
 
 
 class Part:
-    """What one part of a stage has saved of one micro-batch."""
+    """Tensors that one part of a stage has saved of one micro-batch."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
@@ -188,7 +188,7 @@ class Part:
             yield
 
     def pack(self, x: Tensor) -> Tensor | _View:
-        """What stands in the graph for x: x itself if it stays."""
+        """Placeholder of x in the graph: x itself if it stays."""
         offload, key = self.offload, memory_of(x)
         if x.layout != torch.strided or x.device.type != offload.device.type or x.numel() < offload.smallest:
             return x

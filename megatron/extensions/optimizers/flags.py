@@ -65,7 +65,7 @@ class MuonFlags:
     """Muon: orthogonalize gate and up of a gated MLP as one matrix, as Megatron-LM does."""
 
     muon_scalar_optimizer: str = flag("adam", choices=OPTIMIZERS)
-    """Muon: optimizer of all other parameters than the matrices of hidden layers."""
+    """Muon: optimizer of all parameters other than the matrices of hidden layers."""
 
     moe_router_skip_muon: bool = flag(False, no_effect_without="--num-experts")
     """Muon: leave the router's weight to --muon-scalar-optimizer."""
@@ -79,14 +79,14 @@ class QKClipFlags:
         excludes=(
             "--position-embedding-type alibi: its biases are no products of queries and keys",
             "--attn-logit-softcapping: logits are bounded already",
-            "--use-precision-aware-optimizer: main parameters are scaled where they lie in fp32",
+            "--use-precision-aware-optimizer: main parameters are scaled in fp32",
             "--cuda-graph-impl local",
             "--optimizer-cpu-offload: main parameters are scaled on the device, after the update",
-            "--optimizer-post-validation: the largest logits of the step are gone when it is made again",
+            "--optimizer-post-validation: the largest logits of the step are gone when it is repeated",
         ),
     )
     """QK-clip (MuonClip, Kimi K2): after an update, scale the projections of queries and keys of heads whose largest
-    attention logit in the step was above --qk-clip-threshold. Plain torch computes attention then."""
+    attention logit in the step was above --qk-clip-threshold. Plain torch then computes attention."""
 
     qk_clip_threshold: float = flag(100.0, above=0, no_effect_without="--qk-clip")
     """--qk-clip: the largest logit that a head may have."""
@@ -105,8 +105,8 @@ class PrecisionAwareFlags:
     --exp-avg-dtype and --exp-avg-sq-dtype."""
 
     main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), needs=SWITCH)
-    """--use-precision-aware-optimizer: format in which gradients are summed over micro-batches, rounded at random so
-    that no part of a sum is lost on average."""
+    """--use-precision-aware-optimizer: format of gradient sums over micro-batches, with stochastic rounding that is
+    exact on average."""
 
     main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), needs=SWITCH)
     """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64."""
@@ -120,7 +120,7 @@ class PrecisionAwareFlags:
     for each block of 64."""
 
     store_param_remainders: bool = flag(True, name="--no-store-param-remainders", no_effect_without=SWITCH)
-    """--use-precision-aware-optimizer: store main parameters in fp32 whole, not as the 16 bits that parameters in bf16
+    """--use-precision-aware-optimizer: store fp32 main parameters whole, not as the 16 bits that bf16 parameters
     lack."""
 
 

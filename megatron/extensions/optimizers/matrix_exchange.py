@@ -28,13 +28,13 @@ class _Round:
     """Parts that travel at the same time: for each rank of the stage those of one message, in order."""
 
     read: list[list[Part]]
-    """What this rank sends to the owners."""
+    """Elements that this rank sends to the owners."""
     arriving: list[list[Part]]
-    """What other ranks send to this one, of the matrices that it owns."""
+    """Elements of this rank's matrices that other ranks send to it."""
     returned: list[list[Part]]
-    """What this rank sends back, of the matrices that it owns, to all that hold a part."""
+    """Elements of this rank's matrices that it returns to all holders of a part."""
     written: list[list[Part]]
-    """What the owners send back to this rank."""
+    """Elements that the owners return to this rank."""
     stacks: list[list[int]]
     """The matrices that this rank owns, those of one size together."""
 

@@ -55,7 +55,7 @@ class Part:
     """Number of the matrix."""
 
     shard: int
-    """Number of the optimizer shard that it lies in, among those of whole matrices."""
+    """Number of its optimizer shard, among those of whole matrices."""
 
     start: int
     stop: int
@@ -63,10 +63,10 @@ class Part:
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
-    """Where the part lies in that box."""
+    """Place of the part in that box."""
 
     place: tuple[slice, ...]
-    """Where it lies in the matrix."""
+    """Its place in the matrix."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,9 +80,8 @@ class Part:
 class MatrixPlan:
     """The exchange of one rank's stage. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
 
-    `splits` tells by its name whether a fused weight is divided into its linear maps. With `blockwise`, each shard of
-    tensor parallelism counts as a matrix of its own. `round_size` takes the place of `ROUND`.
-    """
+    `splits` decides by its name whether a fused weight is divided into its linear maps. With `blockwise`, each shard of
+    tensor parallelism counts as a matrix of its own. `round_size` replaces `ROUND`."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
 factor 1.01; "cans" of arXiv 2506.10935."""
 
 CYCLES = ("simple", "quintic")
-"""These begin anew after their last step; the others repeat the last step."""
+"""They repeat after their last step; the others repeat the last step."""
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:

@@ -68,7 +68,7 @@ class PackedShard(Shard):
         return read_main(self.kind, self.part(first, last), self.main)[start - first : stop - first]
 
     def part(self, start: int, stop: int) -> Part:
-        """What an update of elements [start, stop), whole blocks of scales, reads and writes."""
+        """Tensors that an update of elements [start, stop), whole blocks of scales, reads and writes."""
         main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
         grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))
         moments = self.exp_avg.tensors(start, stop), self.exp_avg_sq.tensors(start, stop)
@@ -120,7 +120,7 @@ class Part(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What an update depends on beside the states: scalars on the device, so that a change compiles nothing anew."""
+    """Inputs of an update beside the states: scalars on the device, so that a change causes no compilation."""
 
     lr: Tensor
     weight_decay: Tensor

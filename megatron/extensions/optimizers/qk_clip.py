@@ -44,7 +44,7 @@ class QKClip:
             layer.core.record_max_logits(dtype, weight.device)
 
     def largest(self) -> list[Tensor]:
-        """Of each layer the largest logits [heads/tp] since the last call, of all samples. Collective over `data`."""
+        """The largest logits [heads/tp] of each layer since the last call, of all samples. Collective over `data`."""
         noted = [layer.core.max_logits for layer in self.layers]
         if not noted:
             return []

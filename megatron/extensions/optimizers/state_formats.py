@@ -104,7 +104,7 @@ class StoredState:
         return codes.to(self.format.dtype), exponents.to(torch.int8)
 
     def exported(self) -> Tensor:
-        """What a checkpoint holds: the memory itself without scales, else a copy on the host, exact."""
+        """Contents of a checkpoint: the memory itself without scales, else a copy on the host, exact."""
         if not self.format.scaled:
             return self.codes
         return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))

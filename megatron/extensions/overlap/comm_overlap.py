@@ -6,8 +6,8 @@ layer's forward is waited for as a whole, and the bytes sent stay the same. (Wan
 Dependent Computation via Decomposition", ASPLOS 2023.)
 
 In the backward, the gather before a row-parallel layer's GEMMs runs in parts. A column-parallel layer needs no parts
-there: its gather overlaps with the GEMM for dX and its reduction with the GEMM for dW, as in `LinearFunction`. Where
-the schedule queues dW, dX is computed and reduced in parts.
+there: its gather overlaps with the GEMM for dX and its reduction with the GEMM for dW, as in `LinearFunction`. If the
+schedule queues dW, dX is computed and reduced in parts.
 
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """

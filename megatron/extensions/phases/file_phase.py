@@ -1,4 +1,4 @@
-"""The phases of a file: where each begins in samples, tokens and iterations, and what becomes of a training source
+"""The phases of a file: where each begins in samples, tokens and iterations, and the re-division of a training source
 where the sequence length changes. No torch.
 
 A phase begins with the first step at or behind the number that its file gives: no step is divided. The tokens that no
@@ -39,7 +39,7 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 
 def _rest(source: SourceOrder) -> Pieces | None:
-    """What is left of the segment that is partly taken; None if none is."""
+    """Rest of the segment that is partly consumed; None if none is."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):
@@ -88,8 +88,8 @@ NO_LENGTHS: Mapping[str, Any] = dict.fromkeys(LR_LENGTHS) | {
 
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, Any]:
-    """What must not change in a phase that has begun, of one that a file states or of a run without phases. Data sets
-    may move to another folder."""
+    """The properties of a phase that must not change once it has begun; a phase of a file, or of a run without phases.
+    Data sets may move to another folder."""
     values = flat_values(config)
     found = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
@@ -103,7 +103,7 @@ class FilePhase(Phase):
     """A part of the run with one blend, one sequence length, one batch size and one shape of the learning rate."""
 
     entry: PhaseEntry
-    """What the file says."""
+    """The phase in the file."""
 
     first_iteration: int
     """Iterations before it."""
@@ -172,8 +172,8 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
         else:
             first = replace(_beginning(phases[-1], entry, sizes), config=own)
             if first.first_sample <= phases[-1].first_sample:
-                rule = f"must be behind the beginning of phase {phases[-1].name}, sample {phases[-1].first_sample:,}"
-                problems.append(Problem(f"{entry.where}: from-{entry.unit}", entry.start, rule, "put it further on"))
+                rule = f"must be after the beginning of phase {phases[-1].name}, sample {phases[-1].first_sample:,}"
+                problems.append(Problem(f"{entry.where}: from-{entry.unit}", entry.start, rule, "use a larger number"))
         if own_sizes:
             size = own.training.global_batch_size
             assert size is not None

@@ -15,8 +15,8 @@ class PhasesConfig:
     """Phases of a run."""
 
     data_phases: str | None = flag(None, "--data-stages", path="local")
-    """YAML file of phases of the run, each from a sample, token or iteration on with data, sequence length, batch size
-    and learning rate of its own."""
+    """YAML file that divides the run into phases. Each starts at a sample, token or iteration, and has its own data,
+    sequence length, batch size and learning rate."""
 
 
 PLANS.register("phases", "megatron.extensions.phases.plan:PhasePlan", field="data_phases")

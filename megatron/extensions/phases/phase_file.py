@@ -68,7 +68,7 @@ class PhaseEntry:
     """(field, value) of the flags that it changes."""
 
     anew: bool | tuple[str, ...] = False
-    """Whether all its sources start anew, or which."""
+    """Whether all its sources restart, or which."""
 
     def value(self, field: str) -> Any:
         return dict(self.values).get(field)
@@ -143,7 +143,7 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[P
     if not starts and number == 0:
         starts = [("samples", 0)]
     if len(starts) != 1 and not any("from-" in problem.flag for problem in problems):
-        rule = "says more than once where it begins" if starts else "does not say where it begins"
+        rule = "has more than one beginning" if starts else "has no beginning"
         problems.append(Problem(where, None, rule, "give one of from-samples, from-tokens and from-iterations"))
     unit, start = starts[0] if starts else ("samples", 0)
     if number == 0 and start:

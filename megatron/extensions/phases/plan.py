@@ -81,7 +81,7 @@ class PhasePlan(RunPlan):
         return PhaseScheduler(whole, phase.optimizer, phase.first_sample, phase.samples)
 
     def lines(self, phase: Phase) -> Iterator[str]:
-        """Where a phase begins, how long it is, and what it changes."""
+        """Beginning, length and changes of a phase."""
         assert isinstance(phase, FilePhase)
         training, length = phase.config.training, phase.config.model.seq_length
         ending = min(self.sizes.iterations(phase.first_sample + phase.samples), self.iterations)

@@ -24,8 +24,8 @@ def findings(
     phases: Sequence[FilePhase] | None,
     problems: Sequence[Problem],
 ) -> list[Problem]:
-    """What `judge` finds of a run as its flags say and of each phase, and what is wrong with the file: `problems` so
-    far, where there may be no phases."""
+    """Problems that `judge` finds in a run by its flags and in each phase, and problems of the file: `problems` so far,
+    where there may be no phases."""
     problems = [*problems, *phase_rules(resolved, phases or ())]
     if phases is None:
         return problems + [p for p in judge(config) if (p.flag, p.value) != ("--data-path", None)]
@@ -108,7 +108,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
 
 
 def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
-    """What is said of each phase that has begun otherwise than it is planned, or is planned where the run has been."""
+    """Problems of each phase that has begun differently from its plan, or is planned before the run's position."""
     for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:

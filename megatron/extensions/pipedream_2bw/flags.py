@@ -36,7 +36,7 @@ class StoredMain(StatePlan):
 
 
 def two_bw(p: int, m: int) -> Schedule:
-    """PipeDream-2BW (arXiv 2006.09503, section 3.1): 1F1B that goes on from step to step."""
+    """PipeDream-2BW (arXiv 2006.09503, section 3.1): 1F1B that continues across steps."""
     return one_f_one_b(p, m)
 
 

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, 
 
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
-"""What ends the work of a rank on a micro-batch."""
+"""The actions that end the work of a rank on a micro-batch."""
 
 
 @lru_cache(maxsize=64)
@@ -21,7 +21,7 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
     passes of all three are in the order of one long step, of which each rank has the part from its last backward of the
     step before to that of its own. Micro-batches are numbered from the first of this step on, so that those from
     `microbatches` on are of the next step; VALIDATE stands before the first of these, whose pass needs the update of
-    the step before. Of the steps beside, only what runs along with this one is built."""
+    the step before. Of the adjacent steps, only the passes that overlap with this one are built."""
     before, after = min(before, 2 * p), min(after, 2 * p)
     end = before + microbatches
     compute = build_schedule(schedule, p, end + after)

@@ -16,7 +16,7 @@ SCHEDULE = "--pipeline-schedule"
 
 
 def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What cannot be made late, or in two versions, is refused."""
+    """Refuses features that cannot be late, or in two versions."""
     for other, why in _excluded(c):
         yield Problem.exclusive(SCHEDULE, NAME, other, why)
     yield from _microbatches(c)
@@ -74,7 +74,7 @@ def _microbatches(c: RunConfig) -> Iterator[Problem]:
 
 
 def _no_use(c: RunConfig) -> Iterator[Problem]:
-    """Where ranks wait for each other between steps all the same."""
+    """Configurations in which ranks still wait for each other between steps."""
     if c.parallel.pipeline_model_parallel_size == 1:
         return
     if c.logging.log_interval == 1:

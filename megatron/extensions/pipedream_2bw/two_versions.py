@@ -5,13 +5,12 @@ PipeDream-2BW (arXiv 2006.09503, section 3.1): a step's gradient is that of the 
     W(t+1) = W(t) - lr g(W(t-1)),
 
 so that its passes begin while the step before is not done, and the pipeline never empties. Here an update that clips
-follows exactly: gradients are kept until the norm of all stages is there, which no rank waits for. The update of step t
+follows exactly: gradients are kept until the norm over all stages is known; no rank waits for it. The update of step t
 is made on each rank before its first pass of step t+2 (VALIDATE), and until then the passes of step t+1 go on.
 
 Parameters have two memories. The one of the newest version is the buffers' own, which is gathered and saved; an update
-writes into the other one, whose passes have all ended, and the two change places. What a forward pass saves for its
-backward pass so lies where it was.
-"""
+writes into the other one, whose passes have all ended, and the two change places. Tensors saved by a forward pass for
+its backward pass therefore stay in place."""
 
 from __future__ import annotations
 

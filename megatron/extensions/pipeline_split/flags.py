@@ -36,8 +36,8 @@ class SplitFlags:
             "--account-for-loss-in-pipeline-split",
         ),
     )
-    """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss,
-    | next stage, *n repetition of a symbol or group. A multiple of PP of them, dealt to the ranks in turn."""
+    """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss, |
+    next stage, *n repetition of a symbol or group. Their number is a multiple of PP; ranks receive them in turn."""
 
     decoder_first_pipeline_num_layers: int | None = flag(None, at_least=0)
     """Layers of the first pipeline rank, spread over its stages; with zb-v, layers of the first stage."""

@@ -36,7 +36,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
         rule = "needs --dry-run, whose plan it writes, or --rehearse"
         given.problems.append(Problem("--json", json_file or None, rule, "add --dry-run"))
     elif json_file and not _can_write(Path(json_file)):
-        rule, remedy = "cannot be written", "name a file in a folder that is there and may be written"
+        rule, remedy = "cannot be written", "name a file in an existing folder that can be written"
         given.problems.append(Problem("--json", json_file, rule, remedy))
     if gpus_per_node and world_size and world_size > gpus_per_node and world_size % gpus_per_node:
         rule = f"does not divide the {world_size} ranks: predictions are of nodes that hold as many ranks each"
@@ -57,7 +57,10 @@ def _can_write(path: Path) -> bool:
 
 def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
     """--device and --gpus-per-node; what is wrong with them becomes a problem. `to_plan` makes a command a dry run."""
-    device, gpus_per_node = given.last("--device"), given.number("--gpus-per-node", "say how many ranks share a node")
+    device, gpus_per_node = (
+        given.last("--device"),
+        given.number("--gpus-per-node", "give the number of ranks that share a node"),
+    )
     if gpus_per_node is not None and device is None:
         rule, remedy = "needs --device, whose nodes it describes", f"add --device, {', '.join(device_names())}"
         given.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, remedy))
@@ -139,8 +142,8 @@ class DryRun(Command):
             self._refuse_device(run, error)
 
     def _suggest(self, run: Prepared) -> int:
-        """Prints the best layouts of a run. Problems of its own layout are part of what is said of it; where every
-        layout has problems, the run's own are told as those of a run."""
+        """Prints the best layouts of a run. Problems of its own layout are part of its report; where every layout has
+        problems, the run's own are reported as those of a run."""
         from megatron.extensions.planner.suggest.report import MOST_TIMED, print_suggestions
 
         assert self.device is not None, "--suggest comes with --device"

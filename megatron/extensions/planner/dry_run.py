@@ -178,7 +178,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         share = f"their mean loss times {m.mtp_loss_scaling_factor:g}"
         yield f"multi-token prediction: {m.mtp_depths} modules of a layer like the last one each, {share}"
     count = count_parameters(m)
-    active = f", of which a token meets {active_parameters(m):,}" if m.num_experts is not None else ""
+    active = f", active per token {active_parameters(m):,}" if m.num_experts is not None else ""
     yield f"parameters {count.total:,}{active}"
     for part, number in vars(count).items():
         if number or part not in ("router", "experts", "other"):
@@ -300,7 +300,7 @@ def data_lines(plan: RunPlan, phase: Phase) -> Iterator[str]:
 
 
 def _other_line(path: str) -> str | None:
-    """What is said of files that have no tokens yet; None for an indexed dataset."""
+    """Text about files that have no tokens yet; None for an indexed dataset."""
     if (reader := reader_of(path)) is None:
         return None
     try:

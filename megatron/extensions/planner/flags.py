@@ -33,13 +33,13 @@ COMMANDS.register(
             "[WORD]",
         ),
         "--rehearse": Option(
-            "Run one step of ranks of a world that is not there, on fake tensors, and say what would fail.",
+            "Run one step as ranks of a larger world, on fake tensors, and report what would fail.",
             command=True,
         ),
         "--ranks": Option("With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23.", "WORD"),
         "--device-memory": Option(
-            "GiB at which a rank of --rehearse runs out of memory, and that the plan of --dry-run and layouts of "
-            "--suggest are to fit; default of the latter: as the device file says.",
+            "Memory limit in GiB: ranks of --rehearse run out of memory at it, and the plan of --dry-run and "
+            "layouts of --suggest must fit it; default for the latter: that of the device file.",
             "FLOAT",
         ),
     },

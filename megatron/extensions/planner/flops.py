@@ -35,8 +35,8 @@ class FlopsPerToken(NamedTuple):
     """Model FLOPs of forward and backward per token. Recomputation is not counted."""
 
     matmul: float
-    """6 x the parameters of matrix multiplications that a token meets, the output layer included, and the products of
-    linear attention."""
+    """6 x the parameters of matrix multiplications of a token, the output layer included, and the products of linear
+    attention."""
 
     attention: float
     """Scores and weighted values of what a token sees."""

@@ -22,9 +22,9 @@ class PostValidationFlags:
     optimizer_post_validation: bool = flag(
         False, excludes="--fp8-param-gather: a roll-back gathers parameters in their own format"
     )
-    """Update the parameters of a pipeline stage before the gradients of the other stages are there, and check the
-    gradient norm of all when the first forward passes of the next step have run: no rank waits between two steps. A
-    step that must be clipped or skipped is rolled back to the bit and made again (arXiv 2401.10241, section 4)."""
+    """Update the parameters of a pipeline stage before the gradients of other stages are complete, and check the global
+    gradient norm after the first forward passes of the next step, so that no rank waits between two steps. A step that
+    must be clipped or skipped is rolled back exactly and repeated (arXiv 2401.10241, section 4)."""
 
 
 UPDATES_AHEAD.register(

@@ -4,7 +4,7 @@ Qi et al., arXiv 2401.10241, section 4. A step that waits for the norm waits for
 pipeline stage. With post-validation each stage starts the reduction of the norm, updates with what it knows (nothing is
 clipped; nothing is updated where its own gradients are not finite), and runs the first forward passes of the next step.
 At VALIDATE, before its first backward, the reduction has ended. If the step had to be clipped or skipped on any rank,
-all ranks roll back and make the update again with the true factor, and those forward passes are run again.
+all ranks roll back, repeat the update with the true factor, and repeat those forward passes.
 
 The paper rolls back by arithmetic in place, which rounds. Here states are copied before the update, so that a rolled
 back step has the bits of one that has waited; that takes the memory of a second set of this rank's shards. The paper
@@ -35,7 +35,7 @@ class RollbackCopies:
 
     @torch.no_grad()
     def take(self, further: Sequence[Tensor] = ()) -> None:
-        """Copies the present values, and those of small `further` tensors."""
+        """Copies the current values, and those of small `further` tensors."""
         if self.tensors:
             torch._foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]

@@ -41,7 +41,7 @@ class StopFileFlags:
     """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
 
     def folders(self, config: RunConfig) -> list[Path]:
-        """Where the files are looked for."""
+        """Folder of the files."""
         return [Path(folder) for folder in (config.checkpoint.save, self.trigger_path) if folder]
 
 

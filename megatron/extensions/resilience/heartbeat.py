@@ -1,8 +1,8 @@
 """Heartbeats between hosts over UDP: a small process of each host, beside its ranks.
 
 It imports neither torch nor this package, so no lock of an interpreter, compilation or debugger in a rank holds it up,
-and it needs neither collectives nor the store. Its first rank starts it and it ends with that rank, whose silent death
-it tells the other hosts. What it finds it tells the ranks of its own host, over loopback, again with every beat.
+and it needs neither collectives nor the store. Its first rank starts it, and it ends with that rank, whose silent death
+it reports to the other hosts. It sends its findings to the ranks of its own host, over loopback, with every beat.
 
 A host is silent when nothing of it has arrived for the timeout, and deaf when its own messages say that it has heard
 nothing from here for as long: what is lost one way only. Time in which this process itself did not run is not counted.
@@ -80,7 +80,7 @@ class Peer:
 
 
 class Links:
-    """What this host knows of its links to others. Hosts are called by the number of their first rank."""
+    """State of this host's links to others. Hosts are called by the number of their first rank."""
 
     def __init__(self, here: int, timeout: float) -> None:
         self.here, self.timeout, self.peers = here, timeout, dict[int, Peer]()
@@ -100,7 +100,7 @@ class Links:
         peer.hears = message["ages"].get(str(self.here))
 
     def message(self, now: float, end: str = "") -> dict[str, Any]:
-        """What this host says to all others: how long ago it heard each."""
+        """Message of this host to all others: how long ago it heard each."""
         ages = {str(host): round(now - peer.heard, 2) for host, peer in self.peers.items() if peer.heard is not None}
         return {"from": self.here, "ages": ages, "end": end}
 
@@ -153,7 +153,7 @@ class Links:
 
 
 class Heartbeat:
-    """The process: sends, receives, and tells the ranks of this host what it finds."""
+    """The process: sends, receives, and reports its findings to the ranks of this host."""
 
     def __init__(self, parent: int, links: Links, family: int) -> None:
         self.parent, self.links = parent, links
@@ -164,7 +164,7 @@ class Heartbeat:
         self._network.setblocking(False)
         self.port: int = self._network.getsockname()[1]
         self._door = socket.socket(family, socket.SOCK_STREAM)
-        """Connections show that this host is there, where its UDP does not arrive."""
+        """Connections show that this host is alive if its UDP does not arrive."""
         with suppress(OSError):  # another program has the port, and answers too
             self._door.bind(("", self.port))
             self._door.listen()

@@ -119,7 +119,7 @@ class HostWatch(Watch):
         """Whether this rank ends because hosts are lost."""
 
         self._place, self._since = "", 0.0
-        """Where this rank is, after the run has ended on another host, and since when."""
+        """This rank's position after the run has ended on another host, and the time since."""
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -315,7 +315,7 @@ class HostWatch(Watch):
 
 
 def _store_address() -> tuple[str, int]:
-    """Where the store is, at which all ranks meet."""
+    """Address of the store at which all ranks meet."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
@@ -328,7 +328,7 @@ def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def _answers(address: tuple[str, int], seconds: float) -> bool:
-    """Whether the kernel of a host accepts or refuses a connection, so that it is there."""
+    """Whether the kernel of a host accepts or refuses a connection, which shows that it is alive."""
     try:
         with socket.create_connection(address, seconds):
             return True
@@ -339,7 +339,7 @@ def _answers(address: tuple[str, int], seconds: float) -> bool:
 
 
 def _resolved(address: str, port: int) -> list[Any] | None:
-    """What sendto takes; None where the name has no address."""
+    """Address for sendto; None where the name has no address."""
     try:
         return list(socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][4])
     except OSError:

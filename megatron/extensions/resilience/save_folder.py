@@ -2,10 +2,10 @@
 
 Of two runs, or two halves of a cluster that cannot see each other, only one continues.
 
-Rank 0 holds the file SAVE/.lease, written anew every two seconds. A start that finds another's lease takes it over if
-its process is gone from this machine, or, where the process is elsewhere or stopped, if it has not been renewed
-for a while, which is judged by this host's clock alone. Else the start is refused. A run that finds that its lease was
-taken over, as it had stood still, ends.
+Rank 0 holds the file SAVE/.lease, written again every two seconds. A start that finds another's lease takes it over if
+its process is gone from this machine, or, where the process is elsewhere or stopped, if it has not been renewed for a
+while, which is judged by this host's clock alone. Else the start is refused. A run that finds that its lease was taken
+over, as it had stood still, ends.
 
 Checkpoints hold files of every rank, so that hosts cannot save one on disks of their own. Without the check at start, a
 run on such hosts would train until its first save and then keep nothing.
@@ -173,9 +173,8 @@ class SharedFolder(Callback):
 def check_shared(folder: Path, flag: str, world: Axis) -> None:
     """Raises ValueError, on every rank, if `folder` is not the same one for all ranks. Collective over `world`.
 
-    The first rank creates the folder, and a file in it for the moment. Where it cannot, nothing is checked: saves
-    report that by themselves.
-    """
+    The first rank creates the folder, and a file in it for the moment. If it cannot, nothing is checked: saves report
+    that by themselves."""
     if world.size == 1:
         return
     try:

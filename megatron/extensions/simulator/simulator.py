@@ -85,7 +85,7 @@ def at_stage(value: PerStage, stage: int) -> float:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What `simulate` found out, by rank. `timeline` has the actions of a rank in order."""
+    """Result of `simulate`, by rank. `timeline` has the actions of a rank in order."""
 
     timeline: list[list[Timed]]
     peak_activations: list[float]

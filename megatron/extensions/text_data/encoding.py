@@ -30,7 +30,7 @@ CHUNKS_IN_FLIGHT = 3  # for each worker
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know."""
+    """Settings of a worker."""
 
     tokenizer: TokenizerConfig
     vocab_size: int | None

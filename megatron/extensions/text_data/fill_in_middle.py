@@ -3,9 +3,8 @@
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-Documents are cut at characters, and their three parts tokenized apart, so that a model meets cuts within tokens. What
-is drawn for a sample depends on the seed and its number alone: not on the layout, workers or restarts.
-"""
+Documents are cut at characters, and their three parts tokenized apart, so that cuts fall within tokens. The draws for a
+sample depend only on the seed and its number: not on the layout, workers or restarts."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ from megatron.extensions.text_data.flags import FillInMiddleConfig, of_users
 from megatron.training.config.flags import dashed
 
 REPLACEMENT = "\ufffd"
-"""What decoders put where bytes are no text: a document that a sample cuts may begin or end within a character."""
+"""Character that decoders insert for bytes that are no text: a document that a sample cuts may begin or end within a
+character."""
 
 
 @dataclass(frozen=True)

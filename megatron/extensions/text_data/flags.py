@@ -24,7 +24,7 @@ class TextDataConfig:
     """Key of JSON objects, or column of tables, that holds a document, where data are text files."""
 
     text_documents: str = flag("file", choices=("file", "line"))
-    """What is a document of a plain text file."""
+    """Unit of a document in a plain text file."""
 
     append_eod: bool = True
     """End each document of text files with the end-of-document token, if the tokenizer has one."""

@@ -1,8 +1,7 @@
 """Documents of a file, chunk by chunk, in memory that does not grow with the file.
 
-A record is left as bytes where that is cheap, and decoded by `texts_of` in the process that tokenizes it. What is wrong
-with one record is an error of that record. What makes the rest of a file unreadable is an error of the file.
-"""
+A record is left as bytes where that is cheap, and decoded by `texts_of` in the process that tokenizes it. A fault of
+one record is an error of that record. A fault that makes the rest of a file unreadable is an error of the file."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ Record = bytes | tuple[bytes | str | None, ...] | dict[str, Any] | ValueError
 
 @dataclass(frozen=True)
 class Reading:
-    """What the flags say about how files are read."""
+    """Settings of the flags for reading files."""
 
     keys: tuple[str, ...] = ("text",)
     """Keys of JSON objects and columns of tables, a document each; none for whole rows."""
 
     text_documents: str = "file"
-    """What is a document of a plain text file: "file" or "line"."""
+    """Unit of a document in a plain text file: "file" or "line"."""
 
     flag: str = "--json-keys"
     """The flag that names the keys, for messages."""
@@ -50,7 +49,7 @@ class Chunk:
 
     path: str
     unit: str
-    """What a record is: "line", "row", "record" or "document"."""
+    """Contents of a record: "line", "row", "record" or "document"."""
 
     first: int
     """Number of the first of them, counted from 1."""

@@ -49,7 +49,7 @@ class _Decompressed(io.RawIOBase):
     def __init__(self, raw: IO[bytes], suffix: str) -> None:
         self._raw, self._suffix = raw, suffix
         self._stream: Any = None
-        """What decompresses the present one, as zlib, bz2, lzma and zstandard have it; None between two."""
+        """The decompressor of the current one, as in zlib, bz2, lzma and zstandard; None between two."""
 
         self._ready = memoryview(b"")
         self._read_any = False

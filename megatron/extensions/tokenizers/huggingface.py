@@ -77,7 +77,7 @@ def tokenizer_file(name: str) -> Path:
 
 
 class HuggingFaceTokenizer(_OverTokenizers):
-    """What `tokenizer_file` finds.
+    """Result of `tokenizer_file`.
 
     EOD is the EOS token of tokenizer_config.json or special_tokens_map.json in the same folder. Text is encoded as the
     file specifies, including special tokens.

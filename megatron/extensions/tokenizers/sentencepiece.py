@@ -12,7 +12,7 @@ APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class _OverModel:
-    """What tokenizers of a SentencePiece model have in common."""
+    """Common base of tokenizers of a SentencePiece model."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         from sentencepiece import SentencePieceProcessor

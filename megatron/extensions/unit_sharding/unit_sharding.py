@@ -47,7 +47,7 @@ IN_FLIGHT = 1
 
 @dataclass(eq=False)
 class Unit:
-    """A module, and the buckets that its parameters lie in. Modules with a tied parameter share a bucket."""
+    """A module, and the buckets of its parameters. Modules with a tied parameter share a bucket."""
 
     module: nn.Module
     buckets: list[UnitBucket]
@@ -67,7 +67,7 @@ class Order:
     """By number of micro-batches."""
 
     microbatches: int = 0
-    """Of the present step; 0 outside of steps."""
+    """Of the current step; 0 outside of steps."""
 
     asked: list[Unit] = field(default_factory=list)
 

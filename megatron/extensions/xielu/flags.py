@@ -1,4 +1,4 @@
-"""Where the activation function and its parameters are. No torch."""
+"""Registers the activation function and its parameters. No torch."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ class CommandLine:
     """Lines to show: flags without effect, and flags read as others."""
 
     command: Command | None = None
-    """What runs instead of training."""
+    """The command that runs instead of training."""
 
     json_file: str | None = None
-    """Where the command writes JSON: "" is standard output."""
+    """File for the command's JSON: "" is standard output."""
 
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """Every flag as it was given, alone and with its first value: also those that no field has."""
@@ -177,8 +177,8 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]:
-    """Imports the extensions that flags and files name, and returns them with whole paths. One that a flag names takes
-    the place of one in a file that has moved. Raises ExtensionError."""
+    """Imports the extensions that flags and files name, and returns them with whole paths. One that a flag names
+    replaces one in a file that has moved. Raises ExtensionError."""
     given = [text for name, texts in tokens if name == "--extension" for text in texts]
     named = list(given)
     for path in (text for name, texts in tokens if name == "--config" for text in texts):
@@ -199,12 +199,11 @@ def save_config(config: RunConfig, path: str | Path) -> None:
     """Writes a configuration as YAML that `--config` reads back.
 
     Values that follow from others, or from the world, stand in comments, so that the file also serves another layout
-    and a flag that wins over it takes with it what depends on it. The global batch is kept: without it, a run that goes
-    on at another layout would be another run.
-    """
+    and a flag that wins over it takes with it what depends on it. The global batch is kept: without it, a run that
+    continues at another layout would differ."""
     derived = dict(config.given)
     derived.pop("global_batch_size", None)
-    lines = ["# Resolved configuration. Start a run with it by --config; flags win over what stands here."]
+    lines = ["# Resolved configuration. Start a run with it by --config; flags override this file."]
     section = None
     for flag in all_flags():
         if flag.section != section:

@@ -16,8 +16,7 @@ from megatron.training.config.run_config import RunConfig
 class BatchSizes:
     """The global batch size at every point of a run.
 
-    What counts is the number of samples consumed before the step, so a resumed run continues with the same sizes.
-    """
+    Sizes depend on the samples consumed before the step, so a resumed run continues with the same sizes."""
 
     final: int
     earlier: tuple[tuple[int, int], ...] = ()

@@ -68,7 +68,7 @@ class GivenOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a command runs on: a resolved configuration, and what is wrong with it."""
+    """The configuration that a command runs on: a resolved configuration, and what is wrong with it."""
 
     config: RunConfig
     world_size: int
@@ -82,7 +82,7 @@ class Prepared:
     """Every flag as it was given, alone and with its first value."""
 
     json_file: str | None
-    """Where the command writes JSON: "" is standard output; None for nowhere."""
+    """File for the command's JSON: "" is standard output; None for nowhere."""
 
     launch: Launch
 
@@ -95,8 +95,8 @@ class Command:
     """Base of commands that run instead of training."""
 
     def note(self, world_size: int) -> str | None:
-        """What is said where the number of ranks follows from the layout: neither flags nor a launcher say it."""
-        return f"planned for {world_size} ranks; --world-size says otherwise" if world_size > 1 else None
+        """Printed if the number of ranks follows from the layout: neither flags nor a launcher say it."""
+        return f"planned for {world_size} ranks; --world-size sets another number" if world_size > 1 else None
 
     def run(self, run: Prepared) -> int:
         """Runs on every rank, and prints on rank 0 alone. Returns the exit code."""
@@ -125,7 +125,7 @@ def options() -> dict[str, Option]:
     return {
         "--config": Option("YAML file of flags; may be given more than once, later files win.", "FILE"),
         **of_commands,
-        "--world-size": Option("Ranks to validate and plan for, where no launcher says it.", "INT"),
+        "--world-size": Option("Ranks to validate and plan for, if no launcher sets their number.", "INT"),
     }
 
 
@@ -147,7 +147,7 @@ def asked_command(given: GivenOptions, world_size: int | None) -> Command | None
 
 
 def json_file_of(given: Mapping[str, str]) -> str | None:
-    """Where what a command says is written as JSON, by options and their values; None without a command."""
+    """File for a command's JSON, by options and their values; None without a command."""
     if given.keys().isdisjoint(switches()):
         return None
     return next((given[name] for name, option in options().items() if option.json and name in given), None)

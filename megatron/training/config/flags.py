@@ -145,11 +145,11 @@ class ExtensionSection:
     """Rules about them, or where they are, "module:function": imported when one of the flags is given."""
 
     resolve: Resolve | str | None = None
-    """What fills in values of other flags, in the same form."""
+    """Function that fills in values of other flags, in the same form."""
 
     reads: Resolve | str | None = None
-    """What takes values of other flags from the files that they name, in the same form. Raises ValueError, which names
-    the flag, where one cannot be read."""
+    """Function that reads values of other flags from the files that they name, in the same form. Raises ValueError,
+    which names the flag, where one cannot be read."""
 
     part_of: str | None = None
     """The section of `RunConfig` that they belong to: with "model" they say what a model is, and are compared with a
@@ -267,7 +267,7 @@ def flags_of(section: str) -> tuple[Flag, ...]:
 
 
 def named_value(config: RunConfig, field: str) -> Any:
-    """What a configuration has in a field, by its name alone; None where the extension of the flag is not installed."""
+    """Value of a configuration's field, by its name alone; None where the extension of the flag is not installed."""
     flag = field_table().get(field)
     return None if flag is None else value_of(config, flag)
 

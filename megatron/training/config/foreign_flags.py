@@ -1,4 +1,4 @@
-"""What extensions know of the flags of other programs. No torch."""
+"""Tables of extensions about the flags of other programs. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class FlagTable(Protocol):
-    """What is known of flags that no field has, and of values that no field takes, of another program."""
+    """Table of another program's flags without a field here, and of its values that no field takes."""
 
     def spellings(self) -> Collection[str]:
         """The flags."""

@@ -64,7 +64,7 @@ FIRST_RUN = (
 USAGE = (
     "usage: pretrain_gpt.py [--config FILE] [flags]",
     "",
-    "Every flag can also stand in a YAML file given by --config, without its dashes; flags win.",
+    "--config reads flags from a YAML file, without their dashes; flags on the command line override it.",
     "A switch --x is turned off by --no-x.",
 )
 

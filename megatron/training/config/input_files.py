@@ -1,4 +1,4 @@
-"""Checks before start-up that the files are there which a run reads. No torch."""
+"""Checks before start-up that the files which a run reads exist. No torch."""
 
 from __future__ import annotations
 

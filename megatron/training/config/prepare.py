@@ -21,7 +21,7 @@ from megatron.training.extensions import problem_in_extension
 from megatron.training.reliability.launch import Launch
 
 TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"}
-"""Where one of these is wrong there is no tokenizer to read."""
+"""If one of these is wrong, there is no tokenizer to read."""
 
 
 def prepare(command: CommandLine, launch: Launch) -> RunConfig:

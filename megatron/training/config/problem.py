@@ -63,7 +63,7 @@ class Problem:
 
     @property
     def record(self) -> dict[str, str]:
-        """What --json says of it."""
+        """The problem in the output of --json."""
         return {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
 
     def __str__(self) -> str:
@@ -79,8 +79,7 @@ class Problem:
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:
     """Prints a line with the number of problems and one line for each, as the last lines of the screen.
 
-    Where --json asks for an object, one with the "problems" is written to `json_file` too ("" is standard output).
-    """
+    With --json, an object with the "problems" is also written to `json_file` ("" is standard output)."""
     if json_file is not None:
         text = json.dumps({"problems": [each.record for each in problems]}, indent=1) + "\n"
         if not json_file:

@@ -1,8 +1,7 @@
 """Reads flags from a command line or a YAML file into the values of fields. No torch.
 
 Every flag ends in one of four ways: it sets a field, it stands for other flags, it has no effect, or it is a problem.
-What became of each is kept as a `Reading`, which notes and `tools/translate_flags.py` print.
-"""
+Each is kept as a `Reading`, which notes and `tools/translate_flags.py` print."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class FlagReader(GivenOptions):
     """Called once all flags of a source are read: flags that can be judged only then."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Called once all sources are read: switches that replace values, wherever they come from and in any order."""
+    """Called once all sources are read: switches that replace values of any source and in any order."""
 
     def raise_problems(self) -> None:
         """Raises ValueError with every problem, one a line."""
@@ -253,7 +252,7 @@ class FlagReader(GivenOptions):
                 new = self.problems[before:]
                 self.problems[before:] = [replace(p, flag=where) if p.flag == name else p for p in new]
         elif flag.field in self.given:
-            rule = f"the file says it twice, as {self.given[flag.field]} too"
+            rule = f"the file has it twice, as {self.given[flag.field]} too"
             self.wrong(flag, where, texts_of(value), rule, "drop one")
         elif value is not None:
             if flag.kind is not bool:
@@ -272,7 +271,7 @@ def overridden(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]
 
 
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(flag, its values): all that stands between it and the next flag, or behind its `=`. What stands before the first
+    """(flag, its values): all that stands between it and the next flag, or behind its `=`. A token before the first
     flag has no values and does not begin with two dashes. Blanks that a script quotes are nothing."""
     current: tuple[str, list[str]] | None = None
     for token in argv:

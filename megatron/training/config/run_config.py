@@ -45,13 +45,13 @@ class TrainingConfig:
     on."""
 
     train_iters: int | None = None
-    """Iterations to train. Where the batch size varies, this and other lengths in iterations become samples."""
+    """Iterations to train. If the batch size varies, this and other lengths in iterations are converted to samples."""
 
     train_samples: int | None = None
     """Samples to train, instead of train-iters."""
 
     train_tokens: int | None = None
-    """Tokens to train, instead of train-iters; beside another length, the shorter one holds. Without any of the three:
+    """Tokens to train, instead of train-iters; with another length, the shorter one applies. Without any of the three:
     one epoch."""
 
     seed: int = flag(1234, at_least=0, at_most=2**32 - 1)
@@ -182,7 +182,7 @@ class CheckpointConfig:
     """Load weights and optimizer state, and start at iteration 0 with fresh schedule and data order."""
 
     load_lr_state: bool = flag(True, name="--no-load-lr-state")
-    """Start the schedules of learning rate and weight decay anew: their position is not loaded."""
+    """Restart the schedules of learning rate and weight decay: their position is not loaded."""
 
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""

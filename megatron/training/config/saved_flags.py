@@ -70,7 +70,7 @@ def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The configuration with modules of multi-token prediction of the kind that they have in the checkpoint that a run
-    resumes from, where layers differ: what trained as the last layer goes on so."""
+    resumes from, where layers differ: a module that was trained like the last layer stays so."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -157,7 +157,7 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
             )
     if not changed:
         return None
-    line = f"changed since the checkpoint: {', '.join(changed)}; samples go on in the order that was begun"
+    line = f"changed since the checkpoint: {', '.join(changed)}; samples continue in the order that was begun"
     ends = [run.optimizer.lr_decay_iters, run.optimizer.lr_decay_samples, run.optimizer.lr_decay_tokens]
     lengthened = any(getattr(saved.training, f) != getattr(run.training, f) for f in LENGTH[:3])
     if lengthened and not any(ends) and run.optimizer.lr_decay_style != "constant":

@@ -49,7 +49,8 @@ def notices(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def findings(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Problem]:
-    """What `validate` and `notices` say of a configuration, in one go; `vocab_size` is the tokenizer's, if known."""
+    """Results of `validate` and `notices` for a configuration, in one pass; `vocab_size` is the tokenizer's, if
+    known."""
     judge = partial(_own_findings, world_size=world_size, vocab_size=vocab_size)
     return plan_class(config).findings(config, world_size, judge)
 
@@ -72,7 +73,7 @@ def _own_findings(config: RunConfig, world_size: int, vocab_size: int | None) ->
 
 
 def _own_problems(options: Any, config: RunConfig, world_size: int) -> list[Problem]:
-    """What an extension says of its own flags, or the error that it ends with."""
+    """The problems that an extension reports for its flags, or the error that it raises."""
     try:
         return list(options.validate(config, world_size))
     except Exception as error:
@@ -85,7 +86,7 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, Any, Problem]]:
     """(field, the value it gets, what is said)."""
     single_expert = _is_dense(c)
     if single_expert:
-        rule, remedy = "one expert that all tokens take is a dense MLP", "remove it to say so"
+        rule, remedy = "one expert that all tokens take is a dense MLP", "remove it to use a dense MLP"
         yield "num_experts", None, Problem("--num-experts", 1, rule, remedy, harmless=True)
     for flag in all_flags():
         for condition in flag.spec.off_without if value_of(c, flag) != flag.default else ():
@@ -215,8 +216,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
 
 
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
-    """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in. Where
-    iterations vary in samples, lengths in them become those in samples too."""
+    """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in. If
+    iterations vary in samples, lengths in iterations are converted to samples too."""
     optimizer, sequence = config.optimizer, config.model.seq_length
     if config.ddp.data_parallel_sharding_strategy == "no_shard":
         optimizer = replace(optimizer, use_distributed_optimizer=False)

@@ -18,7 +18,7 @@ def banner(run: TrainingRun) -> Iterator[str]:
     config, dims, device = run.config, run.runtime.state.dims, run.runtime.device
     model, tokens = config.model, run.plan.tokens(run.batch_sizes.samples(run.train_iters))
     count = count_parameters(model).total
-    active = f", of which a token meets {active_parameters(model):,}" if model.num_experts is not None else ""
+    active = f", active per token {active_parameters(model):,}" if model.num_experts is not None else ""
     yield f"model: {shape_line(model)}; {count:,} parameters{active}"
     yield f"layout: {', '.join(_layout(run))}"
     yield f"precision: {formats_of_states(config)}{_format(run)}"

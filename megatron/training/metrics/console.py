@@ -15,7 +15,7 @@ from megatron.training.hooks import RunView
 from megatron.training.metrics.sinks import Record
 
 MOST_SECONDS = 1e9
-"""Some thirty years: longer ones are not told apart."""
+"""Some thirty years: longer ones are not distinguished."""
 
 ROWS = 2
 """Rows of a terminal that an interval may take."""
@@ -75,8 +75,8 @@ def progress_line(record: Record, train_iters: int) -> str:
 
 
 def terminal_lines(record: Record, train_iters: int, width: int) -> str:
-    """What fits into two rows of `width` characters of a terminal: what went wrong in the interval, then the rest by
-    what is looked at most. The metrics file has every field."""
+    """Fits into two rows of `width` characters of a terminal: what went wrong in the interval, then the rest by what is
+    looked at most. The metrics file has every field."""
     kept: list[str] = []
     for part in _parts_by_weight(record, train_iters):
         if _fits([*kept, part], width):

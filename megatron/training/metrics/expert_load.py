@@ -72,7 +72,7 @@ class ExpertLoad(Meter):
             balance.tally.zero_()
 
     def take(self) -> Tensor:
-        """The totals, flat; they start anew."""
+        """The totals, flat; they start from zero."""
         totals = self.totals.flatten().clone()
         self.totals.zero_()
         return totals

@@ -55,7 +55,7 @@ def means(summed: Tensor) -> list[float | None]:
 
 
 class MultiTokenLosses(Tallies):
-    """What the modules of a rank have tallied: in the present step, and since the last record."""
+    """Tallies of a rank's modules: in the current step, and since the last record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
@@ -64,8 +64,8 @@ class MultiTokenLosses(Tallies):
         super().__init__([module.tally for module in self.modules], config.mtp_depths, state.tp.first, device)
 
     def weighted_sum(self) -> Tensor:
-        """What the step so far has added to the loss sum that is trained, and not to the one that is reported. float64
-        scalar, 0 on ranks whose tallies do not count."""
+        """Sum that the step so far has added to the trained loss, but not to the reported one. float64 scalar, 0 on
+        ranks whose tallies do not count."""
         parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 

@@ -19,7 +19,7 @@ from megatron.training.run import TrainingRun
 
 SCHEMA = 1
 """Version of the keys and units of records, documented in docs/getting_started.md. Higher where one changes its meaning
-or goes; new ones may come with the same version."""
+or goes; new keys may be added in the same version."""
 
 
 class RunLog:

@@ -18,7 +18,7 @@ PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4,
 
 
 def summarize(run: TrainingRun) -> Record:
-    """The record of the present interval, equal on every rank. One reduction makes all values global: collective, and
+    """The record of the current interval, equal on every rank. One reduction makes all values global: collective, and
     waits for the device."""
     device, interval = run.runtime.device, run.interval
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=device)]).flatten()
@@ -35,7 +35,7 @@ def summarize(run: TrainingRun) -> Record:
 
 
 def _of_steps(run: TrainingRun, losses: Tensor) -> Record:
-    """What is logged of every run; `losses` [steps, 2] are loss sums and tokens over the world."""
+    """Values that every run logs; `losses` [steps, 2] are loss sums and tokens over the world."""
     config, interval, progress = run.config, run.interval, run.progress
     results, steps = interval.results, len(interval.results)
     total, tokens = losses[[not result.skipped for result in results]].sum(dim=0).tolist()

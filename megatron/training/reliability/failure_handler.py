@@ -54,7 +54,7 @@ class FailureHandler:
         """Functions called before the process exits by a failure, each on a thread, for at most a second."""
 
         self.checkpoints = CheckpointConfig()
-        """Where the run loads and saves them."""
+        """Folders from which the run loads and to which it saves them."""
 
         self.left = False
         """Whether this rank needs the store no more, whose process may end at any time now."""
@@ -238,7 +238,7 @@ class FailureHandler:
         self._exit(failure.code)
 
     def _gather(self, silent: Collection[int]) -> dict[int, Standing]:
-        """Where the other ranks are that can still say it."""
+        """Positions of the other ranks that can still report them."""
         board = self._board
         gone = {rank for rank, peer in board.neighbours().items() if not peer.state()} | set(silent)
         board.wait(lambda: len(board.get_all("place")) >= self._launch.world_size - 1 - len(gone), GATHER)

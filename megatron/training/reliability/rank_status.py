@@ -26,7 +26,7 @@ class Standing:
 
     stack: str = ""
     evidence: Any = None
-    """What a hang analysis has said of the rank, of JSON's types."""
+    """Data of a hang analysis about the rank, of JSON's types."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -58,13 +58,13 @@ class Meeting:
 
 
 class HangAnalysis:
-    """What extensions find out about ranks that wait for one another. This one finds nothing."""
+    """Analyses, by extensions, of ranks that wait for one another. This one finds nothing."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status
 
     def evidence(self) -> Any:
-        """What this rank knows, of JSON's types, for `blame` on the rank that reports."""
+        """This rank's data, of JSON's types, for `blame` on the rank that reports."""
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
@@ -112,7 +112,7 @@ class RankStatus:
         return f"{self.phase_and_action()}, {self.line()}"
 
     def standing(self) -> Standing:
-        """Where this rank is, for the report of another."""
+        """This rank's position, for the report of another rank."""
         if self.error is not None:
             frames = traceback.extract_tb(self.error.__traceback__)
         else:

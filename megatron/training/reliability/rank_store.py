@@ -39,11 +39,10 @@ class NoStoreError(ConnectionError):
 def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
     """A connection to the store of this world. Rank 0 opens the store unless the launcher has one.
 
-    A store of torchrun's outlives the ranks that it starts again, and would tell them where their predecessors were:
-    the keys of each start are apart. Where rank 0 opens it, each start has a port and so a store of its own; nodes
-    then need not agree on the number of the start, which torchrun counts for each of them.
-    Raises NoStoreError if there is none within `timeout`, or if rank 0 cannot open it.
-    """
+    A store of torchrun outlives the ranks that it restarts, and would give them the positions of their predecessors:
+    the keys of each start are apart. If rank 0 opens it, each start has a separate port and store; nodes then need not
+    agree on the number of the start, which torchrun counts for each of them. Raises NoStoreError if there is none
+    within `timeout`, or if rank 0 cannot open it."""
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -132,7 +131,7 @@ class Board:
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
         self.store: Any = store
-        """What answers; a `Watch` may have another object ask it."""
+        """The server; a `Watch` may have another object ask it."""
 
         self.launch, self.peers = launch, dict[int, Peer]()
         self.ranks = range(launch.world_size)
@@ -234,7 +233,7 @@ class Board:
         return (self.get(f"beat/{rank}") or "").partition(" ")[2]
 
     def come(self, meeting: str) -> None:
-        """Says that this rank has come to a meeting of all ranks."""
+        """Reports that this rank has reached a meeting of all ranks."""
         self.say(f"came/{meeting}")
         self.store.add(f"came/{meeting}", 1)
 

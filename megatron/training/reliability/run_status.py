@@ -89,7 +89,7 @@ def early_end_told(launch: Launch) -> Iterator[None]:
 
 
 def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> int:
-    """The exit code of the process. It is 0 for a run to be resumed if OUTCOME_FILE tells the script so, or if torchrun
+    """The exit code of the process. It is 0 for a run to be resumed if OUTCOME_FILE informs the script, or if torchrun
     has restarts left: torchrun would treat another code as a failure and restart a run that was asked to stop."""
     environ = os.environ if environ is None else environ
     restarts = [environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
@@ -121,7 +121,7 @@ class ExitCode(IntEnum):
 
 
 def record_event(save: str | Path | None, event: str, **facts: Any) -> None:
-    """Adds a line. Without --save, before its folder is there, and on a full disk it does nothing."""
+    """Adds a line. Without --save, before its folder exists, and on a full disk it does nothing."""
     if not save or not Path(save).is_dir():
         return
     line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})

@@ -47,7 +47,7 @@ class StackDump:
             beside(self.folder, self._rank)
 
     def last_words(self, rank: int) -> str:
-        """What is known of the end of another rank: kills by the kernel, and what its interpreter wrote in a crash."""
+        """Facts about the end of another rank: kills by the kernel, and what its interpreter wrote in a crash."""
         said = []
         if (kills := out_of_memory_kills()) > self._kills:
             said.append(f"the kernel's out-of-memory killer has ended {kills - self._kills} processes of this machine")

@@ -70,7 +70,7 @@ class StopRequests:
             return True
 
     def done(self) -> None:
-        """Ends the present request, so that the next one can come."""
+        """Ends the current request, so that the next one can be made."""
         with self._change:
             self.request = self._asked = self._after = None
             self._number += 1

@@ -25,10 +25,11 @@ from megatron.training.reliability.stop_requests import SignalListener, StopRequ
 
 
 class Watch:
-    """What an extension has a watchdog look at, such as other hosts. It ends the ranks by `Watchdog.failures`."""
+    """A condition that an extension has the watchdog check, such as other hosts. It ends the ranks by
+    `Watchdog.failures`."""
 
     def start(self) -> None:
-        """Before the watchdog's thread starts, when the run's folders are known to be writable. What it raises ends the
+        """Before the watchdog's thread starts, when the run's folders are known to be writable. An error in it ends the
         run."""
 
     def look(self) -> None:
@@ -49,7 +50,7 @@ class Watchdog:
         self.signals = SignalListener()
         self.outcome = Outcome.from_environment()
         self.complaint = ""
-        """What a callback raised after the run had ended."""
+        """The error of a callback after the run had ended."""
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None

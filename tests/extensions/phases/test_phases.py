@@ -138,12 +138,12 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
     for part in (
         "FILE: phase 0 (a): hidden-size: a phase cannot change this; keys: name, from-samples, ",
         "FILE: phase 1 (b): seq-lenght: unknown key; did you mean seq-length?",
-        "FILE: phase 2 (a): does not say where it begins; give one of from-samples, from-tokens and from-iterations",
-        "FILE: phase 3 (d): says more than once where it begins",
+        "FILE: phase 2 (a): has no beginning; give one of from-samples, from-tokens and from-iterations",
+        "FILE: phase 3 (d): has more than one beginning",
         "FILE: phase 3 (d): lr-decay-style cubic: must be one of",
         "FILE: phase 4: is not a mapping; write a list of phases",
         "FILE: phase 2 (a): name a: is another phase's too; give each its own",
-        "FILE: phase 1 (b): from-tokens 0: must be behind the beginning of phase a, sample 0; put it further on",
+        "FILE: phase 1 (b): from-tokens 0: must be after the beginning of phase a, sample 0; use a larger number",
         "--lr 0.0: must be above 0",
     ):
         assert part in found, f"{part}\n\nin\n\n{found}"

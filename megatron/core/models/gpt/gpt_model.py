@@ -34,9 +34,8 @@ class GPTModel(nn.Module):
     The weights are set from `seed`, unless `initialize` is false because others will be loaded. With `lazy`, parameters
     have no memory, and no values, until `DistributedDataParallel` takes them over.
 
-    With tied embeddings or multi-token prediction the last stage needs the embedding too. It is held by the stages
-    `tied_stages`, where these lie on different ranks; a last stage whose rank has the first one too takes over that
-    one's `embedding`.
+    With tied embeddings or multi-token prediction the last stage needs the embedding too. The stages `tied_stages` hold
+    it, if they are on different ranks; a last stage whose rank has the first one too takes over that one's `embedding`.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class GPTModel(nn.Module):
             initialize_parameters_([p for p in self.parameters() if has_storage(p)], seed, state.coords, init_threads)
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Goes on with the rotary embeddings of `config`, which differs from the model's in their flags and in the
+        """Continues with the rotary embeddings of `config`, which differs from the model's in their flags and in the
         sequence length alone."""
         self.decoder.set_positions(config)
         for module in self.mtp.modules() if self.mtp is not None else ():

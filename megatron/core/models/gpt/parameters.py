@@ -2,8 +2,7 @@
 
 `parameter_metas` lists the parameters that a pipeline stage holds, in the order in which the stage builds them; a test
 compares it with models that are really built, so that plans count what trains. Each module is built from the same
-functions: those of layers lie beside the layers, those of the model's ends here.
-"""
+functions: those of layers are declared beside the layers, those of the model's ends here."""
 
 from __future__ import annotations
 
@@ -120,7 +119,7 @@ def multi_token_metas(depth: int, config: TransformerConfig, sequence_parallel: 
 
 
 def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
-    """What the whole model keeps beside parameters, with the name of the dtype: saved, but not trained."""
+    """Buffers of the whole model beside parameters, with the name of the dtype: saved, but not trained."""
     routers = [f"decoder.layers.{number}.mlp.router" for number in config.moe_layers]
     if config.num_layers - 1 in config.moe_layers:
         routers += [f"{MULTI_TOKEN}.{depth}.transformer_layer.mlp.router" for depth in range(config.mtp_depths)]

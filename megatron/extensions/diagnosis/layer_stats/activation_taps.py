@@ -37,7 +37,7 @@ many. Their "layers" are the ranks."""
 
 
 class ActivationTaps:
-    """What the layers of one rank's stages have shown since `begin`: sums, numbers of elements, and maxima.
+    """Measurements of the layers of one rank's stages since `begin`: sums, numbers of elements, and maxima.
 
     Does nothing but in a training pass while it is `active`, and nothing when a pass is computed again.
     """

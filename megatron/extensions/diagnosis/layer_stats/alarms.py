@@ -6,8 +6,8 @@ of their parts of each parameter, beside those of the other ranks. Beyond that, 
 equal norms have been drawn from one seed, of which a loss says nothing.
 
 The rule for both is one for a member of a group of equals that grows while the others do not. The members have a value
-each record. A straight line is fitted to the logarithms of a member's last `WINDOW` values. What counts is how steep it
-is beside the median of the group, so growth that all share, as in warm-up, is none. A member is out of line if, in two
+each record. A straight line is fitted to the logarithms of a member's last `WINDOW` values. Its steepness is relative
+to the median of the group, so growth that all share, as in warm-up, does not count. A member is out of line if, in two
 records one after the other, its line rises by more than the logarithm of the threshold beside that median, and
 
 - `OWN` times as steeply as four in five of its own lines in the `HISTORY` windows that ended before this one began:
@@ -33,7 +33,7 @@ OUTPUT, GAIN = "output_rms", "output_gain"
 
 
 class Parameter(NamedTuple):
-    """What is to be known of a parameter to read its norms."""
+    """Facts about a parameter that reading its norms needs."""
 
     layer: int | None
     """Number of its layer in the model; None outside of layers."""
@@ -128,7 +128,7 @@ class _Track:
 
     @property
     def earlier(self) -> list[float]:
-        """How steep the windows were that share no record with the present one, in order of size."""
+        """Steepness of the windows that share no record with the current one, in order of size."""
         return sorted(map(abs, list(self.slopes)[:-WINDOW]))
 
 
@@ -141,8 +141,8 @@ class GrowthRule(Generic[Member]):
         self._tracks: dict[Member, _Track] = {}
 
     def add(self, values: Mapping[Member, float]) -> dict[Member, Growth]:
-        """Takes the values of a record. Returns the members that are out of line since this record. A value that is
-        not above 0, or not finite, makes the member begin again."""
+        """Takes the values of a record. Returns the members that are out of line since this record. A value that is not
+        above 0, or not finite, restarts the member."""
         fit = {name: math.log(value) for name, value in values.items() if value > 0 and math.isfinite(value)}
         for name in self._tracks.keys() - fit.keys():
             del self._tracks[name]
@@ -194,7 +194,7 @@ ROUNDING = 1e-6
 
 
 class LayerAlarms:
-    """Judges the records of a run, one after the other. After a resumption it begins anew."""
+    """Judges the records of a run, one after the other. After a resumption it starts from empty."""
 
     def __init__(self, threshold: float) -> None:
         """`threshold`: --layer-growth-threshold; 0 for no alarms."""
@@ -224,7 +224,7 @@ class LayerAlarms:
             yield line + "".join(f"; its {name} by {_factor(grown[name].factor)}" for name in more)
 
     def _of_parts(self, record: LayerRecord) -> Iterator[str]:
-        """What the parts and copies of a parameter on the tensor-parallel ranks say by themselves, once for each."""
+        """Alarms of the parts and copies of a parameter on the tensor-parallel ranks, one for each."""
         for name, norms in record.shards.items():
             facts, weights = record.facts[name], norms["weight_norm"]
             line = None
@@ -270,7 +270,7 @@ def _factor(value: float) -> str:
 
 def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
     """Values of layers by statistic, and norms of weights by kind of parameter. A layer that puts out more makes all
-    behind it do so: `output_gain` tells which one it is."""
+    behind it do so: `output_gain` identifies it."""
     found = {
         name: values
         for name, values in record.layers.items()

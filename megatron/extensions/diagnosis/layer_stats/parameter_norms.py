@@ -25,7 +25,7 @@ QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank adds up of one bucket: elements [start, stop) of the optimizer's shard of it."""
+    """Terms of one bucket that this rank adds up: elements [start, stop) of the optimizer's shard of it."""
 
     shard: Shard
     start: int

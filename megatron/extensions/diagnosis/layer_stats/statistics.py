@@ -44,7 +44,7 @@ BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the tables of all ranks hold, row by row. Equal on all ranks."""
+    """Contents of the tables of all ranks, row by row. Equal on all ranks."""
 
     parameters: dict[str, Parameter]
     sums: tuple[Key, ...]
@@ -72,7 +72,7 @@ class LayerStatistics(Callback, Meter):
         self.num_experts = config.model.num_experts or 0
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None
-        """Of the present step, if it is measured."""
+        """Of the current step, if it is measured."""
         self.found: list[LayerRecord] = []
         """The records of the last log interval."""
 
@@ -145,8 +145,8 @@ class LayerStatistics(Callback, Meter):
                 log.say(f" {line}")
 
     def records(self, summed: Tensor) -> list[LayerRecord]:
-        """What was measured, from the sum of `take` over the world. Collective over the world if there are maxima;
-        waits for the device."""
+        """The measurements, from the sum of `take` over the world. Collective over the world if there are maxima; waits
+        for the device."""
         measured, self._measured = self._measured, []
         if not measured:
             return []
@@ -186,7 +186,7 @@ class LayerStatistics(Callback, Meter):
         return record
 
     def notice(self) -> str | None:
-        """What is logged in place of a value that the kernels do not show; None where all are as they are named."""
+        """Logged instead of a value that the kernels do not return; None where all are as they are named."""
         maxima = self.rows.maxima
         hidden = sorted(number for statistic, number in maxima if statistic == QUERIES)
         if not hidden:

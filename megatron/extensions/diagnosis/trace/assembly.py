@@ -35,7 +35,7 @@ SpanRow = Sequence[Any]
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank has recorded."""
+    """The recording of one rank."""
 
     spans: Sequence[SpanRow]
     in_flight: Sequence[SpanRow]

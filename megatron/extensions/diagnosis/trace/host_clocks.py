@@ -26,7 +26,7 @@ Clock = Callable[[], int]
 
 @dataclass(frozen=True)
 class Offset:
-    """What to add to a host's clock for that of rank 0's host, measured at the time `at` of the host's own clock."""
+    """Offset from a host's clock to that of rank 0's host, measured at the time `at` of the host's own clock."""
 
     at: int
     nanoseconds: int = 0

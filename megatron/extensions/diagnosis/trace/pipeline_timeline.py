@@ -179,7 +179,7 @@ def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Eve
 
 
 def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, Any]:
-    """What the trace says of the pipeline, by numbers: medians over iterations and pipelines."""
+    """Figures of the pipeline in the trace: medians over iterations and pipelines."""
     if not steps:
         return {}
     found: dict[str, Any] = {

@@ -41,9 +41,8 @@ class Span(NamedTuple):
 class Recorder:
     """Collects the spans of a rank. Never waits for the device before `take`.
 
-    A span of a thread lies within, or beside, the others of that thread. `in_flight` are those of collectives, which
-    may overlap. On CUDA each span of a thread has a second one between two events of the current stream.
-    """
+    A span of a thread is within, or beside, the others of that thread. `in_flight` are those of collectives, which may
+    overlap. On CUDA each span of a thread has a second one between two events of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
@@ -247,8 +246,8 @@ class CollectiveTaps:
 
 
 def axis_of(axes: Sequence[str], module: str) -> str:
-    """Which of the axes that share a group is meant, by the module that asks. Autograd's passes do not tell: then all
-    that a layer may mean, as "cp/ep"."""
+    """Which of the axes that share a group is meant, by the module that asks. Autograd's passes do not report it: then
+    all that a layer may mean, as "cp/ep"."""
     for part, preferred in AXES_OF_MODULES.items():
         if part in module:
             return next((axis for axis in axes if axis in preferred), axes[0])

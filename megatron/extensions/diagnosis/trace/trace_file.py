@@ -1,9 +1,8 @@
 """The file of a trace: JSON in the trace-event format of Chrome, gzipped, which Perfetto opens. No torch.
 
 Format: "Trace Event Format" of the Chromium project. Each rank is a process, `pid`; its threads are tracks. Times, `ts`
-and `dur`, are microseconds since the beginning of the trace on the clock of rank 0's host. What is known of the run
-stands in `otherData`.
-"""
+and `dur`, are microseconds since the beginning of the trace on the clock of rank 0's host. `otherData` holds facts
+about the run."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ PLANNED_TRACK = "planned"
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Writes a trace, atomically. Where that fails, as on a full disk, nothing is left behind."""
+    """Writes a trace, atomically. If that fails, as on a full disk, no file remains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as new, gzip.open(new, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump(trace, file, separators=(",", ":"), allow_nan=False)
@@ -139,7 +138,7 @@ def _is_number(value: Any) -> bool:
 
 
 def malformed(number: int, event: Any) -> str | None:
-    """What is wrong with an event by itself; None for nothing."""
+    """Problems of a single event; None for nothing."""
     if not isinstance(event, dict):
         return f"event {number} is no object"
     phase = str(event.get("ph"))

@@ -196,7 +196,7 @@ class Tracer(Callback):
             say(f" trace of iterations {self._first} to {last}: {path}")
 
     def _collect(self, dump: Mapping[str, Any], alignment: Alignment) -> list[RankTrace]:
-        """What all ranks have recorded, on rank 0; [] elsewhere. One rank after the other, through the store, so that
+        """The recordings of all ranks, on rank 0; [] elsewhere. One rank after the other, through the store, so that
         rank 0 holds one packed dump at a time and no collective takes memory of the device."""
         packed = zlib.compress(json.dumps([dump, [vars(alignment.first), vars(alignment.last)]]).encode(), 1)
         launch = self.runtime.launch

@@ -268,8 +268,8 @@ def attention_forward(
 def attention_prepare(
     grad, out, lse, prepared, mask, n, heads, key, head_offset, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """What both passes of the backward read of each row, [samples, heads, n]: log-sum-exp to base 2, infinite for rows
-    without keys; the sum of grad * out; the hash."""
+    """Values of each row that both passes of the backward read, [samples, heads, n]: log-sum-exp to base 2, infinite
+    for rows without keys; the sum of grad * out; the hash."""
     sample_index, places, _ = mask
     scale_log2, delta, bits = prepared
     start_n = tl.program_id(0) * BLOCK_N
@@ -364,7 +364,7 @@ def attention_dkdv(
 
 
 class Settings(NamedTuple):
-    """What the operators are given beside their operands."""
+    """Arguments of the operators beside their operands."""
 
     of_queries: Tensor
     """[2, 1 or b, n] int32: bounds; so `of_keys` [2, 1 or b, m]."""

@@ -167,8 +167,7 @@ class FlashCUDAKernel:
 class EqualWidthsKernel:
     """A kernel that needs keys and values of one width, for others: channels of zeros fill up the narrower ones.
 
-    They change neither scores nor outputs, and are there while the kernel runs only.
-    """
+    They change neither scores nor outputs, and exist only while the kernel runs."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.needs_places, self.most_queries = kernel, kernel.needs_places, kernel.most_queries

@@ -1,9 +1,8 @@
 """Casts to fp8 by rows and by columns, of a matrix that Triton kernels read once, or where they compute it: SwiGLU, its
 gradient, and the gradients of attention heads.
 
-Without the latter a GPU writes the result in 16 bits, and a cast reads it again. What is cast is rounded to 16 bits all
-the same: the results are those of two kernels.
-"""
+Without the latter a GPU writes the result in 16 bits, and a cast reads it again. Cast values are still rounded to 16
+bits: the results are those of two kernels."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]
 def made_casts(
     x: Tensor, size: tuple[int, int], _: Any, noted: Any, wanted: list[bool], dtype: torch.dtype
 ) -> list[Tensor]:
-    """What an operator returns that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
+    """Results of an operator that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
     wanted, and the scale."""
     sizes = [shape for shape, wants in zip((size, size[::-1]), wanted, strict=True) if wants]
     return [*(x.new_empty(shape, dtype=dtype) for shape in sizes), x.new_empty((), dtype=torch.float32)]

@@ -1,9 +1,8 @@
 """Cross entropy with its gradient in place of the logits: memory is read once and written once.
 
 The gradient of the loss of a token needs the sum over the vocabulary first. A program that computes both reads its row
-twice, the second time from the L2 cache; a forward and a backward of their own read all logits twice from memory. What
-the backward still does is to multiply rows by the gradients of their losses, which leaves those alone whose is 1.
-"""
+twice, the second time from the L2 cache; a forward and a backward of their own read all logits twice from memory. The
+backward then only multiplies rows by the gradients of their losses, and skips rows whose gradient is 1."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def makes_gradients(logits: Tensor, *_: Any) -> bool:
 
 def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
     """Losses [n] in fp32 of logits [n, width], whose columns from `vocab_size` on are padding, and labels [n]; the
-    gradients of the losses take the place of the logits, zero in the padding.
+    gradients of the losses replace the logits, zero in the padding.
 
     A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both are computed in fp32.
     """

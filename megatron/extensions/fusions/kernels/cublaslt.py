@@ -93,7 +93,7 @@ def _layout(kind: int, rows: int, columns: int) -> ctypes.c_void_p:
 
 
 class Kind(NamedTuple):
-    """What a product is of, beside its sizes."""
+    """Properties of a product beside its sizes."""
 
     a: torch.dtype
     b: torch.dtype

@@ -1,9 +1,8 @@
 """RMSNorm and LayerNorm with the residual addition before them, and what else their passes over the operands can make.
 
 Forward: the norm cast to fp8 by rows and by columns, in place of the norm. Backward: the casts of the gradient of the
-sum, which is that of the output of the linear layer before, and its sum over tokens, which is that of its bias. What is
-cast or summed is rounded to 16 bits all the same: the results are those of separate kernels, but for the order of sums.
-"""
+sum, which is that of the output of the linear layer before, and its sum over tokens, which is that of its bias. Cast or
+summed values are still rounded to 16 bits: the results are those of separate kernels, but for the order of sums."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ SUMMED, SUMMED_PARTS = 64, 32
 
 
 class Backward(NamedTuple):
-    """What a backward of rows [n, h] reads."""
+    """Inputs of a backward of rows [n, h]."""
 
     x: Tensor
     of_total: Tensor | None

@@ -22,7 +22,7 @@ output."""
 WARPS, STAGES = 8, 4
 
 OF_MATRIX, OF_ROWS, OF_TILES = range(3)
-"""What a scale is for."""
+"""Range of a scale."""
 
 
 @triton.jit

@@ -43,7 +43,7 @@ class Request:
     """The same, for tokens by which the model itself ends a text."""
 
     logprobs: int | None = None
-    """Log-probabilities of the new tokens, and of so many most likely ones in their places, before sampling changes
+    """Log-probabilities of the new tokens, and of this many most likely ones in their places, before sampling changes
     them."""
 
     prompt_logprobs: bool = False
@@ -179,7 +179,7 @@ class Engine:
         return list(dict.fromkeys(changed))
 
     def beat(self) -> None:
-        """Lets the other ranks know that this one is there, and fails if one of them is not."""
+        """Shows the other ranks that this one is alive, and fails if one of them is not."""
         self.runner.run(Pass(drop=self._dropped()))
 
     def stop(self) -> None:
@@ -236,7 +236,7 @@ class Engine:
             if not finite[row]:
                 place = len(generation.request.prompt) + len(generation.tokens)
                 generation.error = (
-                    f"the model's logits behind token {place} are not finite: the checkpoint is damaged, or the run "
+                    f"the model's logits after token {place} are not finite: the checkpoint is damaged, or the run "
                     "that saved it has diverged"
                 )
                 self._end(generation, "error")

@@ -123,7 +123,7 @@ class Cached:
         return None if self.fresh else tuple(x[self.first : stop, :, : self.columns] for x in kept)
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """What a layer has kept of earlier tokens, [b, ...] each; None if there are none."""
+        """A layer's cache of earlier tokens, [b, ...] each; None if there are none."""
         return None if self.fresh else self.cache.states_of(layer, self.first, self.rows)
 
     def set_states(self, layer: int, *new: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Forward passes of generation over the pipeline stages and ranks of a model.
 
-One rank leads: it decides which tokens a pass reads, tells the others (`Pass`), and gets the logits of the last stage.
-The others repeat the passes, on their stages and shards, until the leader stops.
-"""
+One rank leads: it decides which tokens a pass reads, sends that to the others (`Pass`), and receives the logits of the
+last stage. The others repeat the passes, on their stages and shards, until the leader stops."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""What tokenizers decode an incomplete character to, once or for each of its bytes."""
+"""Character to which tokenizers decode an incomplete one, once or for each of its bytes."""
 
 MOST_BYTES = 3
 """Bytes of an incomplete character of UTF-8."""

@@ -222,7 +222,7 @@ class Report:
         return f"collectives of {groups} groups compared, {calls:,} calls; each message with its receive"
 
     def _shard_lines(self) -> Iterator[str]:
-        """What ranks write of a checkpoint, and what is known of all of it."""
+        """Bytes of a checkpoint that ranks write, and facts about all of it."""
         sizes = {record.rank: written_bytes(record.boxes) for record in self.records if record.failure is None}
         if sizes:
             least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)

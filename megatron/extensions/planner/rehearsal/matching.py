@@ -199,7 +199,7 @@ def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
             raise ValueError(f"--ranks {text}: {word} ends before it begins; give the lower rank first")
         if ranks[-1] >= dims.world_size:
             raise ValueError(
-                f"--ranks {text}: {word} must lie in 0 to {dims.world_size - 1}; raise --world-size, or leave it out"
+                f"--ranks {text}: {word} must be in 0 to {dims.world_size - 1}; raise --world-size, or leave it out"
             )
         found.update(ranks)
     return sorted(found)

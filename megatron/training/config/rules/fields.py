@@ -69,7 +69,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
 
 
 def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
-    """What a flag that is given lacks, or stands beside and must not."""
+    """Checks what a given flag needs and excludes."""
     for flag in all_flags():
         value = value_of(c, flag)
         if value == flag.default:

@@ -203,7 +203,7 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def pattern_of(num_layers: int) -> str:
-    """A list of 0 and 1 for so many layers, as an example."""
+    """A list of 0 and 1 for this many layers, as an example."""
     return f"([0]*{num_layers - num_layers // 2}+[1]*{num_layers // 2})"
 
 

@@ -69,8 +69,8 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def _grouped(c: RunConfig) -> Iterator[Problem]:
-    """Experts are multiplied one by one where no kernel multiplies all of them, as far as flags tell; which kernels a
-    GPU has is found when the run starts (`megatron.core.moe.experts.has_grouped_kernel`)."""
+    """Experts are multiplied one by one if no kernel multiplies all of them, as far as flags determine it; which
+    kernels a GPU has is found when the run starts (`megatron.core.moe.experts.has_grouped_kernel`)."""
     m, p, flag = c.model, c.parallel, "--moe-grouped-gemm"
     if not m.moe_grouped_gemm or p.expert_tp < 1:
         return

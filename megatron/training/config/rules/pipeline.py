@@ -133,7 +133,7 @@ def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What --data-parallel-sharding-strategy shards agrees with the optimizer, and is there when it is read."""
+    """--data-parallel-sharding-strategy agrees with the optimizer, and sharded state is available when it is read."""
     flag, strategy = "--data-parallel-sharding-strategy", c.ddp.data_parallel_sharding_strategy
     given = f"{flag} {strategy}"
     if strategy not in (None, "no_shard") and not c.optimizer.use_distributed_optimizer:
