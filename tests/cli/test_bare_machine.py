@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.limits import HANG
+from tests.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
 MISSING = (
@@ -19,10 +20,7 @@ sys.modules.update(dict.fromkeys({MISSING}))  # an import of None is one of a mo
 from pretrain_gpt import main
 sys.exit(main(sys.argv[1:]))
 """
-FLAGS = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --mock-data --cpu "
-    "--train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0"
-)
+FLAGS = f"{TINY} --train-iters 1"
 
 
 def test_torch_and_numpy_are_enough() -> None:

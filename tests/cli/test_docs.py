@@ -19,13 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.training.config.arguments import command_line, parse_args
+from megatron.training.config.arguments import command_line
 from megatron.training.config.flags import spelling_table
-from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.config.validation import notices, validate
 from megatron.training.reliability.launch import Launch
 from tests.extensions import installed
 from tests.forking_python import run_script
@@ -33,10 +32,6 @@ from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-MODEL = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 1000 --mock-data "
-    "--global-batch-size 8 --train-iters 1 --lr 1e-3 --disable-bias-linear"
-)
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEXT_BLOCK = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -223,14 +218,3 @@ def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
             assert float(share) == round(100 * bubble, 1)
             assert alone == pytest.approx(0 if ahead == "0" else bubble)
     assert "with p = 4 and m = 8, 3/8 instead of 3/11." in text and round(300 / 11, 1) == float(rows[0][1])
-
-
-def test_table_of_layouts_is_legal_and_says_the_sizes() -> None:
-    rows = re.findall(r"^\| (\(none\)|`--[^`]*`) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", README, re.MULTILINE)
-    assert len(rows) == 6
-    for flags, *sizes in rows:
-        argv = [*MODEL.split(), *flags.strip("`").replace("(none)", "").split()]
-        config = resolve(parse_args(argv), 8)
-        assert validate(config, 8) == [], flags
-        dims = ParallelDims.from_config(config.parallel, 8)
-        assert [dims.tp, dims.pp, dims.cp, dims.dp] == [int(size) for size in sizes], flags

@@ -15,12 +15,10 @@ import pytest
 from megatron.training.reliability.launch import Launch, first_host
 from tests.forked import run_forked
 from tests.limits import HANG
+from tests.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
-FLAGS = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --mock-data --cpu "
-    "--global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0"
-).split()
+FLAGS = f"{TINY} --train-iters 2 --log-interval 1".split()
 
 
 def start(metrics: Path, environ: dict[str, str], *flags: str) -> subprocess.Popen[str]:

@@ -10,14 +10,11 @@ import pytest
 from tests.cluster.forked import run_on_hosts
 from tests.cluster.hosts import hosts, missing
 from tests.forked import run_forked
+from tests.tiny import TINY
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-MODEL = (
-    "--cpu --fp64 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
-    "--make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 4 --log-interval 1 --eval-iters 0 "
-    "--num-workers 0 --hidden-dropout 0.1"
-).split()
+MODEL = f"{TINY} --fp64 --lr 1e-3 --global-batch-size 8 --log-interval 1 --hidden-dropout 0.1".split()
 
 
 def trained(folder: Path) -> tuple[list[float], list[float]]:

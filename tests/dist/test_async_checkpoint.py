@@ -160,17 +160,12 @@ def test_a_failed_save_ends_the_run_when_asked_to_or_at_its_end(tmp_path: Path) 
     assert read_latest(tmp_path) == 6
 
 
-def test_in_the_background_or_not_the_same_is_saved_and_resumed(tmp_path: Path) -> None:
+def test_in_the_background_or_not_the_same_is_saved(tmp_path: Path) -> None:
     for name, flag in (("back", "--async-save"), ("front", "--no-async-save")):
         run_world(2, train_on_a_bad_disk, "", "--save", str(tmp_path / name), flag)
-    run_world(2, train_on_a_bad_disk, "", "--save", str(tmp_path / "halves"), "--exit-interval", "4")
-    argv = ("--save", str(tmp_path / "halves"), "--load", str(tmp_path / "halves"))
-    run_world(2, train_on_a_bad_disk, "", *argv)
-    found = [choose_checkpoint(tmp_path / name, Axis()) for name in ("back", "front", "halves")]
-    for checkpoint in found[1:]:
-        assert checkpoint.tensors.keys() == found[0].tensors.keys() and checkpoint.payload["iteration"] == 8
-        for key in checkpoint.tensors:
-            assert torch.equal(checkpoint.read(key), found[0].read(key)), key
+    back, front = (choose_checkpoint(tmp_path / name, Axis()) for name in ("back", "front"))
+    assert back is not None and front is not None and back.tensors.keys() == front.tensors.keys()
+    assert all(torch.equal(back.read(key), front.read(key)) for key in back.tensors)
 
 
 def test_a_run_that_replaces_checkpoints_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,12 +40,12 @@ from megatron.core.dist_checkpointing.path_kind import read_latest
 from megatron.core.parallel_state import Axis
 from tests.forked import forked_ranks, join
 from tests.limits import HANG
+from tests.tiny import TINY
 from tools import inspect_checkpoint
 
 WORLD = 8
 MODEL = (
-    "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
-    "--make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 4 --log-interval 1 --eval-iters 0 --num-workers 0 "
+    f"{TINY} --num-layers 4 --hidden-size 32 --seq-length 16 --vocab-size 64 --lr 1e-3 --log-interval 1 "
     "--save-interval 2 --keep-last 2 --tp 2 --pp 2"
 ).split()
 ONE_MICROBATCH = "--micro-batch-size 2 --clip-grad 0"

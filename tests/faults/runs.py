@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.limits import HANG
+from tests.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
 MODEL = (
-    "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
-    "--make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 100000 --log-interval 1000 "
-    "--eval-iters 0 --num-workers 0 --tp 2 --pp 2"
+    f"{TINY} --num-layers 4 --hidden-size 32 --seq-length 16 --vocab-size 64 --lr 1e-3 --global-batch-size 8 "
+    "--train-iters 100000 --log-interval 1000 --tp 2 --pp 2"
 ).split()
 TIMEOUT = ("--distributed-timeout-minutes", "0.1")
 KINDS = {

@@ -7,12 +7,9 @@ import pytest
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from tests.harness import train_in_world
+from tests.tiny import TINY
 
-MODEL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --fp64 --cpu "
-    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 "
-    "--eval-iters 0 --num-workers 0 --mock-data "
-)
+MODEL = f"{TINY} --fp64 --attention-dropout 0 --hidden-dropout 0 "
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])

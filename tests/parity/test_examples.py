@@ -15,6 +15,7 @@ from megatron.core.parts import OPTIMIZERS
 from megatron.training.config.flags import sections
 from megatron.training.extensions import load_extensions
 from tests.forked import ROOT, run_forked, run_program
+from tests.tiny import TINY
 
 EXAMPLES = {
     "ademamix.py": "--optimizer ademamix --ademamix-alpha-warmup 3 --ademamix-beta3-warmup 3",
@@ -103,16 +104,13 @@ def test_planted_wrong_gradient_is_named(tmp_path: Path) -> None:
     assert ".mlp.activation.beta" in str(found["tp2-sp"]["why"])
 
 
-TINY = (
-    "--cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --mock-data "
-    "--global-batch-size 4 --num-workers 0 --log-interval 1"
-)
+MODEL = f"{TINY} --log-interval 1"
 
 
 def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
     """Output and metrics of a run in one process."""
     metrics = folder / "metrics.jsonl"
-    done = run_program("pretrain_gpt.py", *TINY.split(), *flags.split(), "--metrics-file", metrics)
+    done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--metrics-file", metrics)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]
 
@@ -132,7 +130,9 @@ def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
 
 
 def test_early_stopping_resumes_at_another_layout_with_what_it_has_seen(tmp_path: Path) -> None:
-    flags = f"{TINY} --extension examples/early_stopping.py --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1"
+    flags = (
+        f"{MODEL} --extension examples/early_stopping.py --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1"
+    )
     flags += f" --patience 4 --save {tmp_path}"
     early = "exiting at iteration 4: --exit-interval 4"
     assert early in run_forked(2, [*flags.split(), "--pp", "2", "--exit-interval", "4"], tmp_path / "screen")
@@ -149,7 +149,7 @@ def test_a_meter_counts_the_same_at_every_layout(tmp_path: Path) -> None:
     flags += "--eval-interval 1"
     _, one = train(flags, tmp_path)
     metrics = tmp_path / "four.jsonl"
-    four = [*TINY.split(), *flags.split(), "--tp", "2", "--pp", "2", "--metrics-file", str(metrics)]
+    four = [*MODEL.split(), *flags.split(), "--tp", "2", "--pp", "2", "--metrics-file", str(metrics)]
     run_forked(4, four, tmp_path / "screen")
     found = [
         [record["mlp_output_rms"] for record in records if "mlp_output_rms" in record]
@@ -164,7 +164,7 @@ def test_a_task_ends_a_run_before_the_disk_is_full(tmp_path: Path) -> None:
     assert re.search(r"exiting at iteration 2: \d+ GiB are free in --save, less than --least-free-gib 1e\+09", out)
     assert "saved checkpoint at iteration 2" in out
     assert [record["iteration"] for record in records if "free_gib" in record] == [2]
-    done = run_program("pretrain_gpt.py", *TINY.split(), *flags.split(), "--least-free-gib", "1")
+    done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--least-free-gib", "1")
     assert done.returncode == 2 and "--least-free-gib: looks at the folder of --save; add --save" in done.stderr
 
 

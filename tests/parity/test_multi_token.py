@@ -15,12 +15,9 @@ from megatron.training.metrics.meters import MultiTokenLosses
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
 from tests.harness import run_world
+from tests.tiny import TINY
 
-MODEL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --vocab-size 12 --lr 1e-2 --fp64 --cpu "
-    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --mock-data --num-workers 0 --eval-iters 0 "
-    "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 "
-)
+MODEL = f"{TINY} --seq-length 16 --vocab-size 12 --fp64 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 "
 PACKED = "--tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids --eod-mask-loss "
 
 

@@ -13,12 +13,9 @@ from megatron.testing.snapshot import Snapshot, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from tests.forked import run_program
+from tests.tiny import TINY
 
-MODEL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --fp64 --cpu "
-    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 "
-    "--eval-iters 0 --num-workers 0 --mock-data --weight-decay 0.3 --qk-layernorm "
-).split()
+MODEL = f"{TINY} --fp64 --attention-dropout 0 --hidden-dropout 0 --weight-decay 0.3 --qk-layernorm".split()
 GROUPS = [
     *("--param-group", r"layers\.0\..*weight lr_mult=0.1 weight_decay=0"),
     *("--param-group", "linear_fc1 lr_mult=3 wd_mult=2"),

@@ -11,12 +11,9 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.tasks import save
 from megatron.training.train_step import train_step
+from tests.tiny import TINY
 
-COMMON = (
-    "--num-layers 5 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 "
-    "--make-vocab-size-divisible-by 4 --lr 1e-2 --mock-data --global-batch-size 4 "
-    "--train-iters 4 --eval-iters 0 --num-workers 0 --fp64 --cpu"
-)
+COMMON = f"{TINY} --num-layers 5 --fp64"
 CHAIN = [
     (2, "--pp 2 --num-virtual-stages-per-pipeline-rank 2"),
     (2, "--pp 2 --pipeline-schedule zb-v --overlap-param-gather"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.testing.reshard import Checkpoints, kinds
 from megatron.training.config.arguments import parse_args
@@ -22,60 +23,9 @@ COMMON = (
 )
 INTERLEAVED = "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2"
 SP = "--tp 2 --sequence-parallel"
-
-MODELS = {
-    "dense": "--num-layers 6 --mtp-num-layers 1",
-    "experts": "--num-layers 5 --moe-layer-freq ([0]+[1]*4) --num-experts 8 --moe-router-topk 2 --disable-bias-linear "
-    "--moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 --swiglu --moe-router-score-function sigmoid "
-    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --untie-embeddings-and-output-weights",
-}
-MODELS["muon"] = f"{MODELS['experts']} --optimizer muon"
-LAYOUTS: dict[str, dict[str, tuple[int, str]]] = {
-    "dense": {
-        "one": (1, ""),
-        "tp2": (2, SP),
-        "tp4": (4, "--tp 4"),
-        "pp2": (2, "--pp 2"),
-        "pp3": (3, "--pp 3"),
-        "pp4-vpp2": (4, f"--pp 4 {INTERLEAVED}"),
-        "pp2-zb-v": (2, "--pp 2 --pipeline-schedule zb-v"),
-        "dp2-whole": (2, "--no-use-distributed-optimizer"),
-        "dp3": (3, ""),
-        "dp2-gradients": (2, "--data-parallel-sharding-strategy optim_grads"),
-        "pp2-dp2-parameters": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
-        "dp4-instances": (
-            4,
-            "--data-parallel-sharding-strategy optim_grads_params --num-distributed-optimizer-instances 2",
-        ),
-        "dp4-buckets": (4, "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"),
-        "cp2": (2, "--cp 2"),
-        "pp2-dp3": (6, "--pp 2"),
-        "tp2-pp2-dp2": (8, f"{SP} --pp 2"),
-        "tp2-pp2-cp2": (8, f"{SP} --pp 2 --cp 2"),
-    },
-    "experts": {
-        "one": (1, ""),
-        "ep2": (2, "--ep 2"),
-        "ep4": (4, "--ep 4 --moe-token-dispatcher-type alltoall"),
-        "etp2": (2, "--etp 2"),
-        "etp2-ep2": (4, "--etp 2 --ep 2"),
-        "tp2": (2, SP),
-        "tp2-etp1-ep2": (2, f"{SP} --etp 1 --ep 2"),
-        "tp2-etp1-ep4": (4, f"{SP} --etp 1 --ep 4"),
-        "pp2-ep2": (4, "--pp 2 --ep 2"),
-        "pp2-vpp2-ep2": (4, f"--pp 2 --ep 2 {INTERLEAVED}"),
-        "pp2-zb-v": (2, "--pp 2 --pipeline-schedule zb-v"),
-        "dp3": (3, ""),
-        "dp2-whole": (2, "--data-parallel-sharding-strategy no_shard"),
-        "ep2-dp4-parameters": (4, "--ep 2 --data-parallel-sharding-strategy optim_grads_params"),
-        "cp2-ep2": (4, "--cp 2 --ep 2"),
-        "pp2-ep2-dp3": (6, "--pp 2 --etp 1"),
-    },
-}
-LAYOUTS["muon"] = {
-    name: LAYOUTS["experts"][name]
-    for name in ("one", "dp3", "tp2-etp1-ep2", "pp2-zb-v", "etp2-ep2", "dp2-whole", "pp2-ep2-dp3")
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("reshard.yaml").read_text())
+MODELS: dict[str, str] = TABLE["models"]
+LAYOUTS: dict[str, dict[str, tuple[int, str]]] = TABLE["layouts"]
 
 
 @pytest.mark.parametrize("family", list(MODELS))

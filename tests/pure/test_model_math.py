@@ -32,10 +32,6 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = TABLE["with experts"]
 LLAMA, DELTA_NET = TABLE["shared"]["llama"], TABLE["shared"]["delta net"]
 
 
-def gqa(groups: int) -> dict[str, Any]:
-    return {"group_query_attention": True, "num_query_groups": groups}
-
-
 def shape(layers: int, hidden: int, heads: int, ffn: int, vocab: int, s: int = 4096) -> dict[str, Any]:
     return {
         "num_layers": layers,
@@ -47,28 +43,7 @@ def shape(layers: int, hidden: int, heads: int, ffn: int, vocab: int, s: int = 4
     }
 
 
-PUBLISHED = {
-    "GPT-2": (TransformerConfig(**shape(12, 768, 12, 3072, 50257, 1024), make_vocab_size_divisible_by=1), 124_439_808),
-    "Llama-2-7B": (TransformerConfig(**shape(32, 4096, 32, 11008, 32000), **LLAMA), 6_738_415_616),
-    "Llama-3-8B": (TransformerConfig(**shape(32, 4096, 32, 14336, 128256, 8192), **LLAMA, **gqa(8)), 8_030_261_248),
-    "Mistral-7B": (TransformerConfig(**shape(32, 4096, 32, 14336, 32000), **LLAMA, **gqa(8)), 7_241_732_096),
-    "Qwen2-0.5B": (
-        TransformerConfig(
-            **shape(24, 896, 14, 4864, 151936),
-            **LLAMA | {"untie_embeddings_and_output_weights": False, "add_qkv_bias": True},
-            **gqa(2),
-        ),
-        494_032_768,
-    ),
-    "Qwen3-0.6B": (
-        TransformerConfig(
-            **shape(28, 1024, 16, 3072, 151936),
-            **LLAMA | {"untie_embeddings_and_output_weights": False, "qk_layernorm": True, "kv_channels": 128},
-            **gqa(8),
-        ),
-        596_049_920,
-    ),
-}
+PUBLISHED = {name: (TransformerConfig(**fields), count) for name, (count, fields) in TABLE["published"].items()}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
