@@ -12,9 +12,10 @@ from lm_eval.api.registry import register_model
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.extensions.evaluation.in_loop import CachedGeneration
 from megatron.extensions.evaluation.rows import Row, continuation_row, rolling_rows
-from megatron.extensions.evaluation.scoring import Scorer, greedy_request, lengths_of_batches, stage_scores
+from megatron.extensions.evaluation.scoring import Scorer, greedy_request, lengths_of_batches, scores_by
 from megatron.extensions.evaluation.suite import scores_by_row, together
 from megatron.extensions.evaluation.task_file import asks_for_sampling
 from megatron.extensions.inference.model import LoadedModel, loaded_model
@@ -77,15 +78,16 @@ class CheckpointLM(LM):
         if not 1 <= longest <= limit:
             raise ValueError(f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}")
         runner, state, tokenizer = self.loaded.runner, self.loaded.state, self.loaded.tokenizer
+        executor = PipelineExecutor(runner.stages, runner.layout, runner.p2p)
         self.scorer = Scorer(
-            forward=stage_scores(runner.stages, runner.config, self.loaded.layout, state),
+            forward=scores_by(executor, self.loaded.layout, state),
             lengths=lengths_of_batches(longest, self.loaded.layout),
             budget=batch_tokens,
             state=state,
             device=runner.device,
         )
         self.max_gen_toks = max_gen_toks
-        self.generation = CachedGeneration(runner.stages, state, runner.stage_ranks, tokenizer, batch_tokens, True)
+        self.generation = CachedGeneration(runner.stages, state, runner.layout, tokenizer, batch_tokens, True)
 
     @property
     def tokenizer_name(self) -> str:

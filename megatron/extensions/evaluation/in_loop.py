@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.core.collectives import gather_objects
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.evaluation.flags import EvalTasksConfig
 from megatron.extensions.evaluation.scoring import (
@@ -101,9 +102,8 @@ def generation_of(run: TrainingRun, tokenizer: Tokenizer) -> ContinueRequests:
     scorer = scorer_of(run)
     if state.cp.size > 1:
         return partial(continue_requests, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
-    ranks = [pipeline.layout.rank_of(stage) for stage in range(pipeline.layout.num_stages)]
     together = state.axis("ep").size > 1 or config.ddp.shards_parameters
-    return CachedGeneration(run.stages, state, ranks, tokenizer, scorer.budget, together)
+    return CachedGeneration(run.stages, state, pipeline.layout, tokenizer, scorer.budget, together)
 
 
 def _write_samples(folder: Path, iteration: int, results: Results) -> None:
@@ -123,9 +123,7 @@ class CachedGeneration:
 
     stages: Mapping[int, GPTModel]
     state: ParallelState
-    stage_ranks: Sequence[int]
-    """Pipeline rank of each stage."""
-
+    layout: PipelineLayout
     tokenizer: Tokenizer
     prefill_tokens: int
     """Tokens of prompts in one forward pass."""
@@ -138,7 +136,7 @@ class CachedGeneration:
         """The most likely continuation of each prompt, on every rank. Collective."""
         control = self.state.world if self.together else self.state.axis("mp")
         first, step = (0, 1) if self.together else (self.state.dp.rank, self.state.dp.size)
-        runner = StageRunner(self.stages, self.state, self.stage_ranks, control)
+        runner = StageRunner(self.stages, self.state, self.layout, control)
         found: dict[int, str] = {}
         if runner.leads:
             engine, numbers = Engine(runner, self.tokenizer.detokenize, ROWS, self.prefill_tokens), range(len(requests))

@@ -12,15 +12,12 @@ from torch import Tensor
 from megatron.core.attention.tiles import sequence_divisor
 from megatron.core.batch import Batch
 from megatron.core.collectives import all_gather, all_reduce_
-from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import LINEAR_FORMATS, linear_format
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import local_rows
 from megatron.core.tokenizers import Tokenizer
@@ -111,15 +108,6 @@ def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
     """The most likely token after each text, of the longest part of it that the model can read. Collective."""
     rows = [Row((*text[-scorer.longest :], 0), 0) for text in texts]
     return [score.next_token for score in scorer(rows)]
-
-
-def stage_scores(
-    stages: Mapping[int, GPTModel], model: TransformerConfig, parallel: ModelParallelConfig, state: ParallelState
-) -> Callable[[list[Batch]], list[Tensor]]:
-    """`Scorer.forward` of a rank's stages that no training run holds."""
-    layout, parameter = pipeline_layout(model, parallel), next(next(iter(stages.values())).parameters())
-    p2p = PipelineP2P(state.pp, (0, 0, model.hidden_size), parameter.dtype, parameter.device, lanes=state.lanes)
-    return scores_by(PipelineExecutor(stages, layout, p2p), parallel, state)
 
 
 def scores_by(

@@ -89,9 +89,8 @@ def loaded_model(
         layout_of = partial(fitting_layout, layout, launch.world_size)
         stages, config = load_stages(Path(path), layout_of, runtime.state, found)
         choose_products([getattr(torch, config.parallel.params_dtype)], found, runtime.state.world)
-        pipeline = pipeline_layout(config.model, layout)
-        ranks = [pipeline.rank_of(stage) for stage in range(pipeline.num_stages)]
-        runner = StageRunner(stages, runtime.state, ranks, control_axis(runtime.state.world))
+        pipeline, control = pipeline_layout(config.model, layout), control_axis(runtime.state.world)
+        runner = StageRunner(stages, runtime.state, pipeline, control)
         of_run = tokenizer or found_tokenizer(config.tokenizer, Path(path))
         built = build_tokenizer(of_run, config.model.vocab_size)
         yield LoadedModel(runner, built, of_run, config, layout_of(config), runtime.state)

@@ -68,8 +68,7 @@ def texts(config: TransformerConfig, parallel: ModelParallelConfig, state: Paral
         stage: GPTModel(config, parallel, state, **vars(stages[stage]), tied_stages=tied).eval()
         for stage in layout.stages_of(state.pp.rank)
     }
-    ranks = [layout.rank_of(stage) for stage in range(layout.num_stages)]
-    runner = StageRunner(models, state, ranks, state.world)
+    runner = StageRunner(models, state, layout, state.world)
     if not runner.leads:
         runner.follow()
         return []

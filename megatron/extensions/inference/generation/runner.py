@@ -5,8 +5,10 @@ last stage. The others repeat the passes, on their stages and shards, until the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,12 @@ from megatron.core.batch import Batch
 from megatron.core.collectives import all_gather
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.extensions.inference.generation.kv_cache import KeyValueCache
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.p2p import PipelineP2P
+from megatron.core.pipeline_parallel.passes import add_communication
+from megatron.core.pipeline_parallel.schedules import forward_only
+from megatron.extensions.inference.generation.kv_cache import Cached, KeyValueCache
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Outputs:
 class StageRunner:
     """The stages of one rank, their cache, and the messages to and from other ranks.
 
-    `stages` maps the global number of each local stage to its module, `stage_ranks` each stage to its pipeline rank.
+    `stages` maps the global number of each local stage to its module, `layout` says which pipeline rank has which.
     `control` has the ranks that work together, the leader first; by default, those of `state`'s tensor and pipeline
     parallelism. Experts of several data-parallel ranks need these too.
     """
@@ -59,17 +66,21 @@ class StageRunner:
         self,
         stages: Mapping[int, GPTModel],
         state: ParallelState | None = None,
-        stage_ranks: Sequence[int] = (0,),
+        layout: PipelineLayout | None = None,
         control: Axis | None = None,
     ) -> None:
-        state = state or ParallelState()
-        self.stages, self.stage_ranks, self.pp = dict(sorted(stages.items())), tuple(stage_ranks), state.pp
+        state, self.layout = state or ParallelState(), layout or PipelineLayout()
+        self.stages, self.pp = dict(sorted(stages.items())), state.pp
         self.control = state.axis("mp") if control is None else control
         model = next(iter(stages.values()))
         self.config, parameter = model.config, next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.multiple = state.tp.size if model.sequence_parallel else 1
-        leader, last = self.control.ranks[0], self.stage_ranks[-1]
+        forwards: dict[int, Any] = {stage: partial(_with_cache, model) for stage, model in stages.items()}
+        self.p2p = PipelineP2P(self.pp, (0, 0, self.config.hidden_size), self.dtype, self.device, lanes=state.lanes)
+        self.executor = PipelineExecutor(forwards, self.layout, self.p2p)
+        self._actions = add_communication(forward_only(self.layout, 1))[self.pp.rank]
+        leader, last = self.control.ranks[0], self.layout.rank_of(self.layout.num_stages - 1)
         self.leads = self.control.rank == 0
         self.source = self.pp.ranks[last] if self.leads else None
         """On the leader, the rank that sends it the logits."""
@@ -115,20 +126,11 @@ class StageRunner:
         nothing = torch.zeros_like(tokens)
         positions = cached.positions.clamp(max=self.config.max_positions - 1)  # of padding
         batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
-        hidden: Tensor | None = None
-        for stage, rank in enumerate(self.stage_ranks):
-            if rank == self.pp.rank:
-                if stage and self.stage_ranks[stage - 1] != rank:
-                    hidden = self._receive((cached.width // self.multiple, len(rows), self.config.hidden_size), stage)
-                hidden = self.stages[stage].hidden_states(hidden, batch, cached)
-            elif stage and self.stage_ranks[stage - 1] == self.pp.rank:
-                assert hidden is not None
-                self._send(hidden, rank, stage)
-                hidden = None
+        with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.hidden_size)):
+            ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
-        if self.stage_ranks[-1] == self.pp.rank:
-            assert hidden is not None
-            model = self.stages[len(self.stage_ranks) - 1]
+        for hidden in ended:  # on the rank of the last stage
+            model = self.stages[self.layout.num_stages - 1]
             hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
             found = self._outputs(model, hidden, tokens, counts, step)
         return self._to_leader(found, len(rows), counts, step)
@@ -174,13 +176,9 @@ class StageRunner:
         gloo = self.pp.group is not None and dist.get_backend(self.pp.group) == "gloo"
         return torch.device("cpu") if gloo else self.device
 
-    def _send(self, hidden: Tensor, rank: int, stage: int) -> None:
-        dist.send(hidden.to(self._p2p_device).contiguous(), self.pp.ranks[rank], group=self.pp.group, tag=stage)
 
-    def _receive(self, shape: tuple[int, ...], stage: int) -> Tensor:
-        hidden = torch.empty(shape, dtype=self.dtype, device=self._p2p_device)
-        dist.recv(hidden, self.pp.ranks[self.stage_ranks[stage - 1]], group=self.pp.group, tag=stage)
-        return hidden.to(self.device)
+def _with_cache(model: GPTModel, hidden: Tensor | None, given: tuple[Batch, Cached]) -> Tensor:
+    return model.hidden_states(hidden, *given)
 
 
 CHUNK = 256
