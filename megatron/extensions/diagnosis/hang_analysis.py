@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,6 @@ class Entered:
 
     def __str__(self) -> str:
         return f"{self.what} (number {self.number} over {self.axis}, ranks {', '.join(map(str, self.ranks))})"
-
-
-def record_collectives(environ: MutableMapping[str, str]) -> None:
-    """Enables torch's flight recorder. Call it before `init_process_group`."""
-    environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
 
 
 Group = tuple[str, tuple[int, ...]]
@@ -133,7 +128,7 @@ class CollectivesAnalysis(HangAnalysis):
 
     def __init__(self, status: RankStatus) -> None:
         super().__init__(status)
-        record_collectives(os.environ)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # read by `init_process_group`
 
     def evidence(self) -> Any:
         """[last collective of each group, the rank whose message it waits for]."""

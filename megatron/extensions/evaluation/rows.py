@@ -125,14 +125,10 @@ def plan_rounds(
 
     for length, group in groupby(order, key=padded):
         rows = list(group)
-        size = min(max(1, budget // length), _power_of_two(ceil(len(rows) / replicas)))
+        few = 1 << (ceil(len(rows) / replicas) - 1).bit_length()  # a power of two: where rows are few, few shapes
+        size = min(max(1, budget // length), few)
         batches = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
         batches += [()] * (-len(batches) % replicas)
         dealt = [batches[replica::replicas] for replica in range(replicas)]
         for start in range(0, len(dealt[0]), per_round):
             yield Round(length, size, tuple(tuple(each[start : start + per_round]) for each in dealt))
-
-
-def _power_of_two(value: int) -> int:
-    """The next one: where rows are few, few shapes of batches."""
-    return 1 << (value - 1).bit_length()

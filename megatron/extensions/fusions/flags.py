@@ -93,7 +93,7 @@ for _operation, _kernel in {
     "clear_rows_behind_": "gemm_choice:CLEAR_ROWS",
     "add_fp8_product_": "gemm_choice:WEIGHT_GRADS",
     "residual_gemm": "gemm_choice:RESIDUAL_GEMM",
-    "mlp": "fused_mlp:MLP_KERNEL",
+    "mlp": "layer:MLP_KERNEL",
 }.items():
     KERNELS.register(_operation, f"{_HERE}.{_kernel}")
 

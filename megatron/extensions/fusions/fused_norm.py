@@ -101,16 +101,9 @@ class FusedLayerNorm(LayerNorm):
 
     centered = True
 
-    def forward(
-        self,
-        x: Tensor | ResidualSum,
-        update: Tensor | None = None,
-        mask: DropoutMask | None = None,
-        residual: bool = False,
-        cast: InputCast | None = None,
-    ) -> Any:
-        """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
-        stream = x if isinstance(x, ResidualSum) else ResidualSum(x, update, mask)
+    def forward(self, x: Tensor | ResidualSum, residual: bool = False, cast: InputCast | None = None) -> Any:
+        """The norm of x [..., h], or with `residual` (the sum, its norm): see `add_and_norm`."""
+        stream = x if isinstance(x, ResidualSum) else ResidualSum(x)
         if self.fuses():
             norm = Norm(self.weight, self.bias, self.eps, self.centered, self.one_plus)
             found = fused_norm(stream.x, stream.update, norm, stream.mask, cast)
@@ -140,7 +133,7 @@ def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = 
     norm's.
     """
     if isinstance(norm, FusedLayerNorm):
-        found: tuple[Tensor, Tensor] = norm(*stream, residual=True, cast=None if observed(norm) else cast)
+        found: tuple[Tensor, Tensor] = norm(stream, residual=True, cast=None if observed(norm) else cast)
         return found
     x = stream.added()
     return x, norm(x)

@@ -54,7 +54,7 @@ def _when(wants: Callable[[LogsConfig], object]) -> Callable[[RunConfig], bool]:
 SINKS.register("TensorBoard", f"{HERE}.dashboards:TensorBoardSink", when=_when(lambda o: o.tensorboard_dir))
 SINKS.register("Weights & Biases", f"{HERE}.dashboards:WandbSink", when=_when(lambda o: o.wandb_project))
 LOG_FORMATS.register("megatron", f"{HERE}.megatron_format:MegatronLines")
-CALLBACKS.register("samples", f"{HERE}.sample_log:SampleLog", when=_when(lambda o: o.sample_log))
+CALLBACKS.register("samples", f"{HERE}.meters:SampleLog", when=_when(lambda o: o.sample_log))
 CALLBACKS.register("losses of data sets", f"{HERE}.meters:SourceLosses", when=_when(lambda o: o.log_source_loss))
 CALLBACKS.register(
     "sums", f"{HERE}.meters:ModelSums", when=_when(lambda o: o.log_params_norm or o.log_num_zeros_in_grad)

@@ -80,7 +80,7 @@ class TorchDistTensors:
     def find(self, model: TransformerConfig) -> list[str]:
         states = {meta.name: meta for meta, _ in model_states(model)}
         shapes = {k: shape for k, shape in self.shapes.items() if not k.startswith("optimizer.")}
-        found = {k: meta for k, meta in states.items() if _has(k, shapes)}
+        found = {k: meta for k, meta in states.items() if {k, re.sub(r"layers\.\d+\.", "layers.", k)} & shapes.keys()}
         self.metas = {meta.name: meta for meta in parameter_metas(model)} | found
         misfits = partial(stacked_misfits, shapes, model.num_layers)
         self.ways = find_ways(self.metas, stacked_ways, shapes, misfits)
@@ -209,11 +209,6 @@ class MegatronSource(Source):
         samples = (self.config.training.global_batch_size or 1) // (replicas if isinstance(replicas, int) else 1)
         scaler = loss_scaler_of(self.tensors.common.get("optimizer"), max(1, samples))
         return TrainingState(progress, count, kinds, read, lambda kind, name: torch.float32, scaler)
-
-
-def _has(name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a state of ours is in the checkpoint: under its own name, or stacked with those of other layers."""
-    return name in shapes or re.sub(r"layers\.\d+\.", "layers.", name) in shapes
 
 
 def _sharding(common: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.actions import COMPUTE, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.extensions.diagnosis.trace.assembly import RankTrace, assemble
+from megatron.extensions.diagnosis.trace.pipeline_timeline import RankTrace, assemble
 from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, malformed
 from megatron.extensions.simulator.simulator import StageCosts, simulate
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.parallel_state import Axis
-from megatron.extensions.unit_sharding import unit_bucket
-from megatron.extensions.unit_sharding.unit_bucket import UnitBucket
+from megatron.extensions.unit_sharding import unit_sharding
+from megatron.extensions.unit_sharding.unit_sharding import UnitBucket
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 
@@ -42,7 +42,7 @@ MUTANTS: Mutants = {
         Combination.of(world="2", optimizer="parameters"),
     ),
     "a gather of other ranks' shards left out": (
-        [(unit_bucket, "start_all_gather", _own_shard_alone)],
+        [(unit_sharding, "start_all_gather", _own_shard_alone)],
         Combination.of(world="2", optimizer="parameters", style="llama"),
     ),
     "gradients of a unit dropped before all of them have been reduced": (
