@@ -17,7 +17,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from .common import refuse_picture, run_tool, tool_parser
-from .pictures.drawing import new_figure, write_picture
+from .pictures.drawing import Series, curves, write_picture
 from .pictures.run_folder import read_metrics
 
 TRAIN_KEY = "lm_loss"
@@ -34,24 +34,18 @@ def labels_of(folders: list[Path]) -> list[str]:
 
 def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
     """Writes the picture and returns a line that says what is in it."""
-    figure = new_figure(8, 4.5)
-    axes = figure.subplots()
-    summary, runs = [], [read_metrics(path) for path in paths]
-    for path, run, label in zip(paths, runs, labels_of([run.path for run in runs]), strict=True):
+    series, summary, runs = [], [], [read_metrics(path) for path in paths]
+    for number, (path, run, label) in enumerate(zip(paths, runs, labels_of([run.path for run in runs]), strict=True)):
         losses, valid = run.values(TRAIN_KEY), run.values(VALID_KEY)
         if not losses:
             raise ValueError(f"{path} has no record with an iteration and {TRAIN_KEY}")
-        (line,) = axes.plot(*zip(*losses, strict=True), linewidth=1.2, label=f"{label}, training")
-        if valid:
-            marks = {"markersize": 4, "color": line.get_color(), "label": f"{label}, validation"}
-            axes.plot(*zip(*valid, strict=True), "o", **marks)
+        series.append(Series(f"{label}, training", losses, colour=f"C{number}"))
+        series.append(Series(f"{label}, validation", valid, dots=True, colour=f"C{number}"))
         summary.append(f"{path}: lm loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f}, {len(valid)} validation points")
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("lm loss (nats per token)")
+    if (figure := curves("lm loss", "nats per token", series, size=(8, 4.5))) is None:
+        raise ValueError("no loss is a finite number")
     if log_scale:
-        axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    axes.legend()
+        figure.axes[0].set_yscale("log")
     write_picture(figure, output)
     return "\n".join(summary)
 

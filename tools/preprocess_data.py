@@ -30,6 +30,8 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from tqdm import tqdm
+
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
@@ -126,27 +128,18 @@ class Progress:
         self.shown = 0
         self.start = time.monotonic()
         self.done: dict[str, int] = {}
-        self.bar = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=sum(self.sizes.values()), unit="B", unit_scale=True)
+        self.bar = tqdm(total=sum(self.sizes.values()), unit="B", unit_scale=True, disable=None)
 
     def update(self, chunk: Chunk, summary: Summary) -> None:
         summary.seconds = time.monotonic() - self.start
         self.done[chunk.path] = chunk.consumed
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"{summary.documents_per_second:.0f} documents/s", refresh=False)
-            self.bar.update(sum(self.done.values()) - self.bar.n)
-        elif summary.documents // self.interval > self.shown:
+        self.bar.set_postfix_str(f"{summary.documents_per_second:.0f} documents/s", refresh=False)
+        self.bar.update(sum(self.done.values()) - self.bar.n)
+        if self.bar.disable and summary.documents // self.interval > self.shown:
             self.shown = summary.documents // self.interval
             share = 100 * sum(self.done.values()) / max(1, sum(self.sizes.values()))
             said = f"{summary.documents:,} documents ({share:.0f} % of the input), {summary.rates}"
             print(said, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 def preprocess(
@@ -156,7 +149,7 @@ def preprocess(
     summary = Summary()
     progress = Progress(inputs, interval)
     with ExitStack() as stack:
-        stack.callback(progress.close)
+        stack.callback(progress.bar.close)
         dtype = best_dtype(tokenizer.vocab_size)
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
         for chunk, encoded in encode_all(job, read_chunks(inputs, job.reading, CHUNK_BYTES), workers):

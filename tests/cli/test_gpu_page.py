@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import HANG
-from tools.bench.gpu import of_this_device
+from tools.bench.gpu import SHAPES, config_of, planner_tflops
 from tools.bench.gpu_page import main, page, read_folder
 
 ROOT = Path(__file__).parents[2]
@@ -109,11 +109,12 @@ def test_figures_of_two_devices_are_told_apart(tmp_path: Path) -> None:
 def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """device.yaml of a trial on CPU, or of another GPU."""
     h100 = ROOT / "megatron/extensions/planner/devices/h100.yaml"
-    assert of_this_device(h100, "NVIDIA H100 80GB HBM3") == [str(h100)]
+    config = config_of(SHAPES["tiny"], 1, 1, "--bf16 --cpu")
+    assert list(planner_tflops(config, [], h100, "NVIDIA H100 80GB HBM3")) == [str(h100)]
     assert capsys.readouterr().out == ""
-    assert of_this_device(h100, "NVIDIA H200") == []
+    assert planner_tflops(config, [], h100, "NVIDIA H200") == {}
     assert "h100.yaml: it is of NVIDIA H100 80GB HBM3, and this is NVIDIA H200" in capsys.readouterr().out
-    assert of_this_device(ROOT / "none.yaml", "NVIDIA H200") == []
+    assert planner_tflops(config, [], ROOT / "none.yaml", "NVIDIA H200") == {}
     assert "none.yaml" in capsys.readouterr().out
 
 

@@ -14,6 +14,7 @@ saves copy to is taken when a run begins and kept; the stall of the first one is
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -48,16 +49,13 @@ BYTES = 12
 Seconds = dict[str, float]
 
 
-def shapes(parameters: float, ranks: int) -> Iterator[tuple[str, tuple[int, int]]]:
+def shapes(parameters: float) -> Iterator[tuple[str, tuple[int, int]]]:
     """Matrices of a transformer with about this many parameters, of width 1024: (name, shape)."""
-    h, left, layer = 1024, int(parameters), 0
-    yield "embedding", (32768, h)
-    left -= 32768 * h
-    while left > 0:
-        for name, shape in (("qkv", (3 * h, h)), ("proj", (h, h)), ("fc1", (4 * h, h)), ("fc2", (4 * h, h))):
-            yield f"layers.{layer}.{name}", shape
-            left -= shape[0] * shape[1]
-        layer += 1
+    h, vocabulary = 1024, 32768
+    yield "embedding", (vocabulary, h)
+    for layer in range(math.ceil((parameters / h - vocabulary) / (12 * h))):
+        for name, width in {"qkv": 3, "proj": 1, "fc1": 4, "fc2": 4}.items():
+            yield f"layers.{layer}.{name}", (width * h, h)
 
 
 class State:
@@ -69,7 +67,7 @@ class State:
         self.boxes: dict[str, ShardedBoxes] = {}
         mesh = init_device_mesh("cpu", (ranks,))
         self.dtensors: dict[str, DTensor] = {}
-        for name, (rows, columns) in shapes(parameters, ranks):
+        for name, (rows, columns) in shapes(parameters):
             mine = rows // ranks
             for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
                 key, data = f"{kind}.{name}", torch.empty(mine, columns)

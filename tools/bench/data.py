@@ -3,7 +3,7 @@
     python tools/bench/data.py                       # all three
     python tools/bench/data.py --part index --rounds 5
 
-preprocess  tools/preprocess_data.py on about 50 MB of source text from this machine, by SentencePiece and by byte-level
+preprocess  tools/preprocess_data.py on about 50 MB of Python's source code, by SentencePiece and by byte-level
             BPE (through gigatoken where it is installed, and through tokenizers), 1 and 2 workers, beside the tokenizer
             alone on the same texts in memory, in as many processes.
 index       Document, sample and shuffle indices of 2,000,000 documents of 600 tokens on average, sequences of 2048,
@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing import get_context
@@ -39,6 +39,7 @@ if __package__ in (None, ""):
 import numpy as np
 
 from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
+from tools.build_corpus import documents
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -80,26 +81,16 @@ def _with_peak(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 # Preprocessing
 
 DOCUMENT_CHARACTERS = 100_000
-SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp")
-
-
-def texts() -> Iterator[str]:
-    """Documents from the source files of Python and its packages, in a fixed order. Long texts are cut, as the memory
-    of a tokenizer grows with the longest document."""
-    for root in (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")):
-        for path in sorted(root.rglob("*")):
-            if path.suffix in SUFFIXES and path.is_file():
-                with suppress(UnicodeDecodeError, OSError):
-                    text = path.read_text(encoding="utf-8")
-                    yield from (text[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(text), DOCUMENT_CHARACTERS))
+"""Long texts are cut, as the memory of a tokenizer grows with the longest document."""
 
 
 def write_corpus(path: Path, megabytes: float) -> None:
-    """Writes about this many MB of JSON lines; repeats the texts if there are fewer."""
-    size = 0
+    """Writes about this many MB of Python's source code as JSON lines; repeats it if there is less."""
+    size, library = 0, Path(sysconfig.get_paths()["stdlib"])
     with open(path, "w", encoding="utf-8") as out:
-        for text in cycle(texts()):
-            size += out.write(json.dumps({"text": text}) + "\n")
+        for text in (document["text"] for document in cycle(documents(library, with_tests=True, min_chars=0))):
+            for at in range(0, len(text), DOCUMENT_CHARACTERS):
+                size += out.write(json.dumps({"text": text[at : at + DOCUMENT_CHARACTERS]}) + "\n")
             if size >= megabytes * 1e6:
                 break
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.parts import linear_format
+from megatron.extensions.diagnosis.trace.pipeline_timeline import covered
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.training.config.run_config import RunConfig
 from tools.bench.side_by_side import Spread
@@ -149,10 +150,10 @@ def random(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat1
     return torch.randn(shape, device=device).to(dtype)
 
 
-def products_in_bf16(size: Size, config: RunConfig, device: torch.device) -> Call:
-    """Forward, input gradient and weight gradient of a linear layer, on random numbers."""
+def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, device: torch.device) -> Call:
+    """Forward, input gradient and weight gradient of a linear layer, on random numbers, into memory that is there."""
     rows, out, size_in = size
-    x, dy, weight = random(device, rows, size_in), random(device, rows, out), random(device, out, size_in)
+    x, dy, weight = (random(device, *shape, dtype=dtype) for shape in ((rows, size_in), (rows, out), (out, size_in)))
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
 
     def call() -> None:
@@ -190,7 +191,8 @@ def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
     and few calls: fp8 products may take a second each there."""
     side, calls, size = (8192, 10, 2**30) if device.type == "cuda" else (64, 1, 2**24)
     shapes = {f"{side}^3": (side,) * 3, **products(config)}
-    parts = [Part("", f"{n} bf16", partial(products_in_bf16, s), 6e-12 * prod(s)) for n, s in shapes.items()]
+    in_bf16 = {name: partial(linear_products, shape, torch.bfloat16) for name, shape in shapes.items()}
+    parts = [Part("", f"{name} bf16", make, 6e-12 * prod(shapes[name])) for name, make in in_bf16.items()]
     if linear_format(config.parallel) is not None:
         del shapes["head"]
         parts += [Part("", f"{n} fp8", partial(products_in_fp8, s), 6e-12 * prod(s)) for n, s in shapes.items()]
@@ -292,13 +294,9 @@ def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None)
 def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
     """Of the kernels and copies in a trace as `export_chrome_trace` writes it."""
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") in GPU_CATEGORIES]
-    spans = sorted((float(event["ts"]), float(event["dur"]), event["name"]) for event in events)
-    busy, until = 0.0, float("-inf")
-    for start, length, _ in spans:
-        busy += max(0.0, start + length - max(until, start))
-        until = max(until, start + length)
-    whole = until - spans[0][0] if spans else 0.0
-    return groups_of([(name, length, 1) for _, length, name in spans], whole, busy)
+    spans = [(float(event["ts"]), float(event["ts"] + event["dur"])) for event in events]
+    whole = max((stop for _, stop in spans), default=0.0) - min((start for start, _ in spans), default=0.0)
+    return groups_of([(event["name"], float(event["dur"]), 1) for event in events], whole, covered(spans))
 
 
 def groups_of(times: Iterable[tuple[str, float, int]], whole: float, busy: float) -> list[Group]:

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,13 +253,11 @@ class RegionUse:
 def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
     """Within it compiled regions are compiled to the device's code, run on fake tensors, and are counted by name."""
     uses: dict[str, RegionUse] = {}
-    known: dict[tuple[Any, bool], Callable[..., Any]] = {}
 
+    @cache
     def compiled(function: Callable[..., Any], static: bool = False) -> Callable[..., Any]:
-        if (function, static) not in known:
-            name = f"{function.__module__.removeprefix('megatron.core.')}.{function.__qualname__}"
-            known[function, static] = _watched(function, static, uses.setdefault(name, RegionUse(name)), mode)
-        return known[function, static]
+        name = f"{function.__module__.removeprefix('megatron.core.')}.{function.__qualname__}"
+        return _watched(function, static, uses.setdefault(name, RegionUse(name)), mode)
 
     limit = max(torch._dynamo.config.recompile_limit, compiled_regions.RECOMPILE_LIMIT)
     with (

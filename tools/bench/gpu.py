@@ -184,7 +184,11 @@ def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
 
 
 def measure(
-    config: RunConfig, args: argparse.Namespace, device: torch.device, note: Callable[[dict[str, Any]], object]
+    config: RunConfig,
+    args: argparse.Namespace,
+    device: torch.device,
+    name: str,
+    note: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
     """Ceilings, rounds of steps, then one step under the profiler. Figures are printed as they are found; `note` sees
     them before the planner and the profiler run."""
@@ -219,7 +223,7 @@ def measure(
         print(f"{ceiling.name:<14}{ceiling.result}")
     say(gpu_page.training(rows))
     note(result)
-    result["planner"] = planner_tflops(config, args.device)
+    result["planner"] = planner_tflops(config, args.device, args.calibrated, name)
     say(gpu_page.planner(rows))
     note(result)
     groups = device_time.profiled(partial(take_steps, run, 1), on_gpu, args.trace)
@@ -232,32 +236,22 @@ def say(lines: Iterable[str]) -> None:
     print("\n".join(lines), flush=True)
 
 
-def planner_tflops(config: RunConfig, devices: Sequence[str]) -> dict[str, float]:
-    """By device file, the predicted speed of a step; without those that lack a rate, as one for fp8, which it says."""
+def planner_tflops(config: RunConfig, devices: Sequence[str], own: Path | None, name: str) -> dict[str, float]:
+    """By device file, the predicted speed of a step. Says why one is left out: it lacks a rate, as one for fp8, or is
+    the file `own` of another device than `name`."""
     from megatron.extensions.planner.device_file import read_device
     from megatron.extensions.planner.time.step_time import predict_step
 
     found = {}
-    for name in devices:
+    for path in [*devices, *([str(own)] if own is not None else [])]:
         try:
-            found[name] = predict_step(config, 1, read_device(name)).tflops
+            device = read_device(path)
+            if path == str(own) and device.name != name:
+                raise ValueError(f"it is of {device.name}, and this is {name}")
+            found[path] = predict_step(config, 1, device).tflops
         except (ValueError, OSError, ImportError) as error:
-            print(f"not predicted for {name}: {error}")
+            print(f"not predicted for {path}: {error}")
     return found
-
-
-def of_this_device(path: Path, name: str) -> list[str]:
-    """The device file `path` if it is of the device `name`; else it says why not."""
-    from megatron.extensions.planner.device_file import read_device
-
-    try:
-        found = read_device(str(path)).name
-        why = "" if found == name else f"it is of {found}, and this is {name}"
-    except (ValueError, OSError, ImportError) as error:
-        why = str(error)
-    if why:
-        print(f"not predicted for {path}: {why}")
-    return [] if why else [str(path)]
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -319,8 +313,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.cpu:
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     print(f"{facts.get('gpu', 'no GPU')}, {gib(free)} GiB free")
-    if args.calibrated is not None:
-        args.device = [*args.device, *of_this_device(args.calibrated, facts.get("gpu") or facts["cpu"])]
     room = int(free * args.memory_share / (1 + len(args.compare)))
     try:
         config, flags = chosen_config(args, room)
@@ -341,7 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = rows_of(interleaved(contestants, args.rounds, note=lambda found: note(rows_of(found))))
         say_rows(rows)
     else:
-        rows = [measure(config, args, device, lambda result: note([result]))]
+        name = facts.get("gpu") or facts["cpu"]
+        rows = [measure(config, args, device, name, lambda result: note([result]))]
     write_json(args.json, facts, rows)
     return 0
 

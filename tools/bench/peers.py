@@ -159,7 +159,7 @@ def torchtitan_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]
 
 def megatron_core_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]:
     """megatron-core's GPTModel of its own layers, without Transformer Engine and Apex, which need a GPU."""
-    _forget_this_program()
+    forget("megatron")
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -212,11 +212,11 @@ def megatron_core_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., An
     return model, lambda run, tokens, labels: run(tokens, positions, hidden, labels=labels).mean()
 
 
-def _forget_this_program() -> None:
-    """Makes `import megatron` find megatron-core's, which has the same name as the package beside `tools`."""
+def forget(*packages: str) -> None:
+    """Has these packages, which this checkout has too, be imported from elsewhere from now on."""
     root = Path(__file__).resolve().parents[2]
-    sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
 
 

@@ -42,7 +42,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.peers import ONLY_LLAMA, PEERS, STYLES, Style, build_peer
+from tools.bench.peers import ONLY_LLAMA, PEERS, STYLES, Style, build_peer, forget
 from tools.bench.side_by_side import (
     DIGITS,
     Contestant,
@@ -137,21 +137,13 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
     """The matrix products alone, each into existing memory."""
     import torch
 
+    from tools.bench.device_time import linear_products
+
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    kind = getattr(torch, dtype)
-    work = []
-    for size_in, size_out in style.products:
-        x, y = torch.randn(style.tokens, size_in, dtype=kind), torch.randn(style.tokens, size_out, dtype=kind)
-        weight = torch.randn(size_out, size_in, dtype=kind)
-        work.append((x, y, weight, torch.empty_like(x), torch.empty_like(y), torch.empty_like(weight)))
-
-    def step() -> None:
-        for x, y, weight, out_x, out_y, out_weight in work:
-            torch.mm(x, weight.t(), out=out_y)
-            torch.mm(y, weight, out=out_x)
-            torch.mm(y.t(), x, out=out_weight)
-
-    return timed(step, steps, style.tokens)
+    kind, cpu = getattr(torch, dtype), torch.device("cpu")
+    sizes = [(style.tokens, size_out, size_in) for size_in, size_out in style.products]
+    calls = [linear_products(size, kind, None, cpu) for size in sizes]
+    return timed(lambda: [call() for call in calls], steps, style.tokens)
 
 
 # Kinds of parallelism
@@ -343,10 +335,9 @@ def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[
 def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Round:
     """`ours` of the program in `checkout`, which replaces whatever this process has imported of another."""
     own = sys.modules[timed.__module__]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "tools")]:
-        del sys.modules[name]
+    forget("megatron", "tools")
     # A folder without __init__.py, as tools/ of an older revision, would yield to a package later in the path.
-    sys.path[:] = [str(checkout), *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
+    sys.path.insert(0, str(checkout))
     import megatron
     import tools.bench.side_by_side as theirs
 

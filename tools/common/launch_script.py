@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -38,20 +38,8 @@ INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")
 NUMBERS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 NUMBERS |= {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
-Truth = bool | None
-"""None: not known."""
-
-
-def negated(value: Truth) -> Truth:
-    return None if value is None else not value
-
-
-def every(values: Sequence[Truth]) -> Truth:
-    return False if False in values else None if None in values else True
-
-
-def some(values: Sequence[Truth]) -> Truth:
-    return negated(every([negated(value) for value in values]))
+NO, UNSURE, YES = 0.0, 0.5, 1.0
+"""Whether a test holds. Not is 1 - x, and is the least, or is the most."""
 
 
 # Syntax
@@ -156,20 +144,20 @@ def word_end(text: str, at: int) -> int:
 class Branch:
     """An `if`, `case`, loop or group that is being read."""
 
-    live: Truth
+    live: float
     """Whether the commands of its present branch run."""
 
-    taken: Truth = False
+    taken: float = NO
     """Whether one of the branches so far has run."""
 
     subject: str = ""
     patterns: list[str] | None = None
     """Of a `case` whose pattern is being read."""
 
-    def enter(self, chosen: Truth) -> None:
+    def enter(self, chosen: float) -> None:
         """Begins a branch that runs if no other did and `chosen` holds."""
-        self.live = every([negated(self.taken), chosen])
-        self.taken = some([self.taken, chosen])
+        self.live = min(YES - self.taken, chosen)
+        self.taken = max(self.taken, chosen)
 
 
 @dataclass
@@ -186,7 +174,7 @@ class LaunchScript:
     """Flags, and assignments that replace others, of branches whose test is not known."""
 
     _branches: list[Branch] = field(default_factory=list)
-    _result: Truth = True
+    _result: float = YES
     _tested: bool = False
     """Whether the last command was a test: of others the exit code is not known, and taken for success."""
 
@@ -199,18 +187,17 @@ class LaunchScript:
         return [word for words in dict.fromkeys(found) for word in words if word not in ALL_ARGUMENTS]
 
     def _run(self, text: str) -> None:
-        depth, before, guard = len(self._branches), "\n", True
+        depth, before, guard = len(self._branches), "\n", YES
         for words, then, documents in commands(text):
-            guards = {"&&": self._result, "||": negated(self._result), "|": guard}
-            guard = guards.get(before, True)  # type: ignore[assignment]
+            guard = {"&&": self._result, "||": YES - self._result, "|": guard}.get(before, YES)
             if not self._in_pattern():
                 words = self._reserved(words, guard)
             if self._in_pattern():
                 self._pattern(words, then)
             elif words and then != "()":
-                self._chain(words, before, every([guard, *(branch.live for branch in self._branches)]))
+                self._chain(words, before, min([guard, *(branch.live for branch in self._branches)]))
             if then in (";;", ";&", ";;&") and self._branches:
-                self._branches[-1].live, self._branches[-1].patterns = False, []
+                self._branches[-1].live, self._branches[-1].patterns = NO, []
             for document in documents:
                 with suppress(ValueError):
                     self._run(document)
@@ -219,22 +206,22 @@ class LaunchScript:
             del self._branches[depth:]
             raise ValueError("a branch is not closed")
 
-    def _chain(self, words: list[str], before: str, live: Truth) -> None:
+    def _chain(self, words: list[str], before: str, live: float) -> None:
         """Runs a command; its result and that of the commands before it in a chain of && and || are one."""
         earlier, tested = self._result, words[0] in ("[", "[[", "test", "!") or words[0].startswith("((")
-        result = True if live is False else self._test(words) if tested else self._simple(words, live)
-        chains = {"&&": every, "||": some}
-        self._result = chains[before]([earlier, result]) if before in chains else result
+        result = YES if live == NO else self._test(words) if tested else self._simple(words, live)
+        chains = {"&&": min(earlier, result), "||": max(earlier, result)}
+        self._result = chains.get(before, result)
         self._tested = tested
 
-    def _reserved(self, words: list[str], guard: Truth) -> list[str]:
+    def _reserved(self, words: list[str], guard: float) -> list[str]:
         """The rest of a command after the reserved words at its start, which open, change and close branches."""
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):
                 self._branches.append(Branch(live=guard))
             elif word == "case":
-                self._branches.append(Branch(False, subject=self._word(rest[0]) if rest else "", patterns=[]))
+                self._branches.append(Branch(NO, subject=self._word(rest[0]) if rest else "", patterns=[]))
                 return rest[2:]
             elif word in ("for", "select"):
                 self._branches.append(Branch(live=guard))
@@ -245,11 +232,11 @@ class LaunchScript:
                     raise ValueError(f"{word} is not expected")
                 branch = self._branches[-1]
                 if word == "then":
-                    branch.enter(self._result if self._tested else None)
+                    branch.enter(self._result if self._tested else UNSURE)
                 elif word == "elif":
-                    branch.live = negated(branch.taken)
+                    branch.live = YES - branch.taken
                 elif word == "else":
-                    branch.enter(True)
+                    branch.enter(YES)
                 else:
                     self._branches.pop()
             elif word == "function":
@@ -271,23 +258,21 @@ class LaunchScript:
             return
         branch.patterns += [self._word(word) for word in words]
         if then == ")":
-            branch.enter(some([_compared(branch.subject, "=", pattern) for pattern in branch.patterns]))
+            branch.enter(max((_compared(branch.subject, "=", pattern) for pattern in branch.patterns), default=NO))
             branch.patterns = None
 
-    def _test(self, words: list[str]) -> Truth:
+    def _test(self, words: list[str]) -> float:
         """The result of a test, as far as its words are known."""
         if words[0] == "!":
-            return negated(self._test(words[1:])) if words[1:] and words[1][0] in "[(" else None
+            return YES - self._test(words[1:]) if words[1:] and words[1][0] in "[(" else UNSURE
         if words[0].startswith("(("):
             found = re.findall(r"[$\w{}]+|[<>=!]=|&&|\|\||\S", words[0][2:-2])
             given = [self._word(f"${word}" if word.isidentifier() else word) for word in found]
         else:
             given = [self._word(word) for word in words[1:] if word not in ("]", "]]")]
-        return some(
-            [every([_clause(clause) for clause in _parted(each, "&&", "-a")]) for each in _parted(given, "||", "-o")]
-        )
+        return max(min(map(_clause, _parted(each, "&&", "-a"))) for each in _parted(given, "||", "-o"))
 
-    def _simple(self, words: list[str], live: Truth) -> Truth:
+    def _simple(self, words: list[str], live: float) -> float:
         """Runs a simple command: assigns variables, and keeps the words of those that train."""
         declared = words[0] in DECLARATIONS
         if declared:
@@ -298,11 +283,11 @@ class LaunchScript:
         if assigned == len(words):
             for word in words:
                 self._assign(word, live)
-            return True
+            return YES
         words = words[assigned:]
         expanded = [field for word in words for field in self._fields(word)]
         if not expanded or expanded[0] in PRINTERS:
-            return True
+            return YES
         start = next((i for i, word in enumerate(expanded) if PROGRAM.fullmatch(word)), None)
         if start is None:
             for text in (word for word in expanded if " " in word.strip() and "--" in word and word not in words):
@@ -316,16 +301,16 @@ class LaunchScript:
             kind = "pretrain" if "pretrain" in PurePath(expanded[start]).name else "other" if start else "any"
             kind = "other" if kind == "any" and not by_variables else kind
             self._start(kind, expanded[start + 1 :], live)
-        return True
+        return YES
 
-    def _start(self, kind: str, words: list[str], live: Truth) -> None:
+    def _start(self, kind: str, words: list[str], live: float) -> None:
         end = next((i for i, word in enumerate(words) if word in ENDS), len(words))
         fields = [field for word in words[:end] for field in (split(word) if " " in word and "--" in word else [word])]
         self.started[kind].append(tuple(fields))
-        if live is None:
+        if live == UNSURE:
             self.unsure += [word for word in fields if word.startswith("--")]
 
-    def _assign(self, assignment: str, live: Truth = True) -> None:
+    def _assign(self, assignment: str, live: float) -> None:
         found = ASSIGNMENT.fullmatch(assignment)
         assert found
         name, adds, raw = found.groups()
@@ -337,7 +322,7 @@ class LaunchScript:
         else:
             value = self._word(raw if earlier is not None else re.sub(rf"\$({name}\b|\{{{name}\}})", "", raw))
         new = value if isinstance(value, list) else split(value)
-        if live is None:
+        if live == UNSURE:
             old = split(earlier) if isinstance(earlier, str) else earlier or []
             flags = [word for word in new if word.startswith("--") and word not in old]
             replaces = earlier not in (None, value) and not adds and "--" not in "".join(new)
@@ -418,29 +403,29 @@ def _parted(words: list[str], *separators: str) -> Iterator[list[str]]:
     yield part
 
 
-def _clause(words: list[str]) -> Truth:
+def _clause(words: list[str]) -> float:
     """The result of one comparison."""
     match words:
         case ["!", *rest]:
-            return negated(_clause(rest))
-        case ["-n" | "-z" as sign, text]:
-            return None if UNKNOWN.search(text) else bool(text) == (sign == "-n")
-        case [text]:
-            return None if UNKNOWN.search(text) else bool(text)
+            return YES - _clause(rest)
+        case ["-z", text]:
+            return YES - _clause([text])
+        case ["-n", text] | [text]:
+            return UNSURE if UNKNOWN.search(text) else float(bool(text))
         case [text, sign, other]:
             return _compared(text, sign, other)
-    return None
+    return UNSURE
 
 
-def _compared(text: str, sign: str, other: str) -> Truth:
+def _compared(text: str, sign: str, other: str) -> float:
     if UNKNOWN.search(text + other):
-        return None
+        return UNSURE
     if sign in ("=", "==", "!="):
-        return fnmatchcase(text, other) == (sign != "!=")
+        return float(fnmatchcase(text, other) == (sign != "!="))
     try:
-        return bool(NUMBERS[sign](int(text), int(other)))
+        return float(NUMBERS[sign](int(text), int(other)))
     except (KeyError, ValueError):  # no comparison, or no numbers
-        return None
+        return UNSURE
 
 
 def quoted(word: str) -> str:

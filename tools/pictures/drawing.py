@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +97,7 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
+    colour: str | None = None
 
 
 def curves(
@@ -106,17 +107,19 @@ def curves(
     text: Callable[[float], str] | None = None,
     zero: bool = False,
     marks: Sequence[float] = (),
+    size: tuple[float, float] = (5.8, 2.6),
 ) -> Figure | None:
     """A chart over iterations; None where no series has a finite value. With `zero` the axis begins at 0. `marks` are
     upright lines at iterations; `text` writes the axis' values, those of bytes at powers of two."""
-    finite = [Series(one.name, [(x, y) for x, y in one.points if math.isfinite(y)], one.dots) for one in series]
+    finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
         return None
-    figure = new_figure(5.8, 2.6)
+    figure = new_figure(*size)
     axes = figure.subplots()
     for one in finite:
         look: dict[str, Any] = {"marker": "o", "markersize": 4} if one.dots or len(one.points) == 1 else {}
+        look |= {"color": one.colour} if one.colour else {}
         axes.plot(*zip(*one.points, strict=True), "" if one.dots else "-", linewidth=1.2, label=one.name, **look)
     first, last = axes.get_xlim()
     for mark in marks:

@@ -81,17 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.world_size is None or min(args.world_size, args.gpus_per_node) < 1:
         parser.error("--world-size and --gpus-per-node must be at least 1, or name a --trace")
     else:
-        found = planned_map(config_of(ModelParallelConfig, args), args.world_size, args.gpus_per_node)
+        dims = ParallelDims.from_config(config_of(ModelParallelConfig, args), args.world_size)
+        found = planned_map(dims, args.gpus_per_node)
     print("\n".join(lines(found)))
     if args.output is not None:
         write_picture(rank_picture(found), args.output)
     return 0
 
 
-def planned_map(config: ModelParallelConfig, world_size: int, gpus_per_node: int) -> RankMap:
-    """Consecutive ranks on a node. Raises ValueError if the layout does not fit the ranks."""
-    nodes = [f"node {rank // gpus_per_node}" for rank in range(world_size)]
-    return RankMap(ParallelDims.from_config(config, world_size), nodes)
+def planned_map(dims: ParallelDims, gpus_per_node: int) -> RankMap:
+    """Consecutive ranks on a node."""
+    return RankMap(dims, [f"node {rank // gpus_per_node}" for rank in range(dims.world_size)])
 
 
 def map_of_trace(trace: dict[str, Any]) -> RankMap:

@@ -21,7 +21,7 @@ from megatron.training.config.batch_size import byte_text
 
 from .drawing import Series, curves, inline, short_number, time_text
 from .plot_memory import in_order, measured_bars, memory_picture, planned_bars, told
-from .plot_ranks import RankMap, lines, map_of_trace, rank_picture
+from .plot_ranks import lines, map_of_trace, planned_map, rank_picture
 from .plot_trace import chosen, phases_picture, timeline_picture
 from .plot_trace import told as step_told
 from .run_folder import CONFIG, RunFolder, number
@@ -175,8 +175,7 @@ def layout(run: RunFolder, gpus_per_node: int) -> Markup:
         except (KeyError, TypeError, ValueError) as error:
             source = f"The trace has no layout: {error!r}."
     if found is None and (dims := run.dims()) is not None:
-        nodes = [f"node {rank // gpus_per_node}" for rank in range(dims.world_size)]
-        found = RankMap(dims, nodes)
+        found = planned_map(dims, gpus_per_node)
         source = f"Nodes of {gpus_per_node} consecutive ranks (--gpus-per-node); a trace records the hosts themselves."
     if found is None:
         return html.paragraph(source or "The layout is not known: the configuration or the number of ranks is missing.")
