@@ -93,7 +93,6 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
     if not path.is_file() or world_size is None:
         return None, "the configuration or the number of ranks is not known"
     try:
-        from megatron.core.parallel_dims import ParallelDims
         from megatron.extensions.planner.memory import memory_of_ranks
         from megatron.training.config.arguments import parse_args
         from megatron.training.config.validation import resolve
@@ -103,8 +102,7 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         # The size that the run's tokenizer had stands in the file as derived: the tokenizer may be gone.
         vocab_size = run.config.get("vocab-size") if given.model.vocab_size is None else None
         config = plan_of(resolve(given, world_size, vocab_size)).longest.config
-        dims = ParallelDims.from_config(config.parallel, world_size)
-        return [rank.record for rank in memory_of_ranks(config, dims)], ""
+        return [rank.record for rank in memory_of_ranks(config, world_size)], ""
     except SystemExit:
         return None, f"{CONFIG} is not accepted by this version"
     except Exception as error:  # a report must not fail for want of a plan

@@ -26,7 +26,8 @@ from statistics import median
 import pretrain_gpt
 import tools.calibrate
 from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.time.step_time import PlannerCache, StepTime, predict_step
+from megatron.extensions.planner.fake_stage import PlannerCache
+from megatron.extensions.planner.time.step_time import StepTime, predict_step
 from megatron.training.config.arguments import command_line
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch

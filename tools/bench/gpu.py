@@ -29,12 +29,9 @@ if __package__ in (None, ""):
 
 import torch
 
-from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import linear_format
-from megatron.extensions.planner.activations import activations_of_ranks
-from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.flops import flops_per_token
-from megatron.extensions.planner.memory import states_of_rank
+from megatron.extensions.planner.memory import memory_of_ranks
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
@@ -123,11 +120,8 @@ def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
 
 def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
     """(states, activations, working memory) of the dry run's plan for one device."""
-    dims = ParallelDims.from_config(config.parallel, 1)
-    states = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, 0).memory.total
-    assert config.training.num_microbatches is not None
-    (held,) = activations_of_ranks(MicroBatch.of(config), config.training.num_microbatches)
-    return states, held.peak, held.total - held.peak
+    (rank,) = memory_of_ranks(config, 1)
+    return rank.plan.memory.total, rank.activations.peak, rank.working
 
 
 def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:

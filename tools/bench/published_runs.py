@@ -28,11 +28,11 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.flops import model_flops
-from megatron.extensions.planner.memory import memory_of_ranks
-from megatron.extensions.planner.time.step_time import PlannerCache, predict_step
+from megatron.extensions.planner.memory import fullest, memory_of_ranks
+from megatron.extensions.planner.time.step_time import predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
@@ -183,8 +183,7 @@ def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[Compared]:
     """Plans the rank that holds most. Raises ValueError if a run's flags are not legal."""
     for run in runs:
         config = run.config()
-        ranks = memory_of_ranks(config, ParallelDims.from_config(config.parallel, run.gpus))
-        held = max(ranks, key=lambda rank: rank.total)
+        held = fullest(memory_of_ranks(config, run.gpus))
         pairs = zip(held.plan.stages, held.activations.in_flight, strict=True)
         layers = sum(len(stage.layers) * microbatches for stage, microbatches in pairs)
         heads = config.model.num_attention_heads // run.tp

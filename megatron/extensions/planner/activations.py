@@ -11,25 +11,14 @@ B, or to I, and from there to W what the weight gradients need.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
-from megatron.extensions.planner.fake_stage import (
-    FakeStages,
-    MicroBatch,
-    Part,
-    PartCache,
-    StageParts,
-    Unit,
-    fake_stages,
-    planned,
-)
-from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.fake_stage import MicroBatch, Part, PlannerCache, StageParts, Unit
+from megatron.extensions.planner.time.events import StageMemory
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.simulator.simulator import StageCosts, held_at_peak
 
@@ -37,64 +26,12 @@ MEASURED_LAYERS = 3
 """Number of identical layers measured per recomputed group; each further one adds the same."""
 
 
-@dataclass(frozen=True)
-class BufferCounts:
-    """Numbers of buffers by their bytes."""
-
-    of_size: Mapping[int, int] = field(default_factory=dict)
-
-    def __add__(self, more: BufferCounts) -> BufferCounts:
-        sizes = {**self.of_size, **more.of_size}
-        return BufferCounts({size: self.of_size.get(size, 0) + more.of_size.get(size, 0) for size in sizes})
-
-    def __rmul__(self, factor: int) -> BufferCounts:
-        return BufferCounts({size: factor * number for size, number in self.of_size.items()})
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of one micro-batch on one stage."""
-
-    kept: int = 0
-    """From the forward pass to the backward: saved activations, and the input that the executor holds."""
-
-    for_weights: int = 0
-    """Between I and W, where the schedule has these."""
-
-    forward: int = 0
-    """The most there is at once during F."""
-
-    backward: int = 0
-    """During B, or I: what is kept included."""
-
-    weight: int = 0
-    """During W: what was left for it included."""
-
-    weight_copies: int = 0
-    """fp8 copies of weights, made once a step for all micro-batches."""
-
-    offloaded: int = 0
-    """On the host from the forward pass to the backward, and not in `kept`."""
-
-    host: BufferCounts = field(default_factory=BufferCounts)
-    """The host's buffers for it, by size."""
-
-    def __add__(self, more: StageMemory) -> StageMemory:
-        return StageMemory(*(a + b for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
-
-    def __mul__(self, factor: int) -> StageMemory:
-        return StageMemory(*(factor * value for value in vars(self).values()))
-
-    def __sub__(self, less: StageMemory) -> StageMemory:
-        return self + less * -1
-
-
-class ActivationPlan(StageParts[StageMemory]):
+class ActivationPlan(StageParts):
     """What stages of one configuration hold of a micro-batch."""
 
-    def __init__(self, batch: MicroBatch, plans: ActivationPlans | None = None) -> None:
-        """`plans` keep what other configurations with the same layers take."""
-        super().__init__(batch, plans or ActivationPlans(), _measured)
+    def __init__(self, batch: MicroBatch, cache: PlannerCache | None = None) -> None:
+        """`cache` keeps what other configurations with the same layers take."""
+        super().__init__(batch, cache or PlannerCache())
 
     def stage(self, stage: Stage) -> StageMemory:
         """The memory of one stage; peaks are to the byte where its layers are of one kind."""
@@ -136,35 +73,7 @@ class ActivationPlan(StageParts[StageMemory]):
                 before, after = units[:number], units[number + 1 :]
                 few, fewer = (self._part([*before, part, *after], first, last) for part in shorter)
                 return few + (few - fewer) * more
-        return self.of([Part(tuple(units), first, last)])[0]
-
-
-def _measured(batch: MicroBatch, parts: Sequence[Part]) -> list[StageMemory]:
-    def measured(meta: bool) -> list[StageMemory]:
-        with fake_stages(batch, meta) as fakes:
-            return [_measure(fakes, part) for part in parts]
-
-    return planned(batch, measured)
-
-
-def _measure(fakes: FakeStages, part: Part) -> StageMemory:
-    """Runs one micro-batch through a part and back, as the executor does, and counts."""
-    stage = fakes.build(part)
-    with fakes.casts.kept():
-        if linear_format(fakes.parallel) is not None:  # the first micro-batch makes the copies of weights
-            _run(fakes, stage)
-        return replace(_run(fakes, stage), weight_copies=fakes.casts.nbytes)
-
-
-def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
-    peak, held = dict[str, int](), dict[str, int]()
-    with LiveMemory() as live:
-        fakes.live = live
-        for part in fakes.passes(stage):
-            peak[part], held[part] = live.peak, live.now
-            live.restart_peak()
-    peaks = peak["forward"], peak["backward"], peak["weight"]
-    return StageMemory(held["sent"], held["done"], *peaks, 0, fakes.offloaded, BufferCounts(Counter(fakes.on_host)))
+        return self.of([Part(tuple(units), first, last)])[0].memory
 
 
 @dataclass(frozen=True)
@@ -195,16 +104,12 @@ class RankActivations:
         return self.peak + self.weight_copies + self.working
 
 
-ActivationPlans = PartCache[StageMemory]
-"""What is measured for plans of many configurations."""
-
-
 def activations_of_ranks(
-    batch: MicroBatch, microbatches: int, plans: ActivationPlans | None = None
+    batch: MicroBatch, microbatches: int, cache: PlannerCache | None = None
 ) -> list[RankActivations]:
-    """By pipeline rank, for steps of this number of micro-batches. `plans` keeps what is measured between calls."""
+    """By pipeline rank, for steps of this number of micro-batches. `cache` keeps what is measured between calls."""
     model, parallel = batch.model, batch.parallel
-    layout, plan = pipeline_layout(model, parallel), ActivationPlan(batch, plans)
+    layout, plan = pipeline_layout(model, parallel), ActivationPlan(batch, cache)
     stages = [plan.stage(stage) for stage in pipeline_stages(model, parallel)]
     share = [stage.for_weights / max(1, stage.kept) for stage in stages]
     costs = StageCosts(activation=[stage.kept for stage in stages], kept_for_weight_grad=share)

@@ -6,10 +6,10 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -22,27 +22,40 @@ from megatron.core import collectives
 from megatron.core.attention import core_attention
 from megatron.core.attention.tile_kernels import Gradients, Kernel, Outputs, Rows, TorchKernel, key_rows, query_rows
 from megatron.core.attention.tiles import Tile
-from megatron.core.attention.varlen import PackedKernel
+from megatron.core.attention.varlen import Lengths, Window
+from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import dispatcher, experts
 from megatron.core.tensor_parallel import weight_grad
 from megatron.extensions.fp8 import casts
+from megatron.extensions.fp8.casts import Scaled
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, fits
 from megatron.extensions.fusions.attention.flash_kernels import FlashCUDAKernel, fits_flash, of_any_widths
+
+T = TypeVar("T")
 
 
 class PlannedFlash:
     """FlashAttention of packed sequences: makes what it returns, and nothing of what it takes and gives back."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Any, window: Any) -> tuple[Tensor, Tensor]:
+        self._launch(q, v, lengths, window, False)
         return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Any, window: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        self._launch(qkv[0], qkv[2], lengths, window, True)
         dq, dk, dv = (x.new_empty(x.shape) for x in qkv)
         return dq, dk, dv
+
+    def _launch(self, q: Tensor, v: Tensor, lengths: Lengths | None, window: Window, backward: bool) -> None:
+        """Of whole samples; `FakeKernel` tells those of tiles."""
+        if lengths is not None:
+            (rows, heads, width), longest = q.shape, lengths[2]
+            seen = Span(window[0] + 1 or None).mean(longest)
+            launched(rows * heads * seen, width, v.shape[-1], longest, backward)
 
 
 class PlannedFlashKernel(FlashCUDAKernel):
@@ -60,6 +73,33 @@ def launched(pairs: float, width: int, value_width: int, length: int, backward: 
     """Called at each launch of an attention kernel, to be replaced by what records it: for this number of query-key
     pairs, of all heads, with values of `value_width`, over `length` keys. With `dropout` both passes of the backward
     are one launch."""
+
+
+def multiplied(name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, Any]) -> None:
+    """Called at each product of a kernel that torch does not have on tensors without values, to be replaced by what
+    records it. The name ends with _ where `out` is added to, unless a `beta` of 0 is among the options."""
+
+
+unseen: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Around what is part of a launch, to be replaced by what leaves it out of a recording."""
+
+
+def _dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a [n, k], b [m, k] -> [n, m]"""
+    out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
+    multiplied("fp8", a.values, b.values.t(), out, {})
+    return out
+
+
+def _add_fp8_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
+    """out [o, i] += dy [o, n] x [i, n]^T"""
+    multiplied("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
+
+
+def _add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: experts.Segments) -> None:
+    """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
+    for rows in filter(None, segments.sizes_of(x)):
+        multiplied("addmm_", dy[:rows].t(), x[:rows], out[0], {})
 
 
 def _launch(q: Tensor, v: Tensor, tiles: Sequence[Tile], backward: bool, dropout: bool = False) -> None:
@@ -82,17 +122,20 @@ def seen_pairs(tile: Tile) -> float:
 
 
 class FakeKernel:
-    """Makes tensors of the shapes that a kernel makes, one launch for each tile. If `parts` is given, it takes parts of
-    samples, as context parallelism has them: whole samples need no packing, and have one launch at all widths."""
+    """Makes tensors of the shapes that a kernel makes, one launch for each tile. If `parts` is given, it makes those of
+    parts of samples, as context parallelism has them: whole samples need no packing, and have one launch at all
+    widths."""
 
     needs_places, most_queries = False, None
 
-    def __init__(self, parts: Kernel | None = None, packed: PackedKernel | None = None) -> None:
-        self.parts, self.packed = parts, packed
+    def __init__(self, parts: Kernel | None = None) -> None:
+        self.parts, self.packed = parts, None if parts is None else PlannedFlash()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         if self.parts is not None and not _whole(tiles, q, k):
-            yield from self.parts.forward(q, k, v, tiles)
+            for tile, outputs in _as_launched(self.parts.forward(q, k, v, tiles)):
+                _launch(query_rows(q, tile), v, (tile,), False)
+                yield tile, outputs
             return
         for tile in tiles:
             queries = query_rows(q, tile)
@@ -103,12 +146,24 @@ class FakeKernel:
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
         if self.parts is not None and not _whole(tiles, q, k):
-            yield from self.parts.backward(rows, q, k, v, tiles)
+            for tile, gradients in _as_launched(self.parts.backward(rows, q, k, v, tiles)):
+                _launch(query_rows(q, tile), v, (tile,), True)
+                yield tile, gradients
             return
         for tile in tiles:
             queries, keys, values = query_rows(q, tile), key_rows(k, tile), key_rows(v, tile)
             _launch(queries, v, (tile,), True)
             yield tile, (queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape))
+
+
+def _as_launched(found: Iterator[T]) -> Iterator[T]:
+    """Tiles, whose copies into and out of a launch are not recorded beside it."""
+    while True:
+        with unseen():
+            each = next(found, None)
+        if each is None:
+            return
+        yield each
 
 
 def statistics_of(q: Tensor) -> Tensor:
@@ -224,9 +279,10 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: 
     stand_ins: list[tuple[Any, str, Any]] = [
         (dispatcher, "on_device", lambda x: True),
         (collectives, "sums_exchanged", lambda x: False),
-        (casts, "multiplies_in_fp8", lambda x: True),
-        (casts, "add_fp8_product_", lambda *operands: None),
-        (experts, "add_each_product_", lambda *operands: None),
+        (casts, "multiplies_in_fp8", lambda x: False),
+        (casts, "dequantized_mm", _dequantized_mm),
+        (casts, "add_fp8_product_", _add_fp8_product_),
+        (experts, "add_each_product_", _add_each_product_),
         (core_attention, "kernels_of", planned_kernels_of),
         (weight_grad, "adds_in_one_kernel", lambda out: out.dtype == torch.float32),
     ]

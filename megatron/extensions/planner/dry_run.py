@@ -9,14 +9,12 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, PIPELINE_SCHEDULES, update_ahead
-from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
-from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
+from megatron.core.pipeline_parallel.stages import stage_costs
 from megatron.extensions.planner.device_file import read_device
 from megatron.extensions.planner.memory import GIB, RANKS_SHOWN, Fit, fullest, memory_lines, memory_of_ranks
-from megatron.extensions.planner.time.pipeline import flows_between_steps, post_validated, unflushed
-from megatron.extensions.simulator.simulator import StageCosts, simulate
+from megatron.extensions.planner.time.pipeline import Schedule
+from megatron.extensions.simulator.simulator import StageCosts
 from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
 from megatron.training.config.flags import flat_values
 from megatron.training.config.foreign_flags import DIFFERENCES
@@ -26,6 +24,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase, RunPlan, plan_of
 
 if TYPE_CHECKING:
+    from megatron.extensions.planner.fake_stage import PlannerCache
     from megatron.extensions.planner.time.step_time import StepTime
 
 
@@ -33,13 +32,15 @@ class DeviceError(ValueError):
     """A device file lacks what a step needs."""
 
 
-def predicted_step(config: RunConfig, world_size: int, device: str, gpus_per_node: int | None) -> StepTime:
-    """Predicts a step on the device of a file. Raises DeviceError."""
+def predicted_step(
+    config: RunConfig, world_size: int, device: str, gpus_per_node: int | None, cache: PlannerCache | None = None
+) -> StepTime:
+    """Predicts a step on the device of a file. `cache` is that of `predict_step`. Raises DeviceError."""
     from megatron.extensions.planner.time.step_time import predict_step
 
     speeds = read_device(device)
     try:
-        return predict_step(config, world_size, speeds, gpus_per_node)
+        return predict_step(config, world_size, speeds, gpus_per_node, cache)
     except ValueError as error:
         raise DeviceError(str(error)) from error
 
@@ -89,12 +90,14 @@ def print_plan(
     misses, which the caller tells. If it is "" the JSON is all that is printed.
     Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
-    dims = ParallelDims.from_config(config.parallel, world_size)
+    from megatron.extensions.planner.fake_stage import PlannerCache
+
+    dims, cache = ParallelDims.from_config(config.parallel, world_size), PlannerCache()
     run = plan_of(config)
     largest = run.longest.config
     of = f" in phase {run.longest.name}, the largest" if len(run.phases) > 1 else ""
-    step = predicted_step(largest, world_size, device, gpus_per_node) if device is not None else None
-    memory = memory_of_ranks(largest, dims)
+    step = predicted_step(largest, world_size, device, gpus_per_node, cache) if device is not None else None
+    memory = memory_of_ranks(largest, world_size, cache)
     size = device_memory or (step.device.memory_gib if step is not None else None)
     fit = None if size is None else Fit(fullest(memory), int(size * GIB))
     fits = [] if fit is None else [fit.line]
@@ -237,23 +240,12 @@ def _experts_line(m: TransformerConfig) -> str:
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none: up to the
     gradient norm, for which all wait without --optimizer-post-validation."""
-    parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
-    costs = stage_costs(config.model, parallel)
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    in_turns = parallel.pass_pair is not None
-    times = StageCosts(forward=costs, input_grad=costs, weight_grad=costs)
-    shape = parallel.schedule, layout.pp, microbatches, layout.chunks
-    tied, flows = bool(tied_stages(config.model, layout)), flows_between_steps(config)
-    ahead = update_ahead(config.optimizer) is not None and PIPELINE_SCHEDULES.facts(parallel.schedule).flushes
-    if flows:
-        _, bubble = unflushed(*shape[:3], times, tied)
-    elif ahead:
-        _, bubble = post_validated(pipeline_lists(*shape, False, group, in_turns, True), times, tied)
-    else:
-        bubble = simulate(build_schedule(*shape, group, in_turns), times).bubble
+    schedule, costs = Schedule.of_run(config), stage_costs(config.model, config.parallel)
+    bubble = schedule.bubble(StageCosts(forward=costs, input_grad=costs, weight_grad=costs), microbatches)
+    layout, ahead = schedule.layout, update_ahead(config.optimizer) is not None
     where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
-    unless = " that is neither clipped nor skipped" if ahead else ""
-    return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
+    unless = " that is neither clipped nor skipped" if ahead and PIPELINE_SCHEDULES.facts(schedule.name).flushes else ""
+    return f"pipeline {schedule.name}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
 
 
 def batch_lines(plan: RunPlan, dims: ParallelDims) -> Iterator[str]:

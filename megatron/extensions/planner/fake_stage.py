@@ -7,12 +7,12 @@ real rank. torch's own "fake" backend would need the default process group, whic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
@@ -38,8 +39,11 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.extensions.planner import as_on_gpus as gpus
 from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
 from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.time.events import BufferCounts, PassEvents, StageMemory
+from megatron.extensions.planner.time.recorder import Recorder, done
 from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
 
@@ -132,12 +136,6 @@ grouped product has its shape, which torch knows in bf16 only; a 16-bit product 
 device, which is asked for as often as anything else."""
 
 
-def done(func: Any, args: Any, work: dist.Work) -> Any:
-    """What an operator of c10d returns: its first argument where it has such a result, and `work`."""
-    results = len(func._schema.returns)
-    return None if results == 0 else work.boxed() if results == 1 else (args[0], work.boxed())
-
-
 class NoValues(TorchDispatchMode):
     """Gives `ANSWERS`, and completes collectives at once."""
 
@@ -175,11 +173,13 @@ class FakeStages:
     """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
 
     def __init__(self, batch: MicroBatch, state: ParallelState, device: str) -> None:
+        on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
+        self.recorder = Recorder(on_gpus and not batch.bf16_sums, "auto" if backend == "triton" else backend)
         run = RunConfig(parallel=batch.parallel, extension_options=batch.parallel.extension_options)
         run = with_named(run, WITHOUT_GROUPS)
         self.batch, self.state, self.device = batch, state, device
         self.parallel = parallel = replace(run.parallel, compile=batch.parallel.compiles(batch.device))
-        self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
+        self.queue, self.casts = WeightGradQueue(), WeightCasts()
         self.offload = build_store(parallel, self.device)
         self.offloaded, self.on_host = 0, list[int]()
         """Of `passes`: bytes copied to the host in the forward, and those of each buffer there."""
@@ -243,7 +243,7 @@ class FakeStages:
         ends: F; the output is sent; the gradient is received; B, or I; what they held is let go of; W."""
         if self.offload is not None:
             self.offload.pool, self.offload.sent = self.offload.new_pool(), 0
-            self.on_host = self.live.count_apart(self.offload.pool)
+            self.on_host = self.recorder.count_apart(self.offload.pool)
         hidden, output = self.forward(stage)
         self.offloaded = self.offload.sent if self.offload is not None else 0
         yield "forward"
@@ -263,6 +263,30 @@ class FakeStages:
             self.queue.end()
             self.queue.run(0)
         yield "weight"
+
+    def record(self, part: Part) -> PassEvents:
+        """What one micro-batch does in a part, forward and back, and what it holds."""
+        stage = self.build(part)
+        with self.casts.kept():
+            first = found = self._recorded(stage)
+            if linear_format(self.parallel) is not None:  # the first micro-batch makes the copies of weights
+                found = self._recorded(stage)
+            memory = replace(found.memory, weight_copies=self.casts.nbytes)
+        once = () if found is first else tuple(event for event in first.forward if event not in set(found.forward))
+        return replace(found, once=once, memory=memory)
+
+    def _recorded(self, stage: GPTModel) -> PassEvents:
+        """Of one micro-batch in a stage, as the executor runs it."""
+        peak, held, events = dict[str, int](), dict[str, int](), {}
+        self.recorder.begin()
+        with self.recorder as live:
+            for part in self.passes(stage):
+                peak[part], held[part], events[part] = live.peak, live.now, live.take()
+                live.restart_peak()
+        peaks = peak["forward"], peak["backward"], peak["weight"]
+        host = BufferCounts(Counter(self.on_host))
+        memory = StageMemory(held["sent"], held["done"], *peaks, offloaded=self.offloaded, host=host)
+        return PassEvents(events["forward"], events["backward"], events["weight"], memory=memory)
 
 
 def layer_kinds(batch: MicroBatch) -> list[Hashable]:
@@ -295,23 +319,36 @@ def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[
 
 
 @dataclass
-class PartCache(Generic[T]):
+class PlannerCache:
     """What was found out about parts of stages, for configurations whose layers do the same to share."""
 
     kinds: dict[Hashable, list[int]] = field(default_factory=dict)
     """Model -> for each layer the first layer that is like it."""
 
-    known: dict[MicroBatch, dict[Part, T]] = field(default_factory=dict)
+    known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
     """By micro-batch in a layer."""
 
+    def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
+        """By stage, the parts that it runs in order: the embedding, single layers, the head."""
+        parts = StageParts(batch, self)
+        wanted = [list(_single_parts(stage, parts.units(stage))) for stage in stages]
+        events = iter(parts.of([part for own in wanted for part in own]))
+        return [[next(events) for _ in own] for own in wanted]
 
-class StageParts(Generic[T]):
+
+def _single_parts(stage: Stage, units: Sequence[Unit]) -> Iterator[Part]:
+    if stage.first:
+        yield Part(first=True)
+    yield from (Part((unit._replace(layers=(number,)),)) for unit in units for number in unit.layers)
+    if stage.last:
+        yield Part(last=True)
+
+
+class StageParts:
     """The parts of one configuration's stages; each distinct one is run once."""
 
-    def __init__(
-        self, batch: MicroBatch, cache: PartCache[T], run: Callable[[MicroBatch, Sequence[Part]], list[T]]
-    ) -> None:
-        self.batch, self._run = batch, run
+    def __init__(self, batch: MicroBatch, cache: PlannerCache) -> None:
+        self.batch = batch
         self._alike = numbered_kinds(batch, cache.kinds)
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
         # What does not offload is the same whatever other layers do, and so are the ends whatever layers recompute.
@@ -330,14 +367,14 @@ class StageParts(Generic[T]):
     def _key(self, part: Part) -> Part:
         return part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units))
 
-    def of(self, parts: Sequence[Part]) -> list[T]:
+    def of(self, parts: Sequence[Part]) -> list[PassEvents]:
         """What they do or hold. Those that are not known yet are run, all of a kind in one fake step."""
         keys = list(map(self._key, parts))
-        found: dict[Part, T] = {}
+        found: dict[Part, PassEvents] = {}
         for kind, (batch, known) in self._of_kind.items():
             own = {key: part for key, part in zip(keys, parts, strict=True) if _kind_of_part(part) == kind}
             if missing := {key: part for key, part in own.items() if key not in known}:
-                known |= zip(missing, self._run(batch, list(missing.values())), strict=True)
+                known |= zip(missing, _recorded(batch, list(missing.values())), strict=True)
             found |= {key: known[key] for key in own}
         return [found[key] for key in keys]
 
@@ -377,18 +414,9 @@ def _drop_grad(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def regions_as_kernels(live: Callable[[], LiveMemory]) -> AbstractContextManager[None]:
-    """Compiled regions run as they are written, since no compiler takes fake tensors; what comes and goes in one is not
-    counted by the present `live`."""
-
-    def as_kernel(function: Callable[..., Any], static: bool) -> Callable[..., Any]:
-        @wraps(function)
-        def run(*args: Any) -> Any:
-            with live().one_kernel():
-                return function(*args)
-
-        return run
-
+def regions_as_kernels(live: LiveMemory) -> AbstractContextManager[None]:
+    """Has compiled regions run by `live`."""
+    as_kernel = lambda function, static: lambda *args: live.run_region(function, args)  # noqa: E731
     return replaced((compiled_regions, "_compiled", as_kernel))
 
 
@@ -403,8 +431,18 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
         kernels = torch.device("meta") if meta else nullcontext()
     with fake_state(batch.parallel) as state, tensors, NoValues(), kernels:
         fakes = FakeStages(batch, state, "meta" if meta else "cpu")
-        with regions_as_kernels(lambda: fakes.live):
+        live = fakes.recorder
+        launches = (gpus, "launched", live.attention), (gpus, "multiplied", live.product), (gpus, "unseen", live.unseen)
+        with regions_as_kernels(live), replaced(*launches):
             yield fakes
+
+
+def _recorded(batch: MicroBatch, parts: Sequence[Part]) -> list[PassEvents]:
+    def recorded(meta: bool) -> list[PassEvents]:
+        with fake_stages(batch, meta) as fakes:
+            return [fakes.record(part) for part in parts]
+
+    return planned(batch, recorded)
 
 
 def planned(batch: MicroBatch, work: Callable[[bool], T]) -> T:

@@ -29,7 +29,8 @@ from megatron.training.config.batch_size import byte_text, formats_of_states, mi
 from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from megatron.extensions.planner.activations import ActivationPlans, MicroBatch, RankActivations
+    from megatron.extensions.planner.activations import RankActivations
+    from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
 
 EMBEDDING = "embedding.word_embeddings"
 
@@ -143,15 +144,9 @@ class RankStates:
     in_flight: UnitsInFlight
 
 
-def states_of_rank(
-    model: TransformerConfig,
-    parallel: ModelParallelConfig,
-    optimizer: OptimizerConfig,
-    ddp: DDPConfig,
-    dims: ParallelDims,
-    pp_rank: int,
-) -> RankStates:
+def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
     """Parameters and bytes of states of the ranks at `pp_rank`."""
+    model, parallel, optimizer, ddp = config.model, config.parallel, config.optimizer, config.ddp
     layout, stages = pipeline_layout(model, parallel), pipeline_stages(model, parallel)
     mine = [stages[s] for s in layout.stages_of(pp_rank)]
     metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
@@ -165,20 +160,15 @@ def states_of_rank(
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta.name))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
-    in_flight = _units_in_flight(buffers, model, parallel, ddp, mine)
+    in_flight = _units_in_flight(buffers, config, mine)
     return RankStates(pp_rank, tuple(mine), metas, elements, memory, in_flight)
 
 
-def _units_in_flight(
-    buffers: Sequence[BufferLayout],
-    model: TransformerConfig,
-    parallel: ModelParallelConfig,
-    ddp: DDPConfig,
-    stages: Sequence[Stage],
-) -> UnitsInFlight:
+def _units_in_flight(buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage]) -> UnitsInFlight:
     """Two units at a time are whole: the one that is computed and the next one; or, of gradients, the one that is
     computed and the bucket that is reduced. Exact for one stage a rank without multi-token prediction, one unit too
     few or too many otherwise."""
+    parallel, ddp = config.parallel, config.ddp
     sizes: dict[str, list[int]] = {}
     reductions: dict[str, int] = {}
     buckets = [bucket for buffer in buffers if buffer.by_unit for bucket in buffer.buckets]
@@ -190,7 +180,7 @@ def _units_in_flight(
         return UnitsInFlight()
     units, held, first, last = list(sizes), 0, stages[0].first, stages[-1].last
     backward = units
-    if model.tied_embeddings and last and EMBEDDING in sizes:  # the output layer's unit is the embedding
+    if config.model.tied_embeddings and last and EMBEDDING in sizes:  # the output layer's unit is the embedding
         backward = inner = [unit for unit in units if unit != EMBEDDING]
         units = [*(units if first else inner), EMBEDDING]
         if first:  # its gradient is whole from one end of the backward to the other
@@ -312,15 +302,13 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
 
 
-def memory_of_ranks(config: RunConfig, dims: ParallelDims, measured: ActivationPlans | None = None) -> list[RankMemory]:
-    """By pipeline rank. `measured` keeps between calls what layers of other layouts hold."""
+def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | None = None) -> list[RankMemory]:
+    """By pipeline rank. `cache` keeps between calls what layers of other layouts do."""
     from megatron.extensions.planner.activations import MicroBatch, activations_of_ranks
 
-    plans = [
-        states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
-        for rank in range(dims.pp)
-    ]
-    activations = activations_of_ranks(MicroBatch.of(config), microbatches_of(config, dims), measured)
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    plans = [states_of_rank(config, dims, rank) for rank in range(dims.pp)]
+    activations = activations_of_ranks(MicroBatch.of(config), microbatches_of(config, dims), cache)
     pairs = zip(plans, activations, strict=True)
     return [RankMemory(plan, held, come_and_go(plan, held, config)) for plan, held in pairs]
 

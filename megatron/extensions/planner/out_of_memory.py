@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_stages
-from megatron.extensions.planner.activations import ActivationPlans
+from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.memory import RankMemory, memory_of_ranks
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.flags import field_table, with_named
@@ -56,8 +56,8 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
     """Several lines: planned and held bytes of the ranks at `pp_rank` by category, and the first of `changes` whose
     plan fits into the device; where the device's size is not known, as on CPU, the first that takes less. `run` is
     None before it has been built."""
-    plans, until = ActivationPlans(), time.monotonic() + SECONDS
-    plan, held = planned_memory(config, world_size, pp_rank, plans), held_bytes(run)
+    cache, until = PlannerCache(), time.monotonic() + SECONDS
+    plan, held = planned_memory(config, world_size, pp_rank, cache), held_bytes(run)
     size = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     planned = {
         "parameters": plan.sizes["weights"],
@@ -78,20 +78,18 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
         lines.append(f"the device has {byte_text(size)}")
     # What is held beyond the plan, as by other programs and in fragments, is held after a change too.
     limit = plan.total if size is None else size - max(0, held["total"] - plan.total)
-    lines.append(_cheapest(config, world_size, pp_rank, limit, until, plans))
+    lines.append(_cheapest(config, world_size, pp_rank, limit, until, cache))
     return "\n".join(lines)
 
 
-def _cheapest(
-    config: RunConfig, world_size: int, pp_rank: int, limit: int, until: float, plans: ActivationPlans
-) -> str:
+def _cheapest(config: RunConfig, world_size: int, pp_rank: int, limit: int, until: float, cache: PlannerCache) -> str:
     for change in changes(config):
         if time.monotonic() > until:
             break
         changed = with_change(config, change, world_size)
         if changed is None:
             continue
-        plan = planned_memory(changed, world_size, pp_rank, plans)
+        plan = planned_memory(changed, world_size, pp_rank, cache)
         host = plan.plan.memory.host
         if plan.total < limit and host < host_memory_of_a_rank():
             beside = f" and {byte_text(host)} of host memory" if host else ""
@@ -117,9 +115,9 @@ def flags_of(change: Change) -> str:
     )
 
 
-def planned_memory(config: RunConfig, world_size: int, pp_rank: int, plans: ActivationPlans) -> RankMemory:
-    """What the ranks at `pp_rank` hold. `plans` keeps what has been measured for other changes."""
-    return memory_of_ranks(config, ParallelDims.from_config(config.parallel, world_size), plans)[pp_rank]
+def planned_memory(config: RunConfig, world_size: int, pp_rank: int, cache: PlannerCache) -> RankMemory:
+    """What the ranks at `pp_rank` hold. `cache` keeps what has been measured for other changes."""
+    return memory_of_ranks(config, world_size, cache)[pp_rank]
 
 
 def host_memory_of_a_rank() -> float:

@@ -221,18 +221,13 @@ MODEL = TransformerConfig(
     ids=["dropout", "window", "none"],
 )
 def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], pairs: float) -> None:
-    traces = pytest.importorskip("megatron.extensions.planner.time.recorder")
-    replay = pytest.importorskip("megatron.extensions.planner.time.replay")
+    fakes = pytest.importorskip("megatron.extensions.planner.fake_stage")
+    events = pytest.importorskip("megatron.extensions.planner.time.events")
     model = replace(MODEL, **more)
-    with traces.recorded_stages(traces.MicroBatch(model, ModelParallelConfig(bf16=True), 2)) as (fakes, recorder):
-        stage = fakes.build(traces.Part((traces.Unit((0,)),)))
-        recorder.take()
-        _, output = fakes.forward(stage)
-        forward = recorder.take()
-        torch.autograd.backward([output], [fakes.hidden()])
-        passes_of = (forward, recorder.take())
-        found = [[event for event in events if isinstance(event, replay.Attention)] for events in passes_of]
-    assert [len(events) for events in found] == [1, 1]
+    with fakes.fake_stages(fakes.MicroBatch(model, ModelParallelConfig(bf16=True), 2)) as stages:
+        passes = stages.record(fakes.Part((fakes.Unit((0,)),)))
+    found = [[each for each in way if isinstance(each, events.Attention)] for way in (passes.forward, passes.backward)]
+    assert [len(launches) for launches in found] == [1, 1]
     drops, all_pairs, width = model.attention_dropout > 0, 2 * 4 * pairs, 16
     for (event,), products, passes in zip(found, (2, 7 if drops else 5), (1, 2), strict=True):
         assert event.flops == pytest.approx(2 * all_pairs * width * products, rel=0.01)

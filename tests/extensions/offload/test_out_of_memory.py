@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from megatron.extensions.planner import out_of_memory
-from megatron.extensions.planner.activations import ActivationPlans
+from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.out_of_memory import flags_of, planned_memory, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
@@ -35,7 +35,7 @@ def test_states_in_host_memory_are_named_where_that_has_room(free: int) -> None:
     assert changed is not None
     with mock.patch.object(out_of_memory, "host_memory_of_a_rank", return_value=free):
         found = report(flags, mock.Mock(total_memory=planned(flags, change) + 1))
-    host, before = (planned_memory(each, 2, 0, ActivationPlans()).plan.memory.host for each in (changed, config))
+    host, before = (planned_memory(each, 2, 0, PlannerCache()).plan.memory.host for each in (changed, config))
     assert host > 100_000 and before == 0
     fits = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 (plan: "
     assert (fits in found) == (free > host)

@@ -111,7 +111,7 @@ def has_planned_bytes(run: TrainingRun, world_size: int) -> bool:
 
     config = run.config
     dims, stage = ParallelDims.from_config(config.parallel, world_size), run.runtime.state.pp.rank
-    plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, stage).memory
+    plan = states_of_rank(config, dims, stage).memory
     return run.optimizer.nbytes[0] == plan.optimizer and plan.rollback > plan.parameters > 0
 
 

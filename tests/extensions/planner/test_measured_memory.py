@@ -154,7 +154,7 @@ def plan(config: RunConfig, world_size: int) -> list[Memory]:
     assert micro is not None
     found = []
     for rank, held in enumerate(activations_of_ranks(MicroBatch.of(config), micro)):
-        plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
+        plan = states_of_rank(config, dims, rank)
         states, units = plan.memory, plan.in_flight.parameters + plan.in_flight.gradients
         kept, peak = held.peak + held.weight_copies, held.total + plan.in_flight.total
         host = states.host + held.host

@@ -10,12 +10,10 @@ import torch
 
 from megatron.core.pipeline_parallel.stages import pipeline_stages, whole_model
 from megatron.core.transformer.mlp import MLP
-from megatron.extensions.planner import activations, fake_stage
-from megatron.extensions.planner.activations import ActivationPlan, StageMemory
-from megatron.extensions.planner.fake_stage import MicroBatch
-from megatron.extensions.planner.time import recorder as traces
-from megatron.extensions.planner.time.recorder import PlannerCache
-from megatron.extensions.planner.time.replay import PassEvents
+from megatron.extensions.planner import fake_stage
+from megatron.extensions.planner.activations import ActivationPlan
+from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
+from megatron.extensions.planner.time.events import PassEvents, StageMemory
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 
@@ -58,8 +56,9 @@ def batch_of(flags: str) -> MicroBatch:
 def plans_of(batch: MicroBatch) -> tuple[list[list[PassEvents]], list[StageMemory]]:
     """What each stage does and holds."""
     stages = pipeline_stages(batch.model, batch.parallel)
-    plan = ActivationPlan(batch)
-    return PlannerCache().parts_of(batch, stages), [plan.stage(stage) for stage in stages]
+    cache = PlannerCache()
+    plan = ActivationPlan(batch, cache)
+    return cache.parts_of(batch, stages), [plan.stage(stage) for stage in stages]
 
 
 def on_fake_tensors(batch: MicroBatch, work: Callable[[bool], Any]) -> Any:
@@ -75,8 +74,7 @@ def test_they_are_those_on_fake_tensors(case: str, monkeypatch: pytest.MonkeyPat
     batch = batch_of(CASES[case])
     found = []
     for planned in (on_meta_tensors, on_fake_tensors):
-        for module in (activations, traces):
-            monkeypatch.setattr(module, "planned", planned)
+        monkeypatch.setattr(fake_stage, "planned", planned)
         found.append(plans_of(batch))
     assert found[0] == found[1]
     assert found[0][0][0] and found[0][1][0].kept
@@ -97,7 +95,7 @@ def test_a_part_that_reads_values_is_planned_on_fake_tensors(monkeypatch: pytest
         assert x[0, 0, :2].tolist() == [0.0, 0.0]
         return forward(mlp, x, context)
 
-    monkeypatch.setattr(activations, "fake_stages", noted)
+    monkeypatch.setattr(fake_stage, "fake_stages", noted)
     monkeypatch.setattr(MLP, "forward", reads)
     assert ActivationPlan(batch).stage(whole_model(batch.model)) == known
     assert tried and tried == [True, False] * (len(tried) // 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.extensions.planner import activations, out_of_memory
+from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.out_of_memory import explain, flags_of, planned_memory, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
@@ -48,7 +49,7 @@ def report(flags: str, device: mock.Mock | None = None, taken: int = 0) -> str:
 def planned(flags: str, change: Mapping[str, object] = {}) -> int:
     config = with_change(resolve(parse_args(f"{MODEL} {flags}".split()), 2), change, 2) if change else None
     config = config or resolve(parse_args(f"{MODEL} {flags}".split()), 2)
-    return planned_memory(config, 2, 0, activations.ActivationPlans()).total
+    return planned_memory(config, 2, 0, PlannerCache()).total
 
 
 def test_without_a_known_size_the_first_change_that_takes_less_is_named() -> None:

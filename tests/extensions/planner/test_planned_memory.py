@@ -51,7 +51,7 @@ def compare(rank: int, world_size: int, flags: str) -> tuple[Any, Any]:
         optimizer.nbytes[1],
     )
     dims = ParallelDims.from_config(config.parallel, world_size)
-    plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, pp_rank)
+    plan = states_of_rank(config, dims, pp_rank)
     memory = plan.memory
     of_device = memory.parameters, memory.gradients, memory.main_parameters, memory.moments
     assert memory.total == sum(of_device) and optimizer.nbytes[0] == memory.main_parameters + memory.moments

@@ -14,10 +14,11 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.commands import DryRun
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
 from megatron.extensions.planner.dry_run import predicted_step
-from megatron.extensions.planner.fake_stage import MicroBatch
+from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
+from megatron.extensions.planner.time.events import Collective, Event, Move, Product, Wait
 from megatron.extensions.planner.time.pipeline import Schedule
-from megatron.extensions.planner.time.replay import Collective, Event, Move, Network, Placement, Product, Replay, Wait
-from megatron.extensions.planner.time.step_time import SUBJECTS, PlannerCache, StepTime, predict_step
+from megatron.extensions.planner.time.replay import Network, Placement, Replay
+from megatron.extensions.planner.time.step_time import SUBJECTS, StepTime, predict_step
 from megatron.extensions.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.validation import resolve, validate

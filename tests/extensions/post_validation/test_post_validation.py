@@ -123,7 +123,7 @@ def has_planned_bytes(run: TrainingRun, config: RunConfig, world_size: int) -> b
     from megatron.extensions.planner.memory import states_of_rank
 
     dims, stage = ParallelDims.from_config(config.parallel, world_size), run.runtime.state.pp.rank
-    plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, stage).memory
+    plan = states_of_rank(config, dims, stage).memory
     return run.optimizer.nbytes[0] == plan.optimizer > plan.main_parameters + plan.moments
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import yaml
 
 from megatron.extensions.planner.device_file import AttentionSpeed, DeviceFile, GemmSpeed, Link
-from megatron.extensions.planner.time.replay import ROUNDS, Attention, Product
+from megatron.extensions.planner.time.events import Attention, Product
+from megatron.extensions.planner.time.replay import ROUNDS
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megatron.core.collectives import start_all_gather, start_reduce_scatter
 from megatron.core.parallel_state import Axis
 from megatron.extensions.planner.calibration.fit import CollectiveTime, Measured
 from megatron.extensions.planner.device_file import COLLECTIVES as KINDS
-from megatron.extensions.planner.time.replay import Attention, Product
+from megatron.extensions.planner.time.events import Attention, Product
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

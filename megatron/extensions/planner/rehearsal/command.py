@@ -96,7 +96,7 @@ def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
     """The memory of each pipeline rank as `--dry-run` plans it, for as many micro-batches as are rehearsed. A plan runs
     layers by themselves, which a user's layer may not stand."""
     try:
-        memory = memory_of_ranks(rehearsal.config, rehearsal.dims)
+        memory = memory_of_ranks(rehearsal.config, rehearsal.world_size)
         return {rank.plan.pp_rank: rank.total for rank in memory}, []
     except Exception as error:
         return {}, [f"no plan of memory to compare with: {type(error).__name__}: {error}"]
@@ -317,7 +317,7 @@ def problem_lines(records: Sequence[RankRecord], world_size: int) -> list[str]:
         assert failure is not None
         lines += [f"{same[0].name()} failed in {failure.phase}{others if len(same) > 1 else ''}", *_failure(failure)]
     for mismatch in mismatches(records):
-        lines += mismatch.lines()
+        lines += mismatch
     return lines + [f"checkpoint: {line}" for line in coverage_problems(records, len(records) == world_size)]
 
 

@@ -331,7 +331,7 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
         mode.log.objects(),
         mode.host_pools(),
         as_on_gpus(config.model, config.parallel) if on_gpu else nullcontext(),
-        regions_as_kernels(lambda: mode),
+        regions_as_kernels(mode),
     ):
         stack.enter_context(context)
     run = build_run(config, runtime, WithoutInputs())

@@ -212,36 +212,28 @@ def coords_of(rank: int, dims: ParallelDims) -> dict[str, int]:
     return {axis: coords[axis] for axis in axes if dims.size(axis) > 1}
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """The first collective of a group at which two of its ranks differ; None for a rank that has ended."""
-
-    group: Group
-    axis: str
-    number: int
-    """Collectives of the group before it."""
-
-    first: tuple[RankRecord, Collective | None]
-    second: tuple[RankRecord, Collective | None]
-    what: str
-    """What a run would do."""
-
-    def lines(self) -> list[str]:
-        """The report of it."""
-        ranks = self.group.ranks
-        shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
-        sides = [f"  {record.name()}: {_told(found)}" for record, found in (self.first, self.second)]
-        return [f"{self.axis} group [{shown}], call {self.number + 1}: {self.what}", *sides]
+Side = tuple[RankRecord, list[Collective]]
+"""A rank and its collectives of a group, or its messages in one direction."""
 
 
-def _told(collective: Collective | None) -> str:
-    if collective is None:
-        return "makes no further call"
-    return f"{collective} at {collective.site or 'an unknown place'}, in {collective.phase}"
+def _parted(group: Group, axis: str, number: int, sides: tuple[Side, Side], what: str) -> list[str]:
+    """The report of the first collective of a group, behind `number` others, at which two of its ranks differ. `what`
+    says what a run would do."""
+    ranks = group.ranks
+    shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
+    told = [f"  {record.name()}: {_told(calls[number : number + 1])}" for record, calls in sides]
+    return [f"{axis} group [{shown}], call {number + 1}: {what}", *told]
 
 
-def mismatches(records: Sequence[RankRecord]) -> list[Mismatch]:
-    """At most one for each group, or for each direction between two ranks of it. Ranks that failed are left out."""
+def _told(collectives: Sequence[Collective]) -> str:
+    for each in collectives:
+        return f"{each} at {each.site or 'an unknown place'}, in {each.phase}"
+    return "makes no further call"
+
+
+def mismatches(records: Sequence[RankRecord]) -> list[list[str]]:
+    """The lines of each report: at most one for each group, or for each direction between two ranks of it. Ranks that
+    failed are left out."""
     records = [record for record in records if record.failure is None]
     axes = {group: axis for record in records for group, axis in record.axes.items()}
     joint: dict[Group, dict[int, list[Collective]]] = defaultdict(dict)
@@ -258,12 +250,12 @@ def mismatches(records: Sequence[RankRecord]) -> list[Mismatch]:
                 messages[each.group, each.peer, record.rank][1].append(each)
             else:
                 joint[each.group].setdefault(record.rank, []).append(each)
-    found: list[Mismatch] = []
+    found: list[list[str]] = []
     for group, by_rank in joint.items():
         axis = axes.get(group, "user's")
         for rank in by_rank.keys() - set(group.ranks):
             record, text = of_rank[rank], "a rank calls a group that it is not in"
-            found.append(Mismatch(group, axis, 0, (record, by_rank[rank][0]), (record, None), text))
+            found.append(_parted(group, axis, 0, ((record, by_rank[rank]), (record, [])), text))
         members = [rank for rank in sorted(by_rank) if rank in group.ranks]
         for rank in members[1:]:
             pair = (of_rank[members[0]], by_rank[members[0]]), (of_rank[rank], by_rank[rank])
@@ -278,10 +270,7 @@ def mismatches(records: Sequence[RankRecord]) -> list[Mismatch]:
     return found
 
 
-Side = tuple[RankRecord, list[Collective]]
-
-
-def _first_difference(group: Group, axis: str, left: Side, right: Side) -> Mismatch | None:
+def _first_difference(group: Group, axis: str, left: Side, right: Side) -> list[str] | None:
     (one, a), (other, b) = left, right
     places = group.ranks.index(one.rank), group.ranks.index(other.rank)
     pairs = enumerate(zip_longest(a, b))
@@ -290,8 +279,7 @@ def _first_difference(group: Group, axis: str, left: Side, right: Side) -> Misma
         return None
     # Equal calls may hide that one was left out before: the place where call sites part is where it was.
     bad = next((k for k in range(bad) if a[k].site != b[k].site), bad)
-    x, y = (calls[bad] if bad < len(calls) else None for calls in (a, b))
-    return Mismatch(group, axis, bad, (one, x), (other, y), _what(a, b, bad))
+    return _parted(group, axis, bad, (left, right), _what(a, b, bad))
 
 
 def _what(a: Sequence[Collective], b: Sequence[Collective], bad: int) -> str:
@@ -321,13 +309,12 @@ def _received_from(each: Collective, place: int) -> int:
     return each.splits.received[place] if each.splits.received else each.received // len(each.group.ranks)
 
 
-def _message_difference(group: Group, axis: str, sender: Side, receiver: Side) -> Mismatch | None:
-    (one, out), (other, into) = sender, receiver
-    for number, (x, y) in enumerate(zip_longest(out, into)):
+def _message_difference(group: Group, axis: str, sender: Side, receiver: Side) -> list[str] | None:
+    for number, (x, y) in enumerate(zip_longest(sender[1], receiver[1])):
         if x is None or y is None:
-            return Mismatch(group, axis, number, (one, x), (other, y), "a message has no other end; a run would hang")
+            return _parted(group, axis, number, (sender, receiver), "a message has no other end; a run would hang")
         if (x.sent, x.dtype, x.tag) != (y.received, y.dtype, y.tag):
-            return Mismatch(group, axis, number, (one, x), (other, y), "a message is not the one that is received")
+            return _parted(group, axis, number, (sender, receiver), "a message is not the one that is received")
     return None
 
 

@@ -12,21 +12,20 @@ from math import lcm
 import numpy as np
 
 from megatron.core.distributed.param_layout import ALIGNMENT, plan_buffers
-from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import update_ahead
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_stages, whole_model
-from megatron.extensions.planner.activations import ActivationPlan, ActivationPlans, StageMemory, peak_of_actions
+from megatron.extensions.planner.activations import ActivationPlan, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.fake_stage import MicroBatch
+from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
 from megatron.extensions.planner.memory import RankMemory, buffer_bytes, memory_of_ranks
 from megatron.extensions.planner.suggest.space import Family, Layout, Pipeline, Saving, SearchedRun
-from megatron.extensions.planner.time.replay import Attention, Move, PassEvents, Product
+from megatron.extensions.planner.time.events import Attention, Move, PassEvents, Product, StageMemory
+from megatron.extensions.planner.time.replay import Network, Replay
 from megatron.extensions.planner.time.step_time import (
-    PlannerCache,
     StageTimes,
     Step,
     StepTime,
@@ -50,7 +49,7 @@ class LayoutCosts:
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run, self.device, self.gpus_per_node = run, device, gpus_per_node
-        self.cache, self.plans = PlannerCache(), ActivationPlans()
+        self.cache = PlannerCache()
 
     # Exact
 
@@ -63,7 +62,7 @@ class LayoutCosts:
 
     def memory(self, config: RunConfig) -> list[RankMemory]:
         """By pipeline rank."""
-        return memory_of_ranks(config, ParallelDims.from_config(config.parallel, self.run.world_size), self.plans)
+        return memory_of_ranks(config, self.run.world_size, self.cache)
 
     # Bounds on the time
 
@@ -197,7 +196,7 @@ class LayoutCosts:
     def _slope(self, family: Family, stage: Stage) -> StageMemory:
         """What a further sample of a micro-batch holds."""
         first, second = (
-            ActivationPlan(MicroBatch.of(self._probe(family._replace(micro_batch=samples))), self.plans).stage(stage)
+            ActivationPlan(MicroBatch.of(self._probe(family._replace(micro_batch=samples))), self.cache).stage(stage)
             for samples in (1, 2)
         )
         return second - first
@@ -267,7 +266,7 @@ def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvent
 
     Products fill every multiprocessor, at the rate of their inner dimension, or of an endless one where that grows with
     the samples; nothing is launched, no kernel has a shortest time, and collectives take none."""
-    device = replace(device, kernel_floor_us=0.0)
+    device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0)
     first, second = _products(one), _products(two)
     pairs = list(zip(first, second, strict=True)) if len(first) == len(second) else []
     products = sum(_product_us(b, a, device) - _product_us(a, b, device) for a, b in pairs)
@@ -286,11 +285,6 @@ def _product_us(event: Product, other: Product, device: DeviceFile) -> float:
 
 
 def _others_us(parts: Sequence[PassEvents], device: DeviceFile) -> float:
-    total = 0.0
-    for event in (event for part in parts for event in part.every):
-        if isinstance(event, Attention):
-            total += device.attention_us(event.backend, event.width, event.flops, event.length, event.backward)
-            total += device.hash_us(event.hashes)
-        elif isinstance(event, Move):
-            total += device.memory_us(event.moved)
-    return total
+    replay = Replay(device, Network(device, 1), {}, 0.0)
+    others = [event for part in parts for event in part.every if isinstance(event, (Attention, Move))]
+    return 1e6 * sum(replay.kernel(event)[1] for event in others)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.parts import PIPELINE_SCHEDULES, update_ahead
 from megatron.core.pipeline_parallel.actions import Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.pipeline_parallel.walk import TIMED
 from megatron.extensions.simulator.simulator import Simulation, StageCosts, at_stage, lists_of_steps, simulate
 from megatron.training.config.run_config import RunConfig
@@ -40,10 +41,20 @@ class Schedule:
     """Whether the first and the last rank sum up gradients of weights that they share at the end of a step."""
 
     @classmethod
-    def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout, validates: bool = False) -> Schedule:
-        """That of a configuration."""
+    def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout) -> Schedule:
+        """That of a configuration, of a step alone."""
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-        return cls(parallel.schedule, layout, group, parallel.pass_pair is not None, validates)
+        return cls(parallel.schedule, layout, group, parallel.pass_pair is not None)
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> Schedule:
+        """That of a run, whose steps may overlap: where no log line reads the result of each, passes of a schedule that
+        does not flush begin before the step before ends."""
+        alone = cls.of(config.parallel, pipeline_layout(config.model, config.parallel))
+        flushes, tied = PIPELINE_SCHEDULES.facts(alone.name).flushes, bool(tied_stages(config.model, alone.layout))
+        flows = not flushes and config.logging.log_interval > 1
+        validates = update_ahead(config.optimizer) is not None and not (tied or flows)
+        return replace(alone, validates=validates, flows=flows, tied=tied)
 
     def lists(self, microbatches: int, messages: bool = False) -> Lists:
         """The actions of a step by pipeline rank: with VALIDATE if it `validates`; then, or with `messages`, checked
@@ -76,19 +87,21 @@ class Schedule:
         return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
 
     def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
-        if self.flows:
-            time, _ = unflushed(self.name, self.layout.pp, microbatches, costs, self.tied)
-            return (time,) * self.layout.pp
-        if self.validates:
-            time, _ = post_validated(self.lists(microbatches), costs)
-            return (time,) * self.layout.pp
+        if (steady := self._steady(costs, microbatches)) is not None:
+            return (steady[0],) * self.layout.pp
         found = simulate(self.lists(microbatches), costs)
         return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
 
+    def _steady(self, costs: StageCosts, microbatches: int) -> tuple[float, float] | None:
+        """(time of a step, idle share of it) of a run whose steps overlap; None of others."""
+        if self.flows:
+            return unflushed(self.name, self.layout.pp, microbatches, costs, self.tied)
+        return post_validated(self.lists(microbatches), costs) if self.validates else None
 
-def flows_between_steps(config: RunConfig) -> bool:
-    """Whether passes of a step begin before the step before ends: not where a log line reads the result of each."""
-    return not PIPELINE_SCHEDULES.facts(config.parallel.schedule).flushes and config.logging.log_interval > 1
+    def bubble(self, costs: StageCosts, microbatches: int) -> float:
+        """Idle share of a step."""
+        steady = self._steady(costs, microbatches)
+        return simulate(self.lists(microbatches), costs).bubble if steady is None else steady[1]
 
 
 STEPS = 4
@@ -104,18 +117,14 @@ def consecutive(lists: Lists, steps: int) -> Lists:
     ]
 
 
-def post_validated(lists: Lists, costs: StageCosts | None = None, tied: bool = False) -> tuple[float, float]:
+def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
     """(time of a step, idle share of it) in a steady run whose updates are ahead of the norm (UPDATES_AHEAD).
 
     `lists` are of one step, with VALIDATE; there each rank waits for the end of the step before on all ranks. Without
-    VALIDATE no rank waits. arXiv 2401.10241, section 4, and section 5.2 for the bubble.
-
-    With `tied` weights on the first and on the last rank, the sum of their gradients makes these two end a step
-    together, and all others wait for the first one's forward passes: steps do not overlap.
+    VALIDATE no rank waits. arXiv 2401.10241, section 4, and section 5.2 for the bubble. Not for weights that the first
+    and the last rank share: the sum of their gradients makes these two end a step together, and all others wait for the
+    first one's forward passes.
     """
-    if tied:
-        alone = simulate(lists, costs)
-        return alone.makespan, alone.bubble
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)
 

@@ -15,24 +15,15 @@ from typing import Any, NamedTuple
 
 from megatron.core.distributed.param_layout import unit_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, param_gather, update_ahead
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages, whole_model
+from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, param_gather
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, whole_model
 from megatron.extensions.planner.device_file import DeviceFile
-from megatron.extensions.planner.fake_stage import MicroBatch
+from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.planner.memory import DTYPE_BYTES, RankStates, local_shape, states_of_rank
-from megatron.extensions.planner.time.pipeline import Schedule, flows_between_steps
-from megatron.extensions.planner.time.recorder import PlannerCache
-from megatron.extensions.planner.time.replay import (
-    Collective,
-    Event,
-    Network,
-    PassEvents,
-    Placement,
-    Replay,
-    Times,
-    placement,
-)
+from megatron.extensions.planner.time.events import Collective, Event, PassEvents
+from megatron.extensions.planner.time.pipeline import Schedule
+from megatron.extensions.planner.time.replay import Network, Placement, Replay, Times, placement
 from megatron.extensions.simulator.simulator import StageCosts
 from megatron.training.config.run_config import RunConfig
 
@@ -175,13 +166,7 @@ class Step:
         busy = [self.microbatches * each.total for each in ranks]
         ends, messages = tuple(busy), (0.0,) * len(busy)
         if self.layout.num_stages > 1:
-            parallel = config.parallel
-            group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-            in_turns = parallel.pass_pair is not None
-            tied, flows = bool(tied_stages(config.model, self.layout)), flows_between_steps(config)
-            ahead = update_ahead(config.optimizer) is not None and not (tied or flows)
-            schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead, flows, tied)
-            ends, messages = schedule.times(costs, self.microbatches)
+            ends, messages = Schedule.of_run(config).times(costs, self.microbatches)
         between = [self._between(rank, times) for rank in range(self.layout.pp)]
         reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]
         # The rank that ends last may be one that idles for most of the step, and then tells nothing of what bounds it.
@@ -238,8 +223,8 @@ class Step:
             backward.add(self._times(part.backward))
             weight.add(self._times(part.weight))
             once.add(self._times(part.once))
-            if part.offloaded:
-                copy = part.offloaded / self.device.host_gb_per_second / 1e9
+            if part.memory.offloaded:
+                copy = part.memory.offloaded / self.device.host_gb_per_second / 1e9
                 forward.spend("offload", max(0.0, copy - self._times(part.forward).total))
                 backward.spend("offload", max(0.0, copy - self._times(part.backward).total))
             swaps = [e for e in part.forward if isinstance(e, Collective) and e.kind == "all_to_all"]
@@ -288,7 +273,7 @@ class Step:
 
     def _between(self, rank: int, times: Sequence[StageTimes]) -> Exposed:
         config, own = self.config, self.layout.stages_of(rank)
-        states = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, self.dims, rank)
+        states = states_of_rank(config, self.dims, rank)
         forward = sum(times[stage].forward.total for stage in own)
         backward = sum(times[stage].backward.total + times[stage].weight.total for stage in own)
         numels = {False: 0, True: 0}

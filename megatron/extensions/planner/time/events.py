@@ -1,0 +1,162 @@
+"""What a rank does with one micro-batch in a part of a stage, as lists of events, and the memory that it takes. No
+torch.
+
+Events depend on the shapes of a rank's part of the model alone, not on a device or on where ranks lie, so that one
+recording serves the memory, the FLOPs and the times of all devices and placements of its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`batches` matrix products [m, k] x [k, n]."""
+
+    precision: str
+    """bf16 (fp16 too), fp8, fp32 or fp64: of the operands."""
+
+    m: int
+    n: int
+    k: int
+    batches: int = 1
+    moved: int = 0
+    """Bytes of operands and result."""
+
+    sums: int = 0
+    """Bytes of fp32 sums that the product is added to, read and written."""
+
+    expert: bool = False
+    """Whether the rows are tokens that a router has sent here."""
+
+    again: bool = False
+    """Whether it is computed a second time, for the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One launch of a fused attention kernel."""
+
+    backend: str
+    """cudnn, flash, flash3, triton (with dropout), or auto: the device's fastest without dropout."""
+
+    width: int
+    """Channels of a head."""
+
+    flops: float
+    """FLOPs that the kernel does: hidden pairs not counted, recomputed scores in the backward counted."""
+
+    length: int
+    """Keys of the launch."""
+
+    backward: bool
+
+    hashes: float = 0.0
+    """Pairs whose mask of dropout the kernel hashes, each as often as it does so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An element-wise kernel, or a fused one, by the bytes that it reads and writes."""
+
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The start of a collective over an axis of the mesh. `Wait` with the same number completes it."""
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all or send (to the next rank of the axis)."""
+
+    moved: int
+    """Bytes of the whole operand: what a gather results in, what a reduction reads, what a rank sends otherwise."""
+
+    axis: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The computation needs the result of a collective."""
+
+    number: int
+
+
+Event = Product | Attention | Move | Collective | Wait
+
+
+@dataclass(frozen=True)
+class BufferCounts:
+    """Numbers of buffers by their bytes."""
+
+    of_size: Mapping[int, int] = field(default_factory=dict)
+
+    def __add__(self, more: BufferCounts) -> BufferCounts:
+        sizes = {**self.of_size, **more.of_size}
+        return BufferCounts({size: self.of_size.get(size, 0) + more.of_size.get(size, 0) for size in sizes})
+
+    def __rmul__(self, factor: int) -> BufferCounts:
+        return BufferCounts({size: factor * number for size, number in self.of_size.items()})
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one micro-batch on one stage."""
+
+    kept: int = 0
+    """From the forward pass to the backward: saved activations, and the input that the executor holds."""
+
+    for_weights: int = 0
+    """Between I and W, where the schedule has these."""
+
+    forward: int = 0
+    """The most there is at once during F."""
+
+    backward: int = 0
+    """During B, or I: what is kept included."""
+
+    weight: int = 0
+    """During W: what was left for it included."""
+
+    weight_copies: int = 0
+    """fp8 copies of weights, made once a step for all micro-batches."""
+
+    offloaded: int = 0
+    """On the host from the forward pass to the backward, and not in `kept`."""
+
+    host: BufferCounts = field(default_factory=BufferCounts)
+    """The host's buffers for it, by size."""
+
+    def __add__(self, more: StageMemory) -> StageMemory:
+        return StageMemory(*(a + b for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
+
+    def __mul__(self, factor: int) -> StageMemory:
+        return StageMemory(*(factor * value for value in vars(self).values()))
+
+    def __sub__(self, less: StageMemory) -> StageMemory:
+        return self + less * -1
+
+
+@dataclass(frozen=True)
+class PassEvents:
+    """What one micro-batch does in a part of a stage, and what it holds."""
+
+    forward: tuple[Event, ...] = ()
+    backward: tuple[Event, ...] = ()
+    """The gradient of the input, and of weights where the schedule does not defer them."""
+
+    weight: tuple[Event, ...] = ()
+    """Deferred gradients of weights (W of zero-bubble schedules)."""
+
+    once: tuple[Event, ...] = ()
+    """In the first micro-batch of a step alone: casts of weights to fp8."""
+
+    memory: StageMemory = StageMemory()
+
+    @property
+    def every(self) -> tuple[Event, ...]:
+        """What each micro-batch does."""
+        return self.forward + self.backward + self.weight
