@@ -181,8 +181,8 @@ class FakeStages:
         self.parallel = parallel = replace(run.parallel, compile=batch.parallel.compiles(batch.device))
         self.queue, self.casts = WeightGradQueue(), WeightCasts()
         self.offload = build_store(parallel, self.device)
-        self.offloaded, self.on_host = 0, list[int]()
-        """Of `passes`: bytes copied to the host in the forward, and those of each buffer there."""
+        self.on_host = list[int]()
+        """Bytes of each buffer on the host."""
 
         model = batch.model
         rows = model.seq_length // parallel.context_parallel_size
@@ -229,41 +229,6 @@ class FakeStages:
                 parameter.register_post_accumulate_grad_hook(_drop_grad)
         return stage
 
-    def hidden(self) -> Tensor:
-        """What a stage is sent by the one before it, or after it."""
-        return torch.empty(self.hidden_shape, dtype=self.dtype)
-
-    def forward(self, stage: GPTModel) -> tuple[Tensor | None, Tensor]:
-        """What a stage is given (None on the first) and what it returns."""
-        hidden = None if stage.first else self.hidden().requires_grad_()
-        return hidden, stage(hidden, self.micro_batch)
-
-    def passes(self, stage: GPTModel) -> Iterator[str]:
-        """Runs one micro-batch through a stage and back, as the executor does. Yields the name of each part of it as it
-        ends: F; the output is sent; the gradient is received; B, or I; what they held is let go of; W."""
-        if self.offload is not None:
-            self.offload.pool, self.offload.sent = self.offload.new_pool(), 0
-            self.on_host = self.recorder.count_apart(self.offload.pool)
-        hidden, output = self.forward(stage)
-        self.offloaded = self.offload.sent if self.offload is not None else 0
-        yield "forward"
-        edge, last = get_gradient_edge(output), output.ndim == 0
-        del output  # its values are sent, its place in the graph is needed
-        yield "sent"
-        grad = torch.ones((), dtype=self.loss_dtype) if last else self.hidden()
-        yield "received"
-        split = splits_backward(self.parallel.schedule)
-        if split:
-            self.queue.begin(0)
-        torch.autograd.backward([edge], [grad])
-        yield "backward"
-        del hidden, edge, grad
-        yield "done"
-        if split:
-            self.queue.end()
-            self.queue.run(0)
-        yield "weight"
-
     def record(self, part: Part) -> PassEvents:
         """What one micro-batch does in a part, forward and back, and what it holds."""
         stage = self.build(part)
@@ -276,31 +241,45 @@ class FakeStages:
         return replace(found, once=once, memory=memory)
 
     def _recorded(self, stage: GPTModel) -> PassEvents:
-        """Of one micro-batch in a stage, as the executor runs it."""
-        peak, held, events = dict[str, int](), dict[str, int](), {}
-        self.recorder.begin()
-        with self.recorder as live:
-            for part in self.passes(stage):
-                peak[part], held[part], events[part] = live.peak, live.now, live.take()
-                live.restart_peak()
-        peaks = peak["forward"], peak["backward"], peak["weight"]
-        host = BufferCounts(Counter(self.on_host))
-        memory = StageMemory(held["sent"], held["done"], *peaks, offloaded=self.offloaded, host=host)
+        """Runs one micro-batch through a stage and back, as the executor does."""
+        live, peak, held, events = self.recorder, dict[str, int](), dict[str, int](), {}
+
+        def end(part: str) -> None:
+            peak[part], held[part], events[part] = live.peak, live.now, live.take()
+            live.restart_peak()
+
+        live.begin()
+        if self.offload is not None:
+            self.offload.pool, self.offload.sent = self.offload.new_pool(), 0
+            self.on_host = live.count_apart(self.offload.pool)
+        with live:
+            hidden = None if stage.first else torch.empty(self.hidden_shape, dtype=self.dtype).requires_grad_()
+            output = stage(hidden, self.micro_batch)
+            offloaded = self.offload.sent if self.offload is not None else 0
+            end("forward")
+            edge, last = get_gradient_edge(output), output.ndim == 0
+            del output  # its values are sent, its place in the graph is needed
+            end("sent")
+            grad = torch.ones((), dtype=self.loss_dtype) if last else torch.empty(self.hidden_shape, dtype=self.dtype)
+            end("received")
+            if split := splits_backward(self.parallel.schedule):
+                self.queue.begin(0)
+            torch.autograd.backward([edge], [grad])
+            end("backward")
+            del hidden, edge, grad
+            end("done")
+            if split:
+                self.queue.end()
+                self.queue.run(0)
+            end("weight")
+        peaks, host = (peak["forward"], peak["backward"], peak["weight"]), BufferCounts(Counter(self.on_host))
+        memory = StageMemory(held["sent"], held["done"], *peaks, offloaded=offloaded, host=host)
         return PassEvents(events["forward"], events["backward"], events["weight"], memory=memory)
 
 
-def layer_kinds(batch: MicroBatch) -> list[Hashable]:
-    """By layer number: equal for layers of the same parts, shapes and settings, whoever wrote them."""
-    model, meta = batch.model, torch.device("meta")  # which builds a layer ten times as fast as fake tensors do
-    parallel = replace(batch.parallel, compile=False)  # nothing runs, and loading the compiler takes a second
-    with fake_state(parallel) as state:
-        layers = range(model.num_layers)
-        stage = GPTModel(model, parallel, state, layers=layers, first=False, last=False, initialize=False, device=meta)
-    return [_kind_of(layer) for layer in stage.decoder.layers]
-
-
 def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[int]:
-    """For each layer the first one that is like it. `known` keeps what layouts of the same layers share."""
+    """For each layer the first one that is like it: of the same parts, shapes and settings, whoever wrote them. `known`
+    keeps what layouts of the same layers share."""
     plain = replace(
         batch.parallel,
         tensor_model_parallel_size=1,
@@ -308,13 +287,17 @@ def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
         sequence_parallel=False,
+        compile=False,  # nothing runs, and loading the compiler takes a second
     )
-    own = plain.options(Fp8Flags)
-    key = batch.model, own.fp8_format, own.fp8_recipe, own.layers(batch.model.num_layers)
+    own, model = plain.options(Fp8Flags), batch.model
+    key = model, own.fp8_format, own.fp8_recipe, own.layers(model.num_layers)
     if key not in known:
+        meta = torch.device("meta")  # which builds a layer ten times as fast as fake tensors do
+        ends: dict[str, Any] = {"layers": range(model.num_layers), "first": False, "last": False}
+        with fake_state(plain) as state:
+            stage = GPTModel(model, plain, state, **ends, initialize=False, device=meta)
         first: dict[Hashable, int] = {}
-        kinds = layer_kinds(replace(batch, parallel=plain))
-        known[key] = [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
+        known[key] = [first.setdefault(_kind_of(layer), number) for number, layer in enumerate(stage.decoder.layers)]
     return known[key]
 
 
@@ -331,17 +314,7 @@ class PlannerCache:
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         """By stage, the parts that it runs in order: the embedding, single layers, the head."""
         parts = StageParts(batch, self)
-        wanted = [list(_single_parts(stage, parts.units(stage))) for stage in stages]
-        events = iter(parts.of([part for own in wanted for part in own]))
-        return [[next(events) for _ in own] for own in wanted]
-
-
-def _single_parts(stage: Stage, units: Sequence[Unit]) -> Iterator[Part]:
-    if stage.first:
-        yield Part(first=True)
-    yield from (Part((unit._replace(layers=(number,)),)) for unit in units for number in unit.layers)
-    if stage.last:
-        yield Part(last=True)
+        return [parts.of(list(parts.single(stage))) for stage in stages]
 
 
 class StageParts:
@@ -360,16 +333,23 @@ class StageParts:
         segments = recompute_segments(self.batch.model, len(stage.layers), self.batch.parallel.offloaded_layers)
         return [Unit(tuple(stage.layers[i] for i in each.layers), each.recompute, each.offload) for each in segments]
 
+    def single(self, stage: Stage) -> Iterator[Part]:
+        """The ends of a stage and its layers, each by itself."""
+        if stage.first:
+            yield Part(first=True)
+        yield from (Part((unit._replace(layers=(number,)),)) for unit in self.units(stage) for number in unit.layers)
+        if stage.last:
+            yield Part(last=True)
+
     def kinds(self, unit: Unit) -> tuple[int, ...]:
         """For each layer of a unit the first one that is like it."""
         return tuple(self._alike[number] for number in unit.layers)
 
-    def _key(self, part: Part) -> Part:
-        return part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units))
-
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:
         """What they do or hold. Those that are not known yet are run, all of a kind in one fake step."""
-        keys = list(map(self._key, parts))
+        keys = [
+            part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units)) for part in parts
+        ]
         found: dict[Part, PassEvents] = {}
         for kind, (batch, known) in self._of_kind.items():
             own = {key: part for key, part in zip(keys, parts, strict=True) if _kind_of_part(part) == kind}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,20 +60,12 @@ def plans_of(batch: MicroBatch) -> tuple[list[list[PassEvents]], list[StageMemor
     return cache.parts_of(batch, stages), [plan.stage(stage) for stage in stages]
 
 
-def on_fake_tensors(batch: MicroBatch, work: Callable[[bool], Any]) -> Any:
-    return work(False)
-
-
-def on_meta_tensors(batch: MicroBatch, work: Callable[[bool], Any]) -> Any:
-    return work(True)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_they_are_those_on_fake_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(CASES[case])
     found = []
-    for planned in (on_meta_tensors, on_fake_tensors):
-        monkeypatch.setattr(fake_stage, "planned", planned)
+    for meta in (True, False):
+        monkeypatch.setattr(fake_stage, "planned", lambda batch, work, meta=meta: work(meta))
         found.append(plans_of(batch))
     assert found[0] == found[1]
     assert found[0][0][0] and found[0][1][0].kept

@@ -96,6 +96,9 @@ class Recorder(LiveMemory):
         self._changed: set[int] | None = None
         """Storages that the region which runs just now has written, made ones too."""
 
+        self._moves: dict[tuple[Callable[..., Any], int], Move] = {}
+        """Of compiled regions, by the bytes of their inputs."""
+
         self._nodes = set[int]()
         """Numbers of autograd's nodes that compiled regions have made: the backward of each is one kernel."""
 
@@ -216,13 +219,18 @@ class Recorder(LiveMemory):
         outer, self._changed, first = self._changed, set[int](), torch.autograd._get_sequence_nr()
         try:
             out = super().run_region(function, tree_unflatten(leaves, tree))
-        finally:  # a recomputation ends as soon as it has what it is for
+        except Exception:  # a recomputation ends as soon as it has what it is for; the kernel runs whole
+            if (again := self._moves.get((function, read))) is not None:
+                self.add(again)
+            raise
+        finally:
             self._nodes.update(range(first, torch.autograd._get_sequence_nr()))
             changed, self._changed = self._changed, outer
         known = {_storage(x) for x in given}
         made = [x for x in _tensors(out) if _storage(x) not in known]
         written = [x for x in given if _storage(x) in changed]
-        self.add(Move(read + total_size(made) + total_size(written)))
+        self._moves[function, read] = move = Move(read + total_size(made) + total_size(written))
+        self.add(move)
         read += total_size([x for x in made if x.is_floating_point()])  # their gradients
         return out
 
