@@ -150,9 +150,6 @@ def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Ten
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-"""Largest finite number of each format."""
-
 BLOCK_CAPABILITY = 9
 """Major compute capability of the GPUs whose kernels take scales of tiles (Hopper). Older and newer ones have none."""
 

@@ -99,5 +99,5 @@ LINEAR_FORMATS.register(
 )
 PARAM_GATHERS.register("fp8", f"{HERE}.weight_gather:build_gather", when=gathers)
 CALLBACKS.register(
-    "fp8 scales", f"{HERE}.delayed_scaling:Fp8Scales", when=lambda config: _scales_of_steps(config.options(Fp8Flags))
+    "fp8 scales", f"{HERE}.recipes:Fp8Scales", when=lambda config: _scales_of_steps(config.options(Fp8Flags))
 )

@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.extensions.fp8.blockwise import cast_by_blocks
 from megatron.extensions.fp8.casts import (
     E4M3,
-    LARGEST,
     TILE,
     Scaled,
     multiplier_of,
@@ -69,7 +68,7 @@ def amax_of_rows(x: Tensor) -> Tensor:
 
 def cast_by_row_amax(x: Tensor, amax: Tensor) -> Scaled:
     """Casts x [..., k] to e4m3, each row scaled by its `amax` [..., 1]."""
-    multiplier = multiplier_of(amax, LARGEST[E4M3])
+    multiplier = multiplier_of(amax, torch.finfo(E4M3).max)
     return Scaled(round_scaled(x, multiplier, E4M3), multiplier.reciprocal())
 
 

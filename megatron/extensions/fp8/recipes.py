@@ -1,12 +1,14 @@
-"""fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433).
+"""fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433), and the multipliers
+of the delayed one, which follow from the amax history of earlier steps (section 3; as in NVIDIA's TransformerEngine).
 
 Each linear layer has one object. Weights are cast once for all micro-batches of a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY, Init, ParamMeta
 from megatron.core.tensor_parallel.linear_gemms import (
@@ -29,7 +32,6 @@ from megatron.core.tensor_parallel.linear_gemms import (
 from megatron.extensions.fp8 import casts
 from megatron.extensions.fp8.casts import (
     E4M3,
-    LARGEST,
     CastOrder,
     CastPair,
     Scaled,
@@ -43,6 +45,9 @@ from megatron.extensions.fp8.casts import (
     transpose,
 )
 from megatron.extensions.fp8.flags import Fp8Flags
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, Meter
+from megatron.training.initialize import Runtime
 
 
 @dataclass
@@ -176,7 +181,7 @@ class Fp8Gemms(nn.Module):
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
         """The multiplier of each part of a weight by its `amax`. For recipes with `gathers_weights`."""
-        return multiplier_of(amax, LARGEST[E4M3])
+        return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
         """The scale of a gathered weight, as `cast` would have returned it."""
@@ -328,3 +333,70 @@ class RowwiseGemms(Fp8Gemms):
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
         return self.cast(rows_of(x[0]), INPUT, wanted)[0]
+
+
+class DelayedScaling(Meter):
+    """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers that follow from them.
+
+    All ranks of a pipeline stage hold the same histories. Each rank sees its part of the sequence, the features and the
+    batch; at the end of a step their amax values are reduced to one maximum. Histories are part of the model's state,
+    and checkpoints hold them.
+    """
+
+    def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:
+        found = (part for module in modules for part in module.modules())
+        self.layers = [part for part in found if isinstance(part, DelayedGemms)]
+        self.stage, self.margin, self.takes_max = stage, config.fp8_margin, config.fp8_amax_compute_algo == "max"
+        if not self.layers:
+            return
+        self.history = torch.stack([layer.amax_history.data for layer in self.layers])
+        """[layers, 3, steps]"""
+        self.amax = torch.stack([layer.amax for layer in self.layers])
+        self.multiplier = torch.stack([layer.multiplier for layer in self.layers])
+        for row, layer in enumerate(self.layers):
+            layer.amax_history.data, layer.amax = self.history[row], self.amax[row]
+            layer.multiplier = self.multiplier[row]
+        grad_format = formats(config.fp8_format or "")[1]
+        largest = [torch.finfo(each).max for each in (E4M3, E4M3, grad_format)]
+        self.largest = torch.tensor(largest, device=self.history.device)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Recomputes the multipliers from the histories, for example after loading a checkpoint."""
+        if self.layers:
+            amax = self.history.amax(dim=-1) if self.takes_max else self.history[..., 0]
+            self.multiplier.copy_(multiplier_of(amax, self.largest, self.margin))
+
+    @torch.no_grad()
+    def end_step(self, skip: Tensor) -> None:
+        """Appends this step's amax values to the histories, unless the step was skipped (`skip` is 1).
+
+        A history whose value is not finite stays as it is. Collective over the stage: one reduction, 3 numbers a layer.
+        """
+        if not self.layers:
+            return
+        amax = all_reduce_(self.amax.nan_to_num_(nan=torch.inf), self.stage, dist.ReduceOp.MAX).unsqueeze(-1)
+        moved = torch.cat((amax, self.history[..., :-1]), dim=-1)
+        self.history.copy_(torch.where((skip > 0) | amax.isinf(), self.history, moved))
+        self.amax.zero_()
+        self.refresh()
+
+    def step_state(self) -> list[Tensor]:
+        return [self.history, self.amax, self.multiplier] if self.layers else []
+
+    def discard_step(self) -> None:
+        """Drops the amax values of a step that will not reach `end_step`."""
+        if self.layers:
+            self.amax.zero_()
+
+
+class Fp8Scales(Callback):
+    """`DelayedScaling` of a run. Scales follow from the checkpoint's histories once it is loaded."""
+
+    def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
+        self.scaling = DelayedScaling(config.options(Fp8Flags), stages.values(), runtime.state.axis("stage"))
+
+    def meters(self, run: Any) -> Sequence[Meter]:
+        self.scaling.refresh()
+        return [self.scaling]

@@ -35,6 +35,7 @@ from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, dequantized_mm, sc
 from megatron.extensions.fp8.casts import add_fp8_product_ as in_torch
 from megatron.extensions.fp8.recipes import Fp8Gemms
 from megatron.extensions.fusions.kernel_choice import (
+    SLOWER,
     Choice,
     Clock,
     FusedKernel,
@@ -54,10 +55,6 @@ GEMM, NORM = "GEMM", "norm"
 
 SIZES = 16
 """Features of both sides are multiples of this, as fp8 products and aligned rows need it."""
-
-SLOWER = 1.1
-"""How much longer the GEMM with a residual addition may take. It is expected to take a few percent less: runs are not
-to differ in their last bits because of noise in the times."""
 
 CHECKED = 64
 """Rows and columns whose sums are compared."""

@@ -25,9 +25,9 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.extensions.fp8.build import Fp8Format
-from megatron.extensions.fp8.delayed_scaling import DelayedScaling
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fp8.grouped import Fp8GroupedGemms
+from megatron.extensions.fp8.recipes import DelayedScaling
 from tests.harness import run_world, tp_context
 
 B, H = 2, 16
