@@ -95,14 +95,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--mock-data and the training length are added.",
         usage='%(prog)s --a "FLAGS" --b "FLAGS" [options] -- FLAGS',
     )
-    parser.add_argument("--a", required=True, metavar="FLAGS", help="further flags of side a")
-    parser.add_argument("--b", required=True, metavar="FLAGS", help="further flags of side b")
-    parser.add_argument("--steps", type=int, default=2, help="training steps (default: 2)")
-    parser.add_argument("--world-a", type=int, metavar="N", help="ranks of side a; default: as few as its layout needs")
-    parser.add_argument("--world-b", type=int, metavar="N", help="ranks of side b")
-    parser.add_argument(
-        "--tolerance", type=float, help="largest relative difference that counts as rounding; default by precision"
-    )
+    add = parser.add_argument
+    add("--a", required=True, metavar="FLAGS", help="further flags of side a")
+    add("--b", required=True, metavar="FLAGS", help="further flags of side b")
+    add("--steps", type=int, default=2, help="training steps (default: 2)")
+    add("--world-a", type=int, metavar="N", help="ranks of side a; default: as few as its layout needs")
+    add("--world-b", type=int, metavar="N", help="ranks of side b")
+    add("--tolerance", type=float, help="largest relative difference that counts as rounding; default by precision")
     return parser
 
 

@@ -65,30 +65,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
-    parser.add_argument("--input", type=Path, required=True, help="folder of the model to convert")
-    parser.add_argument("--output", type=Path, required=True, help="folder to create")
-    parser.add_argument(
-        "--to", choices=FORMATS, help="format of the output: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--input", type=Path, required=True, help="folder of the model to convert")
+    add("--output", type=Path, required=True, help="folder to create")
+    add("--to", choices=FORMATS, help="format of the output: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)")
+    add(
         "--dtype",
         help="number format of all weights: float32, bfloat16 or float16 (default: as stored). From a checkpoint in "
         "16 bits, another format is made of the optimizer's fp32 weights if it has them",
     )
-    parser.add_argument("--max-shard-size", default="5GB", help="largest file of Hugging Face weights (default: 5GB)")
-    parser.add_argument(
+    add("--max-shard-size", default="5GB", help="largest file of Hugging Face weights (default: 5GB)")
+    add(
         "--model-type",
         choices=HF_FAMILIES,
         help="Hugging Face family to write (default: the input's, or the first that can express the model)",
     )
-    parser.add_argument(
+    add(
         "--weights-only",
         action="store_true",
         help="from Megatron-LM: leave out the optimizer's state; a run then starts at iteration 0",
     )
-    parser.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument("--check", metavar="TEXT", help="compare logits for this text with those of transformers")
-    parser.add_argument("--force", action="store_true", help="replace the output folder if it holds a model")
+    add("--workers", type=int, default=1, help="processes (default: 1)")
+    add("--check", metavar="TEXT", help="compare logits for this text with those of transformers")
+    add("--force", action="store_true", help="replace the output folder if it holds a model")
     add_config_flags(parser, "vocabulary, from Hugging Face", "make_vocab_size_divisible_by")
     args = parser.parse_args(argv)
     refuse(too_small(args, workers=1, make_vocab_size_divisible_by=1))

@@ -151,33 +151,30 @@ def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defau
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = model_parser(__doc__, argv)
-    parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
-    parser.add_argument("--jsonl", metavar="FILE", help="requests, one JSON object a line; - for standard input")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where the answers to --jsonl go (default: screen)")
-    parser.add_argument("--chat", action="store_true", help="talk to the model, by the chat template of its tokenizer")
-    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
-    parser.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
-    parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens only")
-    parser.add_argument(
-        "--top-p", type=float, help="sample from the smallest set of tokens with this total probability"
-    )
-    parser.add_argument(
-        "--min-p", type=float, help="sample from tokens of at least this share of the most likely one's probability"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
+    add("--jsonl", metavar="FILE", help="requests, one JSON object a line; - for standard input")
+    add("--output", type=Path, metavar="FILE", help="where the answers to --jsonl go (default: screen)")
+    add("--chat", action="store_true", help="talk to the model, by the chat template of its tokenizer")
+    add("--system", metavar="TEXT", help="system message of --chat")
+    add("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
+    add("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
+    add("--top-k", type=int, help="sample from the k most likely tokens only")
+    add("--top-p", type=float, help="sample from the smallest set of tokens with this total probability")
+    add("--min-p", type=float, help="sample from tokens of at least this share of the most likely one's probability")
+    add(
         "--repetition-penalty",
         type=float,
         default=1.0,
         help="divides the logits of tokens that the text has already (default: 1, none)",
     )
-    parser.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="texts to stop before")
-    parser.add_argument(
+    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="texts to stop before")
+    add(
         "--stop-token-ids", nargs="+", action="extend", default=[], type=int, metavar="ID", help="tokens to stop before"
     )
-    parser.add_argument("--logprobs", type=int, metavar="N", help="with --jsonl: log-probabilities, and N alternatives")
-    parser.add_argument("--token-ids", action="store_true", help="with --jsonl: token ids of prompts and texts")
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
+    add("--logprobs", type=int, metavar="N", help="with --jsonl: log-probabilities, and N alternatives")
+    add("--token-ids", action="store_true", help="with --jsonl: token ids of prompts and texts")
+    add("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
     args = parser.parse_args(argv)
     problems = too_small(args, max_new_tokens=1, batch_size=1)
     ways = [

@@ -45,7 +45,12 @@ def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
     if (figure := curves("lm loss", "nats per token", series, size=(8, 4.5))) is None:
         raise ValueError("no loss is a finite number")
     if log_scale:
-        figure.axes[0].set_yscale("log")
+        from matplotlib.ticker import LogFormatter
+
+        axes = figure.axes[0]
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(LogFormatter())  # without formulas, which pictures do not have
+        axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     write_picture(figure, output)
     return "\n".join(summary)
 

@@ -28,19 +28,16 @@ from .pictures.run_folder import CONFIG, RunFolder, read_run
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
-    parser.add_argument("run", type=Path, help="--save folder of the run, or its metrics.jsonl")
-    parser.add_argument("--against", type=Path, metavar="RUN", help="another run to compare with")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.html", help="default: report.html in the folder of the run"
-    )
-    parser.add_argument("--metrics-file", type=Path, help="default: metrics.jsonl in the folder of the run")
-    parser.add_argument("--trace", type=Path, help="default: the newest in the folder trace of the run")
-    parser.add_argument("--outcome", type=Path, help="status file of the run (OUTCOME_FILE); default: outcome there")
-    parser.add_argument("--plan", type=Path, help="file of --dry-run --json; default: computed, if the layout is known")
-    parser.add_argument("--no-plan", action="store_true", help="compute no plan of the memory")
-    parser.add_argument(
-        "--gpus-per-node", type=int, default=8, help="for the map of ranks without a trace (default: 8)"
-    )
+    add = parser.add_argument
+    add("run", type=Path, help="--save folder of the run, or its metrics.jsonl")
+    add("--against", type=Path, metavar="RUN", help="another run to compare with")
+    add("--output", type=Path, metavar="FILE.html", help="default: report.html in the folder of the run")
+    add("--metrics-file", type=Path, help="default: metrics.jsonl in the folder of the run")
+    add("--trace", type=Path, help="default: the newest in the folder trace of the run")
+    add("--outcome", type=Path, help="status file of the run (OUTCOME_FILE); default: outcome there")
+    add("--plan", type=Path, help="file of --dry-run --json; default: computed, if the layout is known")
+    add("--no-plan", action="store_true", help="compute no plan of the memory")
+    add("--gpus-per-node", type=int, default=8, help="for the map of ranks without a trace (default: 8)")
     args = parser.parse_args(argv)
     refuse(too_small(args, gpus_per_node=1))
     run = read_run(args.run, args.metrics_file, args.outcome, args.trace)

@@ -99,17 +99,16 @@ def give_up(launch: Launch, error: Exception) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = model_parser(__doc__, argv)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="name of the model (default: that of the folder)")
-    parser.add_argument("--max-waiting", type=int, default=64, help="texts that may wait; more get 429 (default: 64)")
-    parser.add_argument("--max-tokens-limit", type=int, default=4096, help="most new tokens of a text (default: 4096)")
-    parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, help="largest request (default: 4 MiB)")
-    parser.add_argument("--max-connections", type=int, default=128, help="most connections at once (default: 128)")
-    parser.add_argument("--request-timeout", type=float, default=600.0, help="seconds for an answer (default: 600)")
-    parser.add_argument("--log-requests", action="store_true", help="print a line for each request to standard error")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
+    add("--served-model-name", metavar="NAME", help="name of the model (default: that of the folder)")
+    add("--max-waiting", type=int, default=64, help="texts that may wait; more get 429 (default: 64)")
+    add("--max-tokens-limit", type=int, default=4096, help="most new tokens of a text (default: 4096)")
+    add("--max-body-bytes", type=int, default=4 * 2**20, help="largest request (default: 4 MiB)")
+    add("--max-connections", type=int, default=128, help="most connections at once (default: 128)")
+    add("--request-timeout", type=float, default=600.0, help="seconds for an answer (default: 600)")
+    add("--log-requests", action="store_true", help="print a line for each request to standard error")
     args = parser.parse_args(argv)
     problems = too_small(
         args, batch_size=1, max_waiting=0, max_tokens_limit=1, max_body_bytes=1, max_connections=1, port=0

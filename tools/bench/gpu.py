@@ -265,19 +265,16 @@ def model_flags(args: argparse.Namespace) -> str:
 def parser_of_args() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, 5, steps=(3, "of a round"))
     add_model_flags(parser)
-    parser.add_argument(
-        "--compare", action="append", default=[], metavar="FLAGS", help="with these flags too, in turns"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--compare", action="append", default=[], metavar="FLAGS", help="with these flags too, in turns")
+    add(
         "--memory-share", type=float, default=0.80, help="share of the free memory to plan with, as plans are estimates"
     )
-    parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")
-    parser.add_argument("--device", nargs="+", default=[], help="device files, by which the planner predicts the step")
-    parser.add_argument(
-        "--calibrated", type=Path, help="another one, by tools/calibrate.py; left out if it is of another device"
-    )
-    parser.add_argument("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
-    parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace")
+    add("--warm-up", type=int, default=5, help="steps before the first round")
+    add("--device", nargs="+", default=[], help="device files, by which the planner predicts the step")
+    add("--calibrated", type=Path, help="another one, by tools/calibrate.py; left out if it is of another device")
+    add("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
+    add("--trace", type=Path, help="where to keep the profiler's trace")
     return parser
 
 

@@ -118,9 +118,9 @@ def curves(
     figure = new_figure(*size)
     axes = figure.subplots()
     for one in finite:
-        look: dict[str, Any] = {"marker": "o", "markersize": 4} if one.dots or len(one.points) == 1 else {}
-        look |= {"color": one.colour} if one.colour else {}
-        axes.plot(*zip(*one.points, strict=True), "" if one.dots else "-", linewidth=1.2, label=one.name, **look)
+        look: dict[str, Any] = {"linestyle": "none" if one.dots else "-", "color": one.colour}
+        look |= {"marker": "o", "markersize": 4} if one.dots or len(one.points) == 1 else {}
+        axes.plot(*zip(*one.points, strict=True), linewidth=1.2, label=one.name, **look)
     first, last = axes.get_xlim()
     for mark in marks:
         if first <= mark <= last:

@@ -206,28 +206,22 @@ def _read_checkpoints(run: RunFolder) -> None:
     except ValueError:
         latest = None
     for iteration, folder in sorted(path_kind.saved_folders(run.path).items()):
-        why = _why_incomplete(folder)
+        try:  # as far as sizes show; checksums are `tools/inspect_checkpoint.py`'s to verify
+            wrong = misfits(folder, read_manifest(folder))
+        except ValueError as error:
+            wrong = [str(error)]
+        more = f", and {len(wrong) - 1} more files" if len(wrong) > 1 else ""
         files = [path for path in folder.rglob("*") if path.is_file()]
         run.checkpoints.append(
             {
                 "iteration": iteration,
                 "bytes": sum(path.stat().st_size for path in files),
                 "files": len(files),
-                "state": f"not complete: {why}" if why else "complete",
+                "state": f"not complete: {wrong[0]}{more}" if wrong else "complete",
                 "latest": iteration == latest,
                 "time": folder.stat().st_mtime,
             }
         )
-
-
-def _why_incomplete(folder: Path) -> str | None:
-    """As far as sizes show; checksums are `tools/inspect_checkpoint.py`'s to verify."""
-    try:
-        sums = read_manifest(folder)
-    except ValueError as error:
-        return str(error)
-    found = misfits(folder, sums)
-    return found[0] + (f", and {len(found) - 1} more files" if len(found) > 1 else "") if found else None
 
 
 def _read_trace(run: RunFolder, path: Path | None) -> None:

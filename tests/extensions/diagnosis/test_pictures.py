@@ -195,9 +195,9 @@ def test_curves_keep_spikes_and_text_is_escaped() -> None:
     bottom = 187.2 * (1 - 0.2)  # of the picture's points; the axis begins at 0, so 9 is far above 1
     assert heights[0] < heights[-1] / 2 < bottom
     assert curves("loss", "", [Series("a", [(1, float("nan"))])]) is None
-    two = [Series("a <b> $x$", [(1, 2.0)]), Series("c", [(1, 2.0), (2, float("inf")), (3, 4.0)])]
+    two = [Series("a <b> $x$", [(1, 2.0)]), Series("c", [(1, 2.0), (2, float("inf")), (3, 4.0)], dots=True)]
     chart = curves("loss", "nats", two)
-    assert chart is not None
+    assert chart is not None and [line.get_linestyle() for line in chart.axes[0].lines] == ["-", "None"]
     picture = inline(chart)
     assert "a &lt;b&gt; $x$" in picture
     ET.fromstring(picture.replace("xlink:href", "href"))
