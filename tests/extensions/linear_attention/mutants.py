@@ -13,20 +13,24 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis
 from megatron.extensions.linear_attention import gated_delta_net
 from megatron.extensions.linear_attention.parameters import DeltaNetParameters
-from tests.parity.matrix.combination import Combination
-from tests.parity.mutants.common import Mutants
+from tests.parity.mutants.common import mutant, plant
 
 
+@mutant(gated_delta_net, "gated_delta_chunks", layers="delta nets")
 def _without_decay(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Decay of gated delta nets ignored."""
     return _true_chunks(q, k, v, g * 0, beta, number)
 
 
+@mutant(gated_delta_net, "gated_delta_chunks", layers="delta nets")
 def _without_states(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """In place of the gated delta rule: each chunk of 4 tokens begins with an empty state."""
+    """States of gated delta nets not passed from chunk to chunk.
+
+    In place of the gated delta rule: each chunk of 4 tokens begins with an empty state."""
     outs, states = zip(
         *(_true_chunks(*part) for part in zip(*(x.split(4) for x in (q, k, v, g, beta)), strict=True)), strict=True
     )
@@ -36,7 +40,9 @@ def _without_states(
 _true_chunks = gated_delta_net.gated_delta_chunks
 
 
+@mutant(gated_delta_net, "delta_net_parameters", world="2", tp="2", layers="delta nets")
 def _delta_net_norm_not_summed(name: str, config: TransformerConfig) -> DeltaNetParameters:
+    """Gradient of a gated delta net's norm not summed over ranks."""
     found = _true_delta_net(name, config)
     return replace(found, out_norm=replace(found.out_norm, partial_over=()))
 
@@ -44,12 +50,17 @@ def _delta_net_norm_not_summed(name: str, config: TransformerConfig) -> DeltaNet
 _true_delta_net = gated_delta_net.delta_net_parameters
 
 
+@mutant(gated_delta_net, "local_slice", world="2", cp="2ring", layers="delta nets")
 def _first_heads(x: Tensor, axis: Axis) -> Tensor:
+    """Gated delta nets with the convolutions and decays of the first context rank."""
     return x[: len(x) // axis.size]
 
 
+@mutant(gated_delta_net, "documents_begun", world="2", cp="2ring", layers="delta nets", documents="packed")
 def _documents_of_own_rows(context: BatchContext, length: int, device: torch.device) -> Tensor | None:
-    """As if the documents of whole samples were cut as far as this rank's rows go, time and again."""
+    """Gated delta nets with the documents of a part of the sequence.
+
+    As if the documents of whole samples were cut as far as this rank's rows go, time and again."""
     found = _true_begun(context, length, device)
     return found if context.places is None or found is None else found[: len(context.places)].repeat(2, 1)
 
@@ -57,36 +68,11 @@ def _documents_of_own_rows(context: BatchContext, length: int, device: torch.dev
 _true_begun = gated_delta_net.documents_begun
 
 
-MUTANTS: Mutants = {
-    "decay of gated delta nets ignored": (
-        [(gated_delta_net, "gated_delta_chunks", _without_decay)],
-        Combination.of(layers="delta nets"),
-    ),
-    "states of gated delta nets not passed from chunk to chunk": (
-        [(gated_delta_net, "gated_delta_chunks", _without_states)],
-        Combination.of(layers="delta nets"),
-    ),
-    "gradient of a gated delta net's norm not summed over ranks": (
-        [(gated_delta_net, "delta_net_parameters", _delta_net_norm_not_summed)],
-        Combination.of(world="2", tp="2", layers="delta nets"),
-    ),
-    "gated delta nets with the convolutions and decays of the first context rank": (
-        [(gated_delta_net, "local_slice", _first_heads)],
-        Combination.of(world="2", cp="2ring", layers="delta nets"),
-    ),
-    "gated delta nets read a sequence in order of ranks": (
-        [
-            (gated_delta_net, "sequence_to_heads", lambda x, cp: swap_blocks(x.movedim(2, 0), cp).flatten(0, 1)),
-            (
-                gated_delta_net,
-                "heads_to_sequence",
-                lambda x, cp: swap_blocks(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2),
-            ),
-        ],
-        Combination.of(world="2", cp="2gather", layers="delta nets"),
-    ),
-    "gated delta nets with the documents of a part of the sequence": (
-        [(gated_delta_net, "documents_begun", _documents_of_own_rows)],
-        Combination.of(world="2", cp="2ring", layers="delta nets", documents="packed"),
-    ),
-}
+plant(
+    "Gated delta nets read a sequence in order of ranks",
+    (gated_delta_net, "sequence_to_heads", lambda x, cp: swap_blocks(x.movedim(2, 0), cp).flatten(0, 1)),
+    (gated_delta_net, "heads_to_sequence", lambda x, cp: swap_blocks(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2)),
+    world="2",
+    cp="2gather",
+    layers="delta nets",
+)

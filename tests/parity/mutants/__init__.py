@@ -19,7 +19,7 @@ from unittest import mock
 from megatron.extensions import BUILT_IN
 from tests.parity.matrix import difference, reference
 from tests.parity.matrix.combination import Combination
-from tests.parity.mutants import (
+from tests.parity.mutants import (  # noqa: F401 (they add mutants)
     attention,
     data_parallel,
     experts,
@@ -29,29 +29,13 @@ from tests.parity.mutants import (
     pipeline,
     tensor_parallel,
 )
-from tests.parity.mutants.common import Mutants, Patch
-
-SUBJECTS = (
-    tensor_parallel,
-    data_parallel,
-    pipeline,
-    attention,
-    layers,
-    experts,
-    optimizer,
-    offload,
-)
+from tests.parity.mutants.common import MUTANTS, Patch
 
 EXTENSIONS = Path(__file__).parents[2] / "extensions"
 
-OF_EXTENSIONS = tuple(
-    import_module(f"tests.extensions.{extension.name}.mutants")
-    for extension in BUILT_IN
-    if (EXTENSIONS / extension.name / "mutants.py").exists()
-)
-
-MUTANTS: Mutants = {name: mutant for subject in (*SUBJECTS, *OF_EXTENSIONS) for name, mutant in subject.MUTANTS.items()}
-
+for extension in BUILT_IN:
+    if (EXTENSIONS / extension.name / "mutants.py").exists():
+        import_module(f"tests.extensions.{extension.name}.mutants")
 
 STALE = ("TypeError", "AttributeError", "NameError", "ImportError")
 """Errors of a mutant that no longer fits what it replaces, not of the product."""

@@ -22,8 +22,7 @@ from megatron.core.transformer import (
     rotary,
     self_attention,
 )
-from tests.parity.matrix.combination import Combination
-from tests.parity.mutants.common import Mutants
+from tests.parity.mutants.common import mutant, plant
 
 
 def _first_sinks(self: core_attention.CoreAttention) -> Tensor:
@@ -32,7 +31,9 @@ def _first_sinks(self: core_attention.CoreAttention) -> Tensor:
     return sinks[: len(sinks) // self.cp.size]
 
 
+@mutant(context_parallel, "_merge_", world="2", cp="2ring", softmax="off by one")
 def _merge_with_a_sink(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """Each part of a row has the sink."""
     part, part_lse = part.clone(), part_lse.clone()
     add_sinks_(part, part_lse, torch.zeros(part.shape[2], dtype=part.dtype))
     _true_merge_(out, lse, part, part_lse, first)
@@ -41,20 +42,26 @@ def _merge_with_a_sink(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor,
 _true_merge_ = context_parallel._merge_
 
 
+@mutant(tile_kernels.TorchKernel, "_backward", world="2", softmax="off by one")
 def _backward_without_a_cap(self: Any, rows: Any, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Any:
+    """Slope of a cap of scores forgotten."""
     shown = tile_kernels.TorchKernel(self.scale, self.dropout, self.slopes)
     shown._scores = self._scores  # type: ignore[method-assign]
     return _true_tile_backward(shown, rows, q, k, v, tile)
 
 
+@mutant(self_attention, "head_wise_gated_output", world="2", tp="2", block="parallel")
 def _gated_without_gradient(x: Tensor, gate: Tensor) -> Tensor:
+    """Gates of heads get no gradient."""
     return _true_head_gate(x, gate.detach())
 
 
 _true_head_gate = self_attention.head_wise_gated_output
 
 
+@mutant(rotary, "rotary_frequencies", world="2", pp="2", style="llama", layers="own heads")
 def _frequencies_of_other_layers(config: TransformerConfig, rotation: Rotation) -> Tensor:
+    """Layers with windows rotated as other layers."""
     return _true_frequencies(config, config.rotation)
 
 
@@ -63,7 +70,9 @@ _true_frequencies = rotary.rotary_frequencies
 _true_tile_backward = tile_kernels.TorchKernel._backward
 
 
+@mutant(block, "query_scales", world="2", cp="2ring", style="gptj", layers="tempered")
 def _scales_of_rows(config: TransformerConfig, positions: Tensor) -> Tensor:
+    """Temperature by a rank's rows, not by positions."""
     return _true_query_scales(config, torch.arange(positions.shape[-1]))
 
 
@@ -77,12 +86,17 @@ class _SlopesOfTheFirstRank(list[float]):
         return list(self)[: part.stop - part.start]
 
 
+@mutant(tile_kernels, "distances", world="2", cp="2ring", style="bloom")
 def _distances_of_rows(tile: Tile, device: torch.device) -> Tensor:
+    """ALiBi distances of a rank's rows, not of positions."""
     return torch.arange(len(tile.queries), device=device)[:, None] - torch.arange(len(tile.keys), device=device)
 
 
+@mutant(core_attention, "cut_documents", world="2", cp="2gather", layers="chunks")
 def _chunks_of_own_rows(documents: Documents | None, samples: int, length: int, longest: int) -> Documents:
-    """Of two context-parallel ranks: as many chunks as a rank's rows have, not as the sequence has."""
+    """Chunks of a rank's rows, not of the sequence.
+
+    Of two context-parallel ranks: as many chunks as a rank's rows have, not as the sequence has."""
     return cut_documents(documents, samples, length // 2, longest)
 
 
@@ -95,7 +109,9 @@ def _exchange_of_zeros(real: type) -> Callable[..., Any]:
     return exchange
 
 
+@mutant(context_parallel, "_merge_", world="2", cp="2ring", style="llama")
 def _merge_without_weights(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """Ring attention adds parts without their weights."""
     if first:
         out.copy_(part)
     else:
@@ -103,65 +119,50 @@ def _merge_without_weights(out: Tensor, lse: Tensor, part: Tensor, part_lse: Ten
     lse.copy_(part_lse)
 
 
-MUTANTS: Mutants = {
-    "ring attention loses gradients of keys and values": (
-        [(context_parallel, "RingExchange", _exchange_of_zeros(context_parallel.RingExchange))],
-        Combination.of(world="2", cp="2ring"),
-    ),
-    "ring attention adds parts without their weights": (
-        [(context_parallel, "_merge_", _merge_without_weights)],
-        Combination.of(world="2", cp="2ring", style="llama"),
-    ),
-    "gathered keys get only their own rank's gradient": (
-        [(context_parallel, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0))],
-        Combination.of(world="2", cp="2gather"),
-    ),
-    "sinks of the first heads, not of this rank's": (
-        [(core_attention.CoreAttention, "_sinks", property(_first_sinks))],
-        Combination.of(world="2", cp="2ulysses", softmax="sinks"),
-    ),
-    "sinks get no gradient": (
-        [(context_parallel, "sinks_grad", lambda grad, out, lse, sinks: torch.zeros_like(sinks))],
-        Combination.of(world="2", tp="2", softmax="sinks"),
-    ),
-    "each part of a row has the sink": (
-        [(context_parallel, "_merge_", _merge_with_a_sink)],
-        Combination.of(world="2", cp="2ring", softmax="off by one"),
-    ),
-    "gates of heads get no gradient": (
-        [(self_attention, "head_wise_gated_output", _gated_without_gradient)],
-        Combination.of(world="2", tp="2", block="parallel"),
-    ),
-    "layers with windows rotated as other layers": (
-        [(rotary, "rotary_frequencies", _frequencies_of_other_layers)],
-        Combination.of(world="2", pp="2", style="llama", layers="own heads"),
-    ),
-    "slope of a cap of scores forgotten": (
-        [(tile_kernels.TorchKernel, "_backward", _backward_without_a_cap)],
-        Combination.of(world="2", softmax="off by one"),
-    ),
-    "ALiBi slopes of the first rank's heads": (
-        [(core_attention, "alibi_slopes", lambda heads: _SlopesOfTheFirstRank(alibi_slopes(heads)))],
-        Combination.of(world="2", tp="2", style="bloom"),
-    ),
-    "ALiBi distances of a rank's rows, not of positions": (
-        [(tile_kernels, "distances", _distances_of_rows)],
-        Combination.of(world="2", cp="2ring", style="bloom"),
-    ),
-    "kinds of layers by place in the stage, not by number": (
-        [(TransformerConfig, "layer", lambda self, number: self.layers[number % 3])],
-        Combination.of(world="2", pp="2", style="llama", layers="bases"),
-    ),
-    "chunks of a rank's rows, not of the sequence": (
-        [(core_attention, "cut_documents", _chunks_of_own_rows)],
-        Combination.of(world="2", cp="2gather", layers="chunks"),
-    ),
-    "temperature by a rank's rows, not by positions": (
-        [(block, "query_scales", _scales_of_rows)],
-        Combination.of(world="2", cp="2ring", style="gptj", layers="tempered"),
-    ),
-    "norms of queries and keys without weights skipped": (
-        [(norm, "_divided_by_root_mean_square", lambda x, eps: x)],
-        Combination.of(style="gptj", layers="tempered"),
-    ),
-}
+plant(
+    "Ring attention loses gradients of keys and values",
+    (context_parallel, "RingExchange", _exchange_of_zeros(context_parallel.RingExchange)),
+    world="2",
+    cp="2ring",
+)
+plant(
+    "Gathered keys get only their own rank's gradient",
+    (context_parallel, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0)),
+    world="2",
+    cp="2gather",
+)
+plant(
+    "Sinks of the first heads, not of this rank's",
+    (core_attention.CoreAttention, "_sinks", property(_first_sinks)),
+    world="2",
+    cp="2ulysses",
+    softmax="sinks",
+)
+plant(
+    "Sinks get no gradient",
+    (context_parallel, "sinks_grad", lambda grad, out, lse, sinks: torch.zeros_like(sinks)),
+    world="2",
+    tp="2",
+    softmax="sinks",
+)
+plant(
+    "ALiBi slopes of the first rank's heads",
+    (core_attention, "alibi_slopes", lambda heads: _SlopesOfTheFirstRank(alibi_slopes(heads))),
+    world="2",
+    tp="2",
+    style="bloom",
+)
+plant(
+    "Kinds of layers by place in the stage, not by number",
+    (TransformerConfig, "layer", lambda self, number: self.layers[number % 3]),
+    world="2",
+    pp="2",
+    style="llama",
+    layers="bases",
+)
+plant(
+    "Norms of queries and keys without weights skipped",
+    (norm, "_divided_by_root_mean_square", lambda x, eps: x),
+    style="gptj",
+    layers="tempered",
+)

@@ -17,41 +17,62 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.transformer import (
     activations,
 )
-from tests.parity.matrix.combination import Combination
-from tests.parity.mutants.common import Mutants
+from tests.parity.mutants.common import mutant, plant
 
 
+@mutant(experts, "_with_bias", world="2", tp="2sp", mlp="biased")
 def _bias_in_the_first_columns(y: Tensor, bias: Tensor, of_rows: Tensor, factors: Tensor | None, first: int) -> Tensor:
+    """Bias of an expert's output in the columns of another rank."""
     return _true_with_bias(y, bias, of_rows, factors, 0)
 
 
+@mutant(experts, "_with_bias", mlp="biased")
 def _bias_of_full_weight(y: Tensor, bias: Tensor, of_rows: Tensor, factors: Tensor | None, first: int) -> Tensor:
+    """Bias of an expert's output without the expert's weight."""
     return _true_with_bias(y, bias, of_rows, None, first)
 
 
 _true_with_bias = experts._with_bias
 
 
+@mutant(router, "router_metas", world="2", tp="2sp", mlp="biased")
 def _router_not_summed(*args: Any) -> list[ParamMeta]:
+    """Gradients of the router not summed over the parts of the sequence."""
     return [replace(meta, partial_over=()) for meta in _true_router_metas(*args)]
 
 
 _true_router_metas = router.router_metas
 
 
+@mutant(experts, "_gradients_of_weighted_rows", mlp="moe", routing="weighted inputs")
 def _no_gradient_of_input_weights(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """No gradient of the weights of experts' inputs."""
     return _true_weighted_rows(x, weights, grad)[0], torch.zeros_like(weights)
 
 
 _true_weighted_rows = experts._gradients_of_weighted_rows
 
 
+@mutant(dispatcher, "reduce_scatter", world="2", tp="2sp", mlp="moe")
 def _keep_own_gradient(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Experts' sums over expert tensor ranks dropped."""
     return mappings.local_slice(x, axis, dim)
 
 
+@mutant(
+    dispatcher.Exchange,
+    "_run",
+    world="4",
+    pp="2",
+    ep="2",
+    mlp="moe",
+    schedule="interleaved2",
+    expert_messages="in turns",
+)
 def _rows_before_they_arrive(self: dispatcher.Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What is received is read while the all-to-all is under way."""
+    """Experts' rows read before they have arrived.
+
+    What is received is read while the all-to-all is under way."""
     started = [dispatcher.start_all_to_all(x, list(self.send), list(self.receive), self.axis) for x in tensors]
     early = [pending.result.clone() for pending in started]
     self.pair.hand_over()
@@ -60,70 +81,44 @@ def _rows_before_they_arrive(self: dispatcher.Exchange, tensors: Sequence[Tensor
     return early
 
 
+@mutant(dispatcher, "sum_of_slots", world="2", ep="2", mlp="drops", expert_messages="padded")
 def _sum_of_all_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """A token gets another one's row for each expert that dropped it."""
+    """Padding of experts' messages summed.
+
+    A token gets another one's row for each expert that dropped it."""
     index = slots if valid is None else torch.where(valid, slots, 0)
     return y.index_select(0, index).unflatten(0, (-1, k)).sum(1)
 
 
+@mutant(router, "sinkhorn_bias", world="2", cp="2ring", mlp="moe", balancing="sinkhorn")
 def _bias_by_local_places(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
+    """Sinkhorn over a part of the sequence."""
     return _true_sinkhorn_bias(logits, places, Axis())
 
 
+@mutant(router, "random_bits", world="4", tp="2sp", etp="1", mlp="moe", balancing="forced")
 def _bits_of_local_places(key: Any, sample: Tensor, places: Tensor, n: int) -> Tensor:
+    """Forced choices by places in a part of the sequence."""
     return _true_random_bits(key, sample, places % 8, n)
 
 
 _true_sinkhorn_bias, _true_random_bits = router.sinkhorn_bias, router.random_bits
 
 
-MUTANTS: Mutants = {
-    "sinkhorn over a part of the sequence": (
-        [(router, "sinkhorn_bias", _bias_by_local_places)],
-        Combination.of(world="2", cp="2ring", mlp="moe", balancing="sinkhorn"),
-    ),
-    "forced choices by places in a part of the sequence": (
-        [(router, "random_bits", _bits_of_local_places)],
-        Combination.of(world="4", tp="2sp", etp="1", mlp="moe", balancing="forced"),
-    ),
-    "auxiliary loss of the global batch from the loads of one rank": (
-        [(balance, "start_all_reduce_", lambda x, axis: mappings.Pending(x))],
-        Combination.of(world="2", mlp="moe", balancing="batch"),
-    ),
-    "experts' sums over expert tensor ranks dropped": (
-        [(dispatcher, "reduce_scatter", _keep_own_gradient)],
-        Combination.of(world="2", tp="2sp", mlp="moe"),
-    ),
-    "experts' rows read before they have arrived": (
-        [(dispatcher.Exchange, "_run", _rows_before_they_arrive)],
-        Combination.of(world="4", pp="2", ep="2", mlp="moe", schedule="interleaved2", expert_messages="in turns"),
-    ),
-    "bias of an expert's output in the columns of another rank": (
-        [(experts, "_with_bias", _bias_in_the_first_columns)],
-        Combination.of(world="2", tp="2sp", mlp="biased"),
-    ),
-    "bias of an expert's output without the expert's weight": (
-        [(experts, "_with_bias", _bias_of_full_weight)],
-        Combination.of(mlp="biased"),
-    ),
-    "gradients of gates beyond their bound": (
-        [(activations, "_within", lambda x, clamp: torch.ones_like(x))],
-        Combination.of(mlp="biased"),
-    ),
-    "gradients of the router not summed over the parts of the sequence": (
-        [(router, "router_metas", _router_not_summed)],
-        Combination.of(world="2", tp="2sp", mlp="biased"),
-    ),
-    "no gradient of the weights of experts' inputs": (
-        [(experts, "_gradients_of_weighted_rows", _no_gradient_of_input_weights)],
-        Combination.of(mlp="moe", routing="weighted inputs"),
-    ),
-    "padding of experts' messages summed": (
-        [(dispatcher, "sum_of_slots", _sum_of_all_slots)],
-        Combination.of(world="2", ep="2", mlp="drops", expert_messages="padded"),
-    ),
-    "auxiliary loss from the local part of the sequence": (
-        [(balance, "all_reduce_", lambda x, axis: x)],
-        Combination.of(world="2", cp="2ring", mlp="moe"),
-    ),
-}
+plant(
+    "Auxiliary loss of the global batch from the loads of one rank",
+    (balance, "start_all_reduce_", lambda x, axis: mappings.Pending(x)),
+    world="2",
+    mlp="moe",
+    balancing="batch",
+)
+plant(
+    "Gradients of gates beyond their bound", (activations, "_within", lambda x, clamp: torch.ones_like(x)), mlp="biased"
+)
+plant(
+    "Auxiliary loss from the local part of the sequence",
+    (balance, "all_reduce_", lambda x, axis: x),
+    world="2",
+    cp="2ring",
+    mlp="moe",
+)

@@ -14,15 +14,18 @@ from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear
-from tests.parity.matrix.combination import Combination
-from tests.parity.mutants.common import Mutants, Patch, nothing
+from tests.parity.mutants.common import Patch, mutant, nothing, plant
 
 
+@mutant(ReplicatedLinear, "metas", world="2", tp="2", heads="mla", style="llama")
 def _partial_at_every_layout(self: ReplicatedLinear, sequence_parallel: bool) -> list[ParamMeta]:
+    """Gradients of projections to latents counted tp times."""
     return _true_metas(self, sequence_parallel=True)
 
 
+@mutant(ReplicatedLinear, "metas", world="2", tp="2sp", mlp="moe", routing="groups")
 def _partial_at_no_layout(self: ReplicatedLinear, sequence_parallel: bool) -> list[ParamMeta]:
+    """Projections to latents of experts not summed over tp."""
     return _true_metas(self, sequence_parallel=False)
 
 
@@ -42,35 +45,24 @@ def _without_reduction(name: str) -> Patch:
     return layers, name, replace(boundary, **broken)
 
 
+@mutant(cross_entropy, "all_gather", world="2", tp="2")
 def _local_stats_only(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Cross entropy over the local vocabulary only."""
     return torch.cat([x] * axis.size, dim)
 
 
-MUTANTS: Mutants = {
-    "row-parallel forward all-reduce dropped": ([_without_reduction("ROW")], Combination.of(world="2", tp="2")),
-    "column-parallel backward all-reduce dropped": ([_without_reduction("COLUMN")], Combination.of(world="2", tp="2")),
-    "sequence-parallel forward reduce-scatter takes its own part": (
-        [_without_reduction("ROW_SEQUENCE")],
-        Combination.of(world="2", tp="2sp"),
-    ),
-    "sequence-parallel backward reduce-scatter takes its own part": (
-        [_without_reduction("COLUMN_SEQUENCE")],
-        Combination.of(world="2", tp="2sp"),
-    ),
-    "cross entropy over the local vocabulary only": (
-        [(cross_entropy, "all_gather", _local_stats_only)],
-        Combination.of(world="2", tp="2"),
-    ),
-    "partial gradients of norms not summed over tp": (
-        [(finalize, "_sum_partial_grads", nothing)],
-        Combination.of(world="2", tp="2sp"),
-    ),
-    "projections to latents of experts not summed over tp": (
-        [(ReplicatedLinear, "metas", _partial_at_no_layout)],
-        Combination.of(world="2", tp="2sp", mlp="moe", routing="groups"),
-    ),
-    "gradients of projections to latents counted tp times": (
-        [(ReplicatedLinear, "metas", _partial_at_every_layout)],
-        Combination.of(world="2", tp="2", heads="mla", style="llama"),
-    ),
-}
+plant("Row-parallel forward all-reduce dropped", _without_reduction("ROW"), world="2", tp="2")
+plant("Column-parallel backward all-reduce dropped", _without_reduction("COLUMN"), world="2", tp="2")
+plant(
+    "Sequence-parallel forward reduce-scatter takes its own part",
+    _without_reduction("ROW_SEQUENCE"),
+    world="2",
+    tp="2sp",
+)
+plant(
+    "Sequence-parallel backward reduce-scatter takes its own part",
+    _without_reduction("COLUMN_SEQUENCE"),
+    world="2",
+    tp="2sp",
+)
+plant("Partial gradients of norms not summed over tp", (finalize, "_sum_partial_grads", nothing), world="2", tp="2sp")
