@@ -22,6 +22,7 @@ from megatron.core.transformer import (
     rotary,
     self_attention,
 )
+from megatron.extensions.context_parallel import attention as gathered
 from tests.parity.mutants.common import mutant, plant
 
 
@@ -127,7 +128,7 @@ plant(
 )
 plant(
     "Gathered keys get only their own rank's gradient",
-    (context_parallel, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0)),
+    (gathered, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0)),
     world="2",
     cp="2gather",
 )
