@@ -235,11 +235,9 @@ def build_saver(config: RunConfig, world: Axis, progress: Progress) -> Checkpoin
     return saver
 
 
-def load_whole_model(
-    path: Path | str, device: torch.device | str = "cpu", number_format: str | None = None
-) -> tuple[GPTModel, RunConfig]:
+def load_whole_model(path: Path | str, number_format: str | None = None) -> tuple[GPTModel, RunConfig]:
     """The whole model of a checkpoint in one process, in its own number format or in "fp32", "bf16" and so on."""
-    stages, config = load_stages(path, lambda config: ModelParallelConfig(), ParallelState(), device, number_format)
+    stages, config = load_stages(path, lambda config: ModelParallelConfig(), ParallelState(), "cpu", number_format)
     return stages[0], config
 
 

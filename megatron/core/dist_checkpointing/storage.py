@@ -350,9 +350,9 @@ def ranks_without(seen: bool, world: Axis) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {_few(ranks)} (on {_few(names)})" if ranks else ""
 
 
-def _few(names: Sequence[object], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(str, names[:limit])) + more
+def _few(names: Sequence[object]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(map(str, names[:8])) + more
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -80,11 +79,10 @@ class ParameterCount:
         return sum(vars(self).values())
 
 
-def count_parameters(config: TransformerConfig, metas: Sequence[ParamMeta] | None = None) -> ParameterCount:
-    """Counts of the whole model, or of `metas`."""
-    metas = stage_metas(config) if metas is None else metas
+def count_parameters(config: TransformerConfig) -> ParameterCount:
+    """Counts of the whole model."""
     sums: dict[str, int] = {}
-    for meta in metas:
+    for meta in stage_metas(config):
         component = _component(meta.name)
         sums[component] = sums.get(component, 0) + meta.numel
     return ParameterCount(**sums)

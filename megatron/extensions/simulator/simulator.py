@@ -83,18 +83,30 @@ def at_stage(value: PerStage, stage: int) -> float:
     return value if isinstance(value, int | float) else value[stage]
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """Result of `simulate`, by rank. `timeline` has the actions of a rank in order."""
+class Simulation(Walk):
+    """Result of `simulate`, by rank: a walk by `costs`."""
 
-    timeline: list[list[Timed]]
-    peak_activations: list[float]
+    def __init__(self, lists: Lists, costs: StageCosts, rendezvous: bool) -> None:
+        super().__init__(lists, rendezvous=rendezvous)
+        self.costs = costs
+        self.peak_activations = [held_at_peak(actions, costs)[0] for actions in lists]
+        self.exchanging = 0.0
+        """Time of all all-to-alls of experts."""
+        self.exposed = 0.0
+        """Part of it in which their rank computes nothing."""
+        self.run()
 
-    exchanging: float = 0.0
-    """Time of all all-to-alls of experts."""
+    def time_of(self, actions: Sequence[Action]) -> float:
+        time, waited = self.costs.duration(actions)
+        self.exchanging += self.costs.exchange * sum(map(self.costs.exchanges_of, actions))
+        self.exposed += waited
+        return time
 
-    exposed: float = 0.0
-    """Part of it in which their rank computes nothing."""
+    def lag(self, stage: int | None) -> float:
+        comm = self.costs.comm
+        if isinstance(comm, int | float):
+            return comm
+        return max(comm) if stage is None else comm[stage]
 
     @property
     def spans(self) -> list[float]:
@@ -123,35 +135,10 @@ class Simulation:
         return [[timed for timed in timeline if timed.action.kind in TIMED] for timeline in self.timeline]
 
 
-class _TimedWalk(Walk):
-    """A walk by `costs`, which adds up the time of all-to-alls."""
-
-    def __init__(self, lists: Lists, costs: StageCosts, rendezvous: bool) -> None:
-        super().__init__(lists, rendezvous=rendezvous)
-        self.costs = costs
-        self.exchanging = self.exposed = 0.0
-
-    def time_of(self, actions: Sequence[Action]) -> float:
-        time, waited = self.costs.duration(actions)
-        self.exchanging += self.costs.exchange * sum(map(self.costs.exchanges_of, actions))
-        self.exposed += waited
-        return time
-
-    def lag(self, stage: int | None) -> float:
-        comm = self.costs.comm
-        if isinstance(comm, int | float):
-            return comm
-        return max(comm) if stage is None else comm[stage]
-
-
 def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool = False) -> Simulation:
     """Runs lists, with or without sends and receives, on paper, as a `Walk` does. Raises DeadlockError if they cannot
     run to their end, ValueError if an action is listed twice."""
-    costs = costs or StageCosts()
-    walk = _TimedWalk(lists, costs, rendezvous)
-    walk.run()
-    peaks = [held_at_peak(actions, costs)[0] for actions in lists]
-    return Simulation(walk.timeline, peaks, walk.exchanging, walk.exposed)
+    return Simulation(lists, costs or StageCosts(), rendezvous)
 
 
 def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
