@@ -66,20 +66,20 @@ class PipelineP2P:
         """How long gloo may wait for a message, in place of what the group was made with. NCCL asks the group."""
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._gloo = pp.group is not None and dist.get_backend(pp.group) == "gloo"
-        self._wire_device = torch.device("cpu") if self._gloo else device
+        self.wire_device = torch.device("cpu") if self._gloo else device
 
     def send(self, message: Tensor, peer: int, tag: int) -> None:
         """Starts sending [s, b, h] to pipeline rank `peer`. The caller may drop the message, but not change it."""
         assert tuple(message.shape) == self.shape, f"message {tuple(message.shape)}, pipeline shape {self.shape}"
         assert message.dtype == self.dtype, f"message {message.dtype}, pipeline dtype {self.dtype}"
-        message = message.to(self._wire_device).contiguous()
+        message = message.to(self.wire_device).contiguous()
         self._let_go(MAX_IN_FLIGHT - 1)
         work = dist.isend(message, self.pp.ranks[peer], group=self._lane(tag, self.pp.rank).group, tag=tag)
         self._sends.append((work, message))
 
     def receive(self, peer: int, tag: int) -> Receive:
         """Starts receiving [s, b, h] from pipeline rank `peer`."""
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self._wire_device)
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.wire_device)
         work = dist.irecv(buffer, self.pp.ranks[peer], group=self._lane(tag, peer).group, tag=tag)
         return Receive(work, buffer, self.device, self.timeout if self._gloo else None)
 

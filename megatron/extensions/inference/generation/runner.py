@@ -161,20 +161,14 @@ class StageRunner:
         if self.leads:
             received = []
             for shape, dtype in shapes:
-                received.append(torch.empty(shape, dtype=dtype, device=self._p2p_device))
+                received.append(torch.empty(shape, dtype=dtype, device=self.p2p.wire_device))
                 dist.recv(received[-1], self.source, group=self.pp.group)
             return Outputs(*(x.to(self.device) for x in received))
         if found is not None and self.sends_to is not None:
             for x in (found.logits, found.prompt)[: len(shapes)]:
                 assert x is not None
-                dist.send(x.to(self._p2p_device).contiguous(), self.sends_to, group=self.pp.group)
+                dist.send(x.to(self.p2p.wire_device).contiguous(), self.sends_to, group=self.pp.group)
         return None
-
-    @property
-    def _p2p_device(self) -> torch.device:
-        """gloo sends no memory of a GPU."""
-        gloo = self.pp.group is not None and dist.get_backend(self.pp.group) == "gloo"
-        return torch.device("cpu") if gloo else self.device
 
 
 def _with_cache(model: GPTModel, hidden: Tensor | None, given: tuple[Batch, Cached]) -> Tensor:
