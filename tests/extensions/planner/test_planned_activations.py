@@ -6,7 +6,7 @@ Each test takes one in so many of its cases, or all of them: --whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -131,69 +131,92 @@ def compare(rank: int, world_size: int, cases: list[Case], plans: list[tuple[int
     return found
 
 
-def styles() -> Iterable[tuple[str, TransformerConfig]]:
+def styles() -> dict[str, TransformerConfig]:
+    found = {}
     for name, model in STYLES.items():
-        yield name, model
-        yield f"{name} dropout", with_dropout(model)
-    yield "llama layernorm", replace(LLAMA, normalization="LayerNorm")
-    yield "gpt rmsnorm", replace(GPT, normalization="RMSNorm")
-    yield "one group", replace(LLAMA, num_query_groups=1)
-    yield "qk, no rope", replace(STYLES["qwen3"], position_embedding_type="none")
+        found |= {name: model, f"{name} dropout": with_dropout(model)}
+    found["llama layernorm"] = replace(LLAMA, normalization="LayerNorm")
+    found["gpt rmsnorm"] = replace(GPT, normalization="RMSNorm")
+    found["one group"] = replace(LLAMA, num_query_groups=1)
+    found["qk, no rope"] = replace(STYLES["qwen3"], position_embedding_type="none")
+    return found
 
 
-def one_in(number: int) -> pytest.MarkDecorator:
-    return pytest.mark.grid("stride", (number,), (1,))
-
-
-PLACES = (("bf16", WHOLE), ("fp32", LAST), ("bf16", MIDDLE), ("fp64", FIRST))
-
-
-@one_in(151)
-def test_one_process(stride: int) -> None:
-    cases = [
-        (f"{style} {kind} {dtype} {stage}", replace(model, **more), ModelParallelConfig(**{dtype: True}), stage)
-        for number, ((style, model), (kind, more)) in enumerate(product(styles(), RECOMPUTE.items()))
-        for dtype, stage in [PLACES[number % 4]]
+def grid(
+    models: Mapping[str, TransformerConfig],
+    kinds: Iterable[str],
+    parallels: Sequence[ModelParallelConfig],
+    stages: Sequence[Stage],
+) -> list[Case]:
+    """Each model with each kind of recomputation, and with the next configuration and stage in turn."""
+    return [
+        (f"{name} {kind} {number}", replace(model, **RECOMPUTE[kind]), parallel, stage)
+        for number, ((name, model), kind) in enumerate(product(models.items(), kinds))
+        for parallel, stage in [(parallels[number % len(parallels)], stages[number % len(stages)])]
     ]
-    assert differing(1, cases[::stride]) == []
 
 
-@one_in(61)
+def in_fp8(recipe: str, fp8_format: str = "hybrid", **fields: Any) -> ModelParallelConfig:
+    return parallel_config(bf16=True, fp8_format=fp8_format, fp8_recipe=recipe, **fields)
+
+
+BF16 = ModelParallelConfig(bf16=True)
+OF_DTYPES = [ModelParallelConfig(**{dtype: True}) for dtype in ("bf16", "fp32", "bf16", "fp64")]
+EVEN = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48)
+EXPERTS = {
+    "softmax": EVEN,
+    "softmax first": replace(EVEN, moe_router_pre_softmax=True),
+    "sigmoid": replace(EVEN, moe_router_score_function="sigmoid", moe_token_dispatcher_type="alltoall"),
+    "shared": replace(EVEN, moe_shared_expert_intermediate_size=64, swiglu=False, squared_relu=True),
+    "every second layer": replace(EVEN, moe_layer_freq="2"),
+    "gated": replace(EVEN, moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True),
+    "groups": replace(EVEN, moe_router_num_groups=4, moe_router_group_topk=1, moe_aux_loss_coeff=(0.1,)),
+    "biased": replace(EVEN, swiglu=False, quick_geglu=True, activation_func_clamp_value=1.0, add_bias_linear=True),
+    "weights on inputs": replace(EVEN, moe_router_topk=1, moe_apply_probs_on_input=True),
+}
+EXPERT_KINDS = ("none", "full", "moe", "moe_act", "shared_experts", "layernorm", "mlp")
+DROPOUT, MOE = {"dropout": with_dropout(GPT)}, replace(EVEN, moe_layer_freq="2")
+OF_FP8 = STYLES | DROPOUT | {"relu2": replace(GPT, squared_relu=True), "experts": MOE}
+OF_FP8["shared"] = replace(MOE, moe_shared_expert_intermediate_size=64)
+RECIPES = [in_fp8(recipe) for recipe in ("delayed", "tensorwise", "blockwise", "rowwise")]
+
+
+def offloaded() -> list[Case]:
+    """Of the first layer of a stage: what stays on the device, and the host's buffers. All of a layer's activations
+    leave it but what routing keeps."""
+    parallels = [parallel_config(bf16=True, **OFFLOAD), in_fp8("delayed", **OFFLOAD)]
+    return grid(STYLES | DROPOUT | {"experts": EVEN}, RECOMPUTE, parallels, (WHOLE, MIDDLE, FIRST))
+
+
+GRIDS: dict[str, tuple[int, Callable[[], list[Case]]]] = {
+    "styles": (151, lambda: grid(styles(), RECOMPUTE, OF_DTYPES, (WHOLE, LAST, MIDDLE, FIRST))),
+    "offload": (113, offloaded),
+    "experts": (11, lambda: grid(EXPERTS, EXPERT_KINDS, [BF16], [WHOLE])),
+    # Copies of inputs in one byte take the place of what else would be kept, and stand beside what is kept anyhow.
+    "fp8": (151, lambda: grid(OF_FP8, RECOMPUTE, RECIPES, [WHOLE])),
+}
+"""One in how many cases is a part of them, and all cases of one process."""
+
+
+@pytest.mark.grid("whole", [False], [True])
+@pytest.mark.parametrize("name", GRIDS)
+def test_one_process(name: str, whole: bool) -> None:
+    stride, cases = GRIDS[name]
+    assert differing(1, cases()[:: 1 if whole else stride]) == []
+
+
+@pytest.mark.grid("stride", [61], [1])
 def test_fused_regions(stride: int) -> None:
     """They are planned as measured, and keep no more than what they replace but the numbers of norms in fp32."""
-    kinds = ("none", "full", "layernorm", "all")
-    cases = [
-        (f"{style} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True, compile=True), stage)
-        for number, ((style, model), kind) in enumerate(product(styles(), kinds))
-        for stage in [(WHOLE, LAST, MIDDLE)[number % 3]]
-    ][::stride]
+    kinds, parallel = ("none", "full", "layernorm", "all"), replace(BF16, compile=True)
+    cases = grid(styles(), kinds, [parallel], (WHOLE, LAST, MIDDLE))[::stride]
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         assert differing(1, cases) == []
-    for _, model, parallel, stage in cases[:2]:
+    for _, model, _, stage in cases[:2]:
         plain, fused = (
-            ActivationPlan(MicroBatch(model, parallel, SAMPLES, device)).stage(stage).kept
-            for parallel, device in ((replace(parallel, compile=False), "cuda"), (parallel, "cuda"))
+            ActivationPlan(MicroBatch(model, each, SAMPLES, "cuda")).stage(stage).kept for each in (BF16, parallel)
         )
         assert fused <= plain
-
-
-@one_in(113)
-def test_offload_in_one_process(stride: int) -> None:
-    """Of the first layer of a stage, with each kind of recomputation: what stays on the device, and the host's buffers.
-    All of a layer's activations leave it but what routing keeps."""
-    models = {**STYLES, "dropout": with_dropout(GPT), "experts": replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48)}
-    fp8 = {"fp8_format": "hybrid", "fp8_recipe": "delayed"}
-    cases = [
-        (
-            f"{name} {kind} {stage}",
-            replace(model, **more),
-            parallel_config(bf16=True, **OFFLOAD, **(fp8 if number % 2 else {})),
-            stage,
-        )
-        for number, ((name, model), (kind, more)) in enumerate(product(models.items(), RECOMPUTE.items()))
-        for stage in [(WHOLE, MIDDLE, FIRST)[number % 3]]
-    ]
-    assert differing(1, cases[::stride]) == []
 
 
 @pytest.mark.parametrize("kind", ["none", "full", "all"])
@@ -206,27 +229,6 @@ def test_offload_leaves_the_input_of_a_stage_alone(kind: str) -> None:
     rotary = 2 * model.seq_length * model.head_dim // 2 * 2  # bf16 cosines and sines
     assert kept[1].kept == SAMPLES * model.seq_length * model.hidden_size * 2 + rotary
     assert kept[1].kept + kept[1].offloaded == kept[0].kept
-
-
-@one_in(11)
-def test_experts_in_one_process(stride: int) -> None:
-    even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48)
-    models = {
-        "softmax": even,
-        "softmax first": replace(even, moe_router_pre_softmax=True),
-        "sigmoid": replace(even, moe_router_score_function="sigmoid", moe_token_dispatcher_type="alltoall"),
-        "shared": replace(even, moe_shared_expert_intermediate_size=64, swiglu=False, squared_relu=True),
-        "every second layer": replace(even, moe_layer_freq="2"),
-        "gated": replace(even, moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True),
-        "groups": replace(even, moe_router_num_groups=4, moe_router_group_topk=1, moe_aux_loss_coeff=(0.1,)),
-        "biased": replace(even, swiglu=False, quick_geglu=True, activation_func_clamp_value=1.0, add_bias_linear=True),
-        "weights on inputs": replace(even, moe_router_topk=1, moe_apply_probs_on_input=True),
-    }
-    cases = [
-        (f"{name} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True), WHOLE)
-        for (name, model), kind in product(models.items(), EXPERT_KINDS)
-    ]
-    assert differing(1, cases[::stride]) == []
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_grouped_products_of_gpus_can_be_planned(fp8: Fp8Flags) -> None:
 def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
     """Their products are added where they are computed. What a backward holds beside is smaller than one of them."""
     model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
-    parallel = ModelParallelConfig(bf16=True, extension_options=(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),))
+    parallel = in_fp8(recipe)
     product = 2 * model.hidden_size * model.ffn_size * 2
     more = {
         device: memory.backward - memory.kept
@@ -258,15 +260,12 @@ def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
     assert more["cuda"] < product < more["cpu"]
 
 
-EXPERT_KINDS = ("none", "full", "moe", "moe_act", "shared_experts", "layernorm", "mlp")
-
-
 def test_recomputation_of_experts_saves_memory() -> None:
     """Of 8 experts of which a token meets 2, and a shared one: what is left of a layer's activations."""
-    model = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=64)
+    model = replace(EVEN, moe_shared_expert_intermediate_size=64)
     kept = {}
     for kind in EXPERT_KINDS:
-        batch = MicroBatch(replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
+        batch = MicroBatch(replace(model, **RECOMPUTE[kind]), BF16, SAMPLES, "cpu")
         kept[kind] = ActivationPlan(batch).stage(MIDDLE).kept
     tokens, layers = SAMPLES * model.seq_length, 2
     assert kept["mlp"] == kept["none"]
@@ -295,32 +294,8 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
     return ActivationPlan(batch).stage(MIDDLE).kept, kept_by(batch, MIDDLE, state)[0]
 
 
-@one_in(151)
-def test_fp8(stride: int) -> None:
-    """Copies of inputs in one byte take the place of what else would be kept, and stand beside what is kept anyhow."""
-    moe = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_layer_freq="2")
-    models = {**STYLES, "dropout": with_dropout(GPT), "relu2": replace(GPT, squared_relu=True), "experts": moe}
-    models["shared"] = replace(moe, moe_shared_expert_intermediate_size=64)
-    cases = [
-        (
-            f"{name} {kind} {recipe}",
-            replace(model, **more),
-            ModelParallelConfig(bf16=True, extension_options=(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),)),
-            WHOLE,
-        )
-        for number, ((name, model), (kind, more)) in enumerate(product(models.items(), RECOMPUTE.items()))
-        for recipe in [("delayed", "tensorwise", "blockwise", "rowwise")[number % 4]]
-    ]
-    assert differing(1, cases[::stride]) == []
-
-
 LAYOUTS = {
-    "fp8 sp": ModelParallelConfig(
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        bf16=True,
-        extension_options=(Fp8Flags(fp8_format="e4m3", fp8_recipe="tensorwise"),),
-    ),
+    "fp8 sp": in_fp8("tensorwise", "e4m3", tensor_model_parallel_size=2, sequence_parallel=True),
     "tp": ModelParallelConfig(tensor_model_parallel_size=2, bf16=True),
     "sp": ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, bf16=True),
     "cp": ModelParallelConfig(context_parallel_size=2, bf16=True),
@@ -336,7 +311,7 @@ PROPERTIES = (
 """Styles with properties of layers that no other case of a layout has: a fifth of them at each layout."""
 
 
-@one_in(8)
+@pytest.mark.grid("stride", [8], [1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, stride: int) -> None:
     """A part has each kind of recomputation at each layout and, over the layouts, with each style."""
