@@ -34,7 +34,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -389,14 +389,8 @@ def _child(work: Callable[[], Any], answer: Path) -> None:
     os._exit(0)
 
 
-@dataclass
-class Report:
-    counts: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-
-def run_trial(trial: Trial, number: int, seed: int, report: Report) -> None:
-    """One damaged file, in a folder of its own."""
+def run_trial(trial: Trial, number: int, seed: int) -> tuple[str, str]:
+    """(whether the damage of a file, in a folder of its own, was told, read or failed; what is wrong, if anything)"""
     dice = Random(f"{seed} {number}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / f"damaged-{number}"
@@ -405,37 +399,32 @@ def run_trial(trial: Trial, number: int, seed: int, report: Report) -> None:
         damage = damaged(dice, path.read_bytes())
         path.write_bytes(damage.content)
         outcome = run_alone(lambda: trial.read(folder))
-    wrong = None
-    if outcome.crash is not None:
-        wrong = outcome.crash
-    elif outcome.error is not None:
+    told = outcome.error is not None
+    if told and outcome.crash is None:
         named = path.name in outcome.error or str(folder / path.stem) in outcome.error
-        if not named and not (trial.of_content and outcome.error.startswith(trial.of_content)):
-            wrong = f"does not name the file: {outcome.error[:300]!r}"
+        of_content = trial.of_content and outcome.error.startswith(trial.of_content)
+        wrong = "" if named or of_content else f"does not name the file: {outcome.error[:300]!r}"
     else:
-        wrong = trial.judge(damage, outcome.result)
-    kind = "failed" if wrong else "told" if outcome.error is not None else "read"
-    report.counts[kind] += 1
+        wrong = outcome.crash or trial.judge(damage, outcome.result)
     if wrong:
-        report.failures.append(f"trial {number}: {trial.name}, {damage.name} [{damage.start}:{damage.stop}]: {wrong}")
+        return "failed", f"trial {number}: {trial.name}, {damage.name} [{damage.start}:{damage.stop}]: {wrong}"
+    return "told" if told else "read", ""
 
 
-def campaign(count: int, seed: int, first: int = 0, only: str = "", say: Callable[[str], object] = print) -> Report:
+def campaign(count: int, seed: int, first: int = 0, only: str = "") -> Counter[str]:
     """Trials `first` to `first + count`, the kinds of input in turns; those whose name contains `only`."""
-    report = Report()
+    counts = Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         kinds = trials(Path(name))
     for number in range(first, first + count):
         trial = kinds[number % len(kinds)]
-        if only not in trial.name:
-            continue
-        before = len(report.failures)
-        run_trial(trial, number, seed, report)
-        for failure in report.failures[before:]:
-            say(failure)
+        if only in trial.name:
+            kind, wrong = run_trial(trial, number, seed)
+            counts[kind] += 1
+            print(wrong, end="\n" if wrong else "")
         if (number + 1) % 100 == 0:
-            say(f"{number + 1} trials: {dict(report.counts)}")
-    return report
+            print(f"{number + 1} trials: {dict(counts)}")
+    return counts
 
 
 def main() -> int:
@@ -445,10 +434,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="kinds of input whose name contains this")
     args = parser.parse_args()
-    report = campaign(args.trials, args.seed, args.first, args.only)
-    told, read, failed = (report.counts[kind] for kind in ("told", "read", "failed"))
-    print(f"{told} told, {read} read right, {failed} failed")
-    return 1 if failed else 0
+    counts = campaign(args.trials, args.seed, args.first, args.only)
+    print(f"{counts['told']} told, {counts['read']} read right, {counts['failed']} failed")
+    return 1 if counts["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,6 @@ KINDS = 36
 
 def test_damage_is_told_or_does_no_harm() -> None:
     """Each kind of input once; of a thousand trials these are those of one seed."""
-    report = campaign(KINDS, seed=7)
-    assert report.failures == []
-    assert report.counts.total() == KINDS and min(report.counts["told"], report.counts["read"]) > 3
+    counts = campaign(KINDS, seed=7)
+    assert not counts["failed"], "see what is printed"
+    assert counts.total() == KINDS and min(counts["told"], counts["read"]) > 3
