@@ -58,7 +58,6 @@ FURTHER = (
 """One of these with each layout, in turn."""
 
 IN_CI = (
-    ("dense", 2, "--pp 2 --tp 1 --cp 1"),
     ("untied", 4, "--pp 4 --tp 1 --cp 1"),
     ("dense", 4, "--pp 2 --tp 2 --sequence-parallel --cp 1"),
     ("dense", 4, "--pp 2 --tp 1 --cp 2"),
@@ -153,7 +152,7 @@ def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[flo
         return results(run)
 
 
-@pytest.mark.parametrize("model", ["dense", "experts"])
+@pytest.mark.grid("model", ["dense"], list(MODELS))
 def test_one_process_is_the_formula(model: str) -> None:
     ((losses, norms, _),) = run_world(1, by_copies, f"{MODEL} {MODELS[model]}".split())
     ((found, found_norms, *_),) = run_world(1, trained, config_of(MODELS[model], 1))
@@ -258,7 +257,7 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
     flags = "--fp64 --max-skipped-iterations 1"
     ((losses, norms, skipped),) = run_world(1, with_nan, config_of(flags, 1))
     assert skipped == [False, False, True, False, False]
-    for found, found_norms, found_skipped in run_world(4, with_nan, config_of(f"{flags} --pp 4", 4)):
+    for found, found_norms, found_skipped in run_world(2, with_nan, config_of(f"{flags} --pp 2", 2)):
         assert found_skipped == skipped and found == pytest.approx(losses, rel=1e-9)
         assert found_norms == pytest.approx(norms, rel=1e-9, nan_ok=True)
 
@@ -282,7 +281,7 @@ def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float
 
 def test_an_evaluation_in_the_midst_sees_the_newest_weights() -> None:
     ((expected, losses),) = run_world(1, evaluated, config_of("--fp64", 1))
-    ranks = run_world(4, evaluated, config_of("--fp64 --pp 4", 4))
+    ranks = run_world(2, evaluated, config_of("--fp64 --pp 2", 2))
     assert ranks[-1][0] == pytest.approx(expected, rel=1e-9)
     assert all(found == pytest.approx(losses, rel=1e-9) for _, found in ranks)
 
