@@ -65,17 +65,15 @@ def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Te
         return interval.losses, [param.detach().clone() for param in run.ddp.params], seen
 
 
-@pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [
-        (1, "--fp32"),
-        (1, "--bf16 --recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"),
-        (1, "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"),
-        needs("fp8", 1, "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
-        (1, "--fp32 --mtp-num-layers 2"),
-        (2, "--fp32 --dp 2 --window-size 6"),
-    ],
-)
+PART = [
+    (1, "--bf16 --recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"),
+    (1, "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"),
+    needs("fp8", 1, "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
+]
+MORE = [(1, "--fp32 --mtp-num-layers 2"), (2, "--fp32 --dp 2 --window-size 6")]
+
+
+@pytest.mark.grid(("world_size", "flags"), PART, [*PART, *MORE])
 def test_a_replayed_run_is_the_same_bit_for_bit(world_size: int, flags: str) -> None:
     microbatches = 4 // world_size
     for plain, graphed in zip(

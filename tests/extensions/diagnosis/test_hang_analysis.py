@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -32,16 +33,15 @@ def standing(
     return Waiting(f"line_of_{rank}", tuple(entered), sender)
 
 
+def with_rank_2(*where: Any) -> dict[int, Waiting]:
+    """Rank 0 waits for the ranks of its pipeline, 1 for those of its tensors, 3 for a message of 1."""
+    others = {0: standing(0, 4, 8, 5, "pp"), 1: standing(1, 4, 9, 5, "tp"), 3: standing(3, 4, 6, 5, sender=1)}
+    return others | {2: standing(2, *where)}
+
+
 def test_the_rank_that_enters_another_collective_is_named() -> None:
     """Ranks 0 and 2 wait for each other; three ranks have come as far over pp as rank 0, and none as far over all."""
-    found = blame(
-        {
-            0: standing(0, 4, 8, 5, "pp"),
-            1: standing(1, 4, 9, 5, "tp"),
-            2: standing(2, 5, 6, 4, "world", "barrier []"),
-            3: standing(3, 4, 6, 5, sender=1),
-        }
-    )
+    found = blame(with_rank_2(5, 6, 4, "world", "barrier []"))
     assert found is not None and found.ranks == (2,)
     assert "rank 2 entered barrier [] (number 5 over world" in found.why
 
@@ -56,14 +56,7 @@ def test_the_rank_that_brings_another_tensor_is_named(guilty: int) -> None:
 
 def test_the_rank_that_leaves_one_out_is_named() -> None:
     """A circle: 0 waits for 2, which waits for 3, which waits for 1, which waits for 0. Rank 2 has left out a pp."""
-    found = blame(
-        {
-            0: standing(0, 4, 8, 5, "pp"),
-            1: standing(1, 4, 9, 5, "tp"),
-            2: standing(2, 4, 7, 4, "tp"),
-            3: standing(3, 4, 6, 5, sender=1),
-        }
-    )
+    found = blame(with_rank_2(4, 7, 4, "tp"))
     assert found is not None and found.ranks == (2,)
     assert "left out what all others entered over pp" in found.why
 
@@ -86,14 +79,7 @@ def test_sizes_of_an_all_to_all_may_differ() -> None:
 
 def test_the_rank_that_does_not_come_is_named() -> None:
     """Rank 2 is in none; 1 waits for 0, which waits for 2, and 3 for a message of 1."""
-    found = blame(
-        {
-            0: standing(0, 4, 8, 5, "pp"),
-            1: standing(1, 4, 9, 5, "tp"),
-            2: standing(2, 4, 6, 4),
-            3: standing(3, 4, 6, 5, sender=1),
-        }
-    )
+    found = blame(with_rank_2(4, 6, 4))
     assert found is not None and found.ranks == (2,) and found.title.startswith("did not come")
     assert "rank 2 was at line_of_2" in found.why
 

@@ -160,13 +160,13 @@ def test_weights_and_biases_has_its_files_in_the_folder_of_the_run_or_none(
     assert [path.name for path in (tmp_path / "here").iterdir()] == ([] if save else ["metrics.jsonl"])
 
 
-def test_a_run_that_is_requeued_five_times_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_requeued_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    for start in range(1, 16, 3):
+    for start in range(1, 10, 3):
         run(tmp_path, start, start + 2, wandb_project="p", wandb_save_dir=str(tmp_path))
     wandb.teardown()
     ids, losses = set(), {}
@@ -179,7 +179,7 @@ def test_a_run_that_is_requeued_five_times_is_one_run(tmp_path: Path, monkeypatc
             values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in found.history.item}
             if "lm loss" in values:
                 losses[values["_step"]] = values["lm loss"]
-    assert len(ids) == 1 and losses == {n: 9.0 - n for n in range(1, 16)}
+    assert len(ids) == 1 and losses == {n: 9.0 - n for n in range(1, 10)}
     run(tmp_path, 1, 1, wandb_project="p", wandb_save_dir=str(tmp_path))
     assert (tmp_path / "wandb_run_id.txt").read_text().strip() not in ids
     wandb.teardown()
