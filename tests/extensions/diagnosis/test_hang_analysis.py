@@ -80,7 +80,7 @@ def test_sizes_of_an_all_to_all_may_differ() -> None:
 def test_the_rank_that_does_not_come_is_named() -> None:
     """Rank 2 is in none; 1 waits for 0, which waits for 2, and 3 for a message of 1."""
     found = blame(with_rank_2(4, 6, 4))
-    assert found is not None and found.ranks == (2,) and found.title.startswith("did not come")
+    assert found is not None and found.ranks == (2,) and found.title.startswith("did not reach the point")
     assert "rank 2 was at line_of_2" in found.why
 
 
@@ -103,7 +103,7 @@ def test_a_meeting_at_start_up_is_evidence() -> None:
         status.meeting = Meeting((0, 1), number, "model", pending=number == 2)
         standings[rank] = Standing("model", "here", evidence=CollectivesAnalysis(status).evidence())
     found = CollectivesAnalysis(status).blame(standings)
-    assert found is not None and found.ranks == (1,) and found.title.startswith("did not come")
+    assert found is not None and found.ranks == (1,) and found.title.startswith("did not reach the point")
 
 
 def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
