@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.path_kind import checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.testing.local_world import run_world
-from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
+from tools.bench.side_by_side import Spread, bench_parser, machine, seconds_of, write_json
 
 BYTES = 12
 """Of a parameter and its moments in fp32."""
@@ -117,9 +117,8 @@ class Bench:
 
     def dcp_save(self) -> Seconds:
         self._clear("dcp")
-        begin = time.perf_counter()
-        dcp.save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
-        return {"dcp.save": time.perf_counter() - begin}
+        tensors = dict(self.state.dtensors)
+        return {"dcp.save": seconds_of(lambda: dcp.save(tensors, checkpoint_id=self.root / "dcp"))}
 
     def dcp_async_save(self) -> Seconds:
         self._clear("dcp")
@@ -152,9 +151,8 @@ class Bench:
         return {"load": total, "of it reading into tensors, without checksums": total - verified}
 
     def dcp_load(self) -> Seconds:
-        begin = time.perf_counter()
-        dcp.load(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
-        return {"dcp.load": time.perf_counter() - begin}
+        tensors = dict(self.state.dtensors)
+        return {"dcp.load": seconds_of(lambda: dcp.load(tensors, checkpoint_id=self.root / "dcp"))}
 
     def rounds(self, count: int, limit: float) -> dict[str, list[float]]:
         """Up to `count` rounds after a first one that is not counted, and none that would begin after `limit` s."""

@@ -38,7 +38,7 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from tools.bench.side_by_side import Spread, bench_parser, machine, write_json
+from tools.bench.side_by_side import Spread, bench_parser, machine, seconds_of, write_json
 from tools.build_corpus import documents
 
 if TYPE_CHECKING:
@@ -58,12 +58,6 @@ class Row:
     value: Spread
     peak_memory_mb: float | None = None
     beside: str = ""
-
-
-def timed(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
@@ -216,7 +210,7 @@ def build_gpt(prefix: Path, epochs: int, cache: Path) -> float:
     import megatron.core.datasets.gpt_dataset  # noqa: F401 (not a part of what is timed)
 
     samples = int(synthetic_lengths().sum(dtype=np.int64)) * epochs // SEQ - 1
-    return timed(lambda: open_dataset(prefix, samples, cache))
+    return seconds_of(lambda: open_dataset(prefix, samples, cache))
 
 
 def build_blend(size: int, cache: Path) -> float:
@@ -225,7 +219,9 @@ def build_blend(size: int, cache: Path) -> float:
 
     rule = {"weights": WEIGHTS, "size": size}
     indices = IndexCache(str(cache), "")
-    return timed(lambda: indices.arrays(BlendIndex._fields, "Blend", rule, lambda: build_blend_index(WEIGHTS, size)))
+    return seconds_of(
+        lambda: indices.arrays(BlendIndex._fields, "Blend", rule, lambda: build_blend_index(WEIGHTS, size))
+    )
 
 
 def index(folder: Path, rounds: int) -> Iterator[Row]:
@@ -258,7 +254,7 @@ def load_rate(prefix: Path, cache: Path, workers: int) -> float:
     steps, batch = 100, 32
     with closing(DataIterator(open_dataset(prefix, 100_000, cache), micro_batch_size=4, num_workers=workers)) as loader:
         loader.next_step(0, batch)
-        seconds = timed(lambda: [loader.next_step(step * batch, batch) for step in range(1, steps + 1)])
+        seconds = seconds_of(lambda: [loader.next_step(step * batch, batch) for step in range(1, steps + 1)])
     return steps * batch * SEQ / seconds / 1e6
 
 

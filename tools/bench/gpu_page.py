@@ -118,11 +118,14 @@ def page(found: Found, missing: Sequence[str]) -> Iterator[str]:
     for file, row in found.runs:
         yield from groups(found.source(file), row)
     for file, rows in found.compared.items():
-        yield from _table(f"Compared in turns ({found.source(file)})", COMPARED, map(_compared, rows))
+        yield from _table(
+            f"Compared in turns ({found.source(file)})", ("flags", "tokens/s", "ratio"), map(_compared, rows)
+        )
+    parts = "group", "part", "ms", "TFLOP/s", "GB/s"
     for file, rows in found.parts.items():
-        yield from _table(f"Parts one by one ({found.source(file)})", PART, map(_part, rows))
+        yield from _table(f"Parts one by one ({found.source(file)})", parts, map(_part, rows))
     yield from _tests(found)
-    yield from _table("Commands", CALL, map(_call, found.calls))
+    yield from _table("Commands", ("part", "exit code", "seconds", "command"), map(_call, found.calls))
     if missing or found.unreadable:
         yield from ("", "## Missing", "")
         yield from (f"- {line}" for line in (*missing, *found.unreadable))
@@ -149,11 +152,6 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about
     if lines:
         yield from ("", f"## {title}", *(("", about) if about else ()), "")
         yield from (f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |", *lines)
-
-
-COMPARED = ("flags", "tokens/s", "ratio")
-PART = ("group", "part", "ms", "TFLOP/s", "GB/s")
-CALL = ("part", "exit code", "seconds", "command")
 
 
 Run = tuple[str, str, Figures]

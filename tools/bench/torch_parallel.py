@@ -126,9 +126,8 @@ def updated(model: nn.Module, backward: Step) -> Step:
     return step
 
 
-def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None]) -> Step:
-    """Forward and backward of a rank's own samples; `begin` receives before each whether it is the last one."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None], rank: int, size: int) -> Step:
+    """Forward and backward of every `size`-th sample; `begin` receives before each whether it is the last one."""
 
     def backward() -> None:
         batch = next(batches)
@@ -142,7 +141,8 @@ def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], Non
 
 def data_parallel(model: Llama, batches: Batches) -> Step:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return over_samples(wrapped, batches, partial(setattr, wrapped, "require_backward_grad_sync"))
+    syncs = partial(setattr, wrapped, "require_backward_grad_sync")
+    return over_samples(wrapped, batches, syncs, dist.get_rank(), dist.get_world_size())
 
 
 def fully_sharded(keeps_params: bool, reduces_each: bool, model: Llama, batches: Batches) -> Step:
@@ -157,7 +157,7 @@ def fully_sharded(keeps_params: bool, reduces_each: bool, model: Llama, batches:
         model.set_requires_gradient_sync(last or reduces_each)  # type: ignore[operator]
         model.set_reshard_after_backward(last or not keeps_params)  # type: ignore[operator]
 
-    return over_samples(model, batches, begin)
+    return over_samples(model, batches, begin, dist.get_rank(), dist.get_world_size())
 
 
 def tensor_parallel(model: Llama, batches: Batches) -> Step:
@@ -171,13 +171,7 @@ def tensor_parallel(model: Llama, batches: Batches) -> Step:
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, ends)
-
-    def backward() -> None:
-        batch = next(batches)
-        for sample in batch:
-            loss_of(len(batch), model(sample[None, :-1]), sample[None, 1:]).backward()
-
-    return updated(model, backward)
+    return over_samples(model, batches, lambda last: None, 0, 1)
 
 
 def pipelined(schedule: str, chunks: int, model: Llama, batches: Batches) -> Step:

@@ -67,15 +67,14 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install 'paritrain[plot]'") from None
     matplotlib.rcParams.update(LOOK)
+    warnings.filterwarnings("ignore", "Glyph")  # the font that measures text lacks some; viewers have others
     return Figure((width, height), layout="constrained")
 
 
 def write_picture(figure: Figure, path: Path) -> None:
     """Writes a figure as what the file's suffix says (`refuse_picture`)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the font that measures text lacks some; viewers have others
-        figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120)
     print(f"wrote {path}")
 
 
@@ -83,9 +82,7 @@ def inline(figure: Figure) -> str:
     """A figure as an SVG element of a page, with ids of its own."""
     text = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")
-        figure.savefig(text, format="svg", metadata=nothing)
+    figure.savefig(text, format="svg", metadata=nothing)
     svg = text.getvalue()
     return IDS.sub(rf"\g<1>picture-{next(_numbers)}-", svg[svg.index("<svg") :])
 
