@@ -47,8 +47,7 @@ class PlannedFlash:
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Any, window: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._launch(qkv[0], qkv[2], lengths, window, True)
-        dq, dk, dv = (x.new_empty(x.shape) for x in qkv)
-        return dq, dk, dv
+        return _gradients_of(*qkv)
 
     def _launch(self, q: Tensor, v: Tensor, lengths: Lengths | None, window: Window, backward: bool) -> None:
         """Of whole samples; `FakeKernel` tells those of tiles."""
@@ -132,50 +131,43 @@ class FakeKernel:
         self.parts, self.packed = parts, None if parts is None else PlannedFlash()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        if self.parts is not None and not _whole(tiles, q, k):
-            for tile, outputs in _as_launched(self.parts.forward(q, k, v, tiles)):
-                _launch(query_rows(q, tile), v, (tile,), False)
-                yield tile, outputs
-            return
-        for tile in tiles:
-            queries = query_rows(q, tile)
-            _launch(queries, v, (tile,), False)
-            yield tile, (queries.new_empty(*queries.shape[:-1], v.shape[-1]), statistics_of(queries))
+        made = ((tile, _outputs_of(query_rows(q, tile), v)) for tile in tiles)
+        parts = self._parts_of(q, k, tiles)
+        return _launched(made if parts is None else parts.forward(q, k, v, tiles), q, v, backward=False)
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
-        if self.parts is not None and not _whole(tiles, q, k):
-            for tile, gradients in _as_launched(self.parts.backward(rows, q, k, v, tiles)):
-                _launch(query_rows(q, tile), v, (tile,), True)
-                yield tile, gradients
-            return
-        for tile in tiles:
-            queries, keys, values = query_rows(q, tile), key_rows(k, tile), key_rows(v, tile)
-            _launch(queries, v, (tile,), True)
-            yield tile, (queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape))
+        made = ((tile, _gradients_of(query_rows(q, tile), key_rows(k, tile), key_rows(v, tile))) for tile in tiles)
+        parts = self._parts_of(q, k, tiles)
+        return _launched(made if parts is None else parts.backward(rows, q, k, v, tiles), q, v, backward=True)
+
+    def _parts_of(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> Kernel | None:
+        """The kernel of parts of samples, unless all queries and keys of all samples are one tile."""
+        one = len(tiles) == 1 and tiles[0].sample is None
+        whole = one and len(tiles[0].queries) == q.shape[0] and len(tiles[0].keys) == k.shape[0]
+        return None if whole else self.parts
 
 
-def _as_launched(found: Iterator[T]) -> Iterator[T]:
-    """Tiles, whose copies into and out of a launch are not recorded beside it."""
+def _launched(found: Iterator[tuple[Tile, T]], q: Tensor, v: Tensor, backward: bool) -> Iterator[tuple[Tile, T]]:
+    """Tiles, one launch each. Copies into and out of a launch are not recorded beside it."""
     while True:
         with unseen():
             each = next(found, None)
         if each is None:
             return
+        _launch(query_rows(q, each[0]), v, each[:1], backward)
         yield each
 
 
-def statistics_of(q: Tensor) -> Tensor:
-    """The log-sum-exp of each row [..., heads]."""
-    return torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+def _outputs_of(q: Tensor, v: Tensor) -> Outputs:
+    """The output, and the log-sum-exp of each row [..., heads]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], dtype=wide)
 
 
-def _whole(tiles: Sequence[Tile], q: Tensor, k: Tensor) -> bool:
-    """Whether all queries and keys of all samples are one tile."""
-    if len(tiles) != 1 or tiles[0].sample is not None:
-        return False
-    return len(tiles[0].queries) == q.shape[0] and len(tiles[0].keys) == k.shape[0]
+def _gradients_of(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def planned_kernels_of(
@@ -199,12 +191,12 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
         _launch(q, v, tiles, False, dropout=True)
-        return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], dtype=torch.float32)
+        return _outputs_of(q, v)
 
     def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
         of_rows = [torch.empty(q.shape[:-1], dtype=torch.float32) for _ in range(3)]
         _launch(q, v, tiles, True, dropout=True)
-        grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        grads = _gradients_of(q, k, v)
         del of_rows
         return grads
 
