@@ -6,13 +6,14 @@ Temporary memory inside a single kernel is not counted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
@@ -84,10 +85,10 @@ class LiveMemory(TorchDispatchMode):
             return out
         if func is torch.ops.inductor.resize_storage_bytes_.default:
             self._resized(args[0].untyped_storage())
-        given = {x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))}
+        given = {x.untyped_storage()._cdata for x in tensors_of((args, kwargs))}
         if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor(...) has just made
             given = set()
-        for x in _tensors((out,)):
+        for x in tensors_of(out):
             storage = x.untyped_storage()
             key = storage._cdata
             if key not in self.sizes and key not in given:  # views of what was there before are not made
@@ -96,10 +97,6 @@ class LiveMemory(TorchDispatchMode):
         return out
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among an operation's arguments or results, which are in lists at most."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (x for x in value if isinstance(x, Tensor))
+def tensors_of(values: Any) -> list[Tensor]:
+    """Those among an operation's arguments or results."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

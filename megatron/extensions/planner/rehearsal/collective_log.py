@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.utils._pytree import tree_leaves
 
 from megatron.extensions.planner.as_on_gpus import replaced
+from megatron.extensions.planner.live_memory import tensors_of
 from megatron.extensions.planner.rehearsal.matching import Collective, Group, Splits
 
 LIBRARY = Path(__file__).resolve().parents[3]
@@ -91,7 +91,7 @@ class CollectiveLog:
             return
         op = op.removeprefix("monitored_")
         given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
-        sent, received = (_tensors(given, names) for names in (SENT, RECEIVED))
+        sent, received = (tensors_of([given.get(name) for name in names]) for names in (SENT, RECEIVED))
         sizes = [sum(x.numel() for x in tensors) for tensors in (sent, received)]
         if func.namespace == "c10d":
             group = self.group(dist.ProcessGroup.unbox(given["process_group"]))
@@ -137,10 +137,6 @@ class CollectiveLog:
             values[:] = [given["obj"]] * len(values)
         if given.get("scatter_object_input_list"):
             given["scatter_object_output_list"][0] = given["scatter_object_input_list"][0]
-
-
-def _tensors(given: dict[str, Any], names: tuple[str, ...]) -> list[Tensor]:
-    return [leaf for name in names if name in given for leaf in tree_leaves(given[name]) if isinstance(leaf, Tensor)]
 
 
 def _splits(name: str, given: dict[str, Any], sent: list[Tensor], received: list[Tensor], sizes: list[int]) -> Splits:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron.core.transformer.recompute import computing_again
-from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.live_memory import LiveMemory, tensors_of
 from megatron.extensions.planner.time.events import Attention, Collective, Event, Move, Product, Wait
 
 FREE = frozenset(
@@ -45,8 +45,7 @@ def size_of(x: Tensor) -> int:
 
 def total_size(values: Any) -> int:
     """Bytes of the tensors among `values`, each once."""
-    tensors = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
-    return sum(map(size_of, tensors.values()))
+    return sum(map(size_of, {id(x): x for x in tensors_of(values)}.values()))
 
 
 def _storage(x: Tensor) -> int:
@@ -139,7 +138,7 @@ class Recorder(LiveMemory):
             return done(func, args, self._collective(name, args))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self._changed is not None:
-            self._changed.update(map(_storage, _tensors([args[i] for i in _written(func) if i < len(args)])))
+            self._changed.update(map(_storage, tensors_of([args[i] for i in _written(func) if i < len(args)])))
         elif name not in FREE and not name.startswith("sym_") and not self._within_kernel():
             self._record(name, func, args, kwargs, out)
         return out
@@ -186,8 +185,8 @@ class Recorder(LiveMemory):
         self.add(Attention(backend, max(width, value_width), flops, length, backward, hashes))
 
     def _element_wise(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        given, made = _tensors((args, kwargs)), _tensors(out)
-        written = _tensors([args[i] for i in _written(func) if i < len(args)])
+        given, made = tensors_of((args, kwargs)), tensors_of(out)
+        written = tensors_of([args[i] for i in _written(func) if i < len(args)])
         if not written and {_storage(x) for x in made} <= {_storage(x) for x in given}:
             return  # views, and operations without tensors
         if name in INDEXED:
@@ -209,7 +208,7 @@ class Recorder(LiveMemory):
     def run_region(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """One kernel, and one in the backward, which reads the inputs again."""
         leaves, tree = tree_flatten(args)
-        given, tracked = _tensors(leaves), torch.is_grad_enabled()
+        given, tracked = tensors_of(leaves), torch.is_grad_enabled()
         read = total_size(given)
         places = [i for i, x in enumerate(leaves) if tracked and isinstance(x, Tensor) and x.requires_grad]
         if places:
@@ -227,7 +226,7 @@ class Recorder(LiveMemory):
             self._nodes.update(range(first, torch.autograd._get_sequence_nr()))
             changed, self._changed = self._changed, outer
         known = {_storage(x) for x in given}
-        made = [x for x in _tensors(out) if _storage(x) not in known]
+        made = [x for x in tensors_of(out) if _storage(x) not in known]
         written = [x for x in given if _storage(x) in changed]
         self._moves[function, read] = move = Move(read + total_size(made) + total_size(written))
         self.add(move)
@@ -259,10 +258,6 @@ def done(func: Any, args: Any, work: dist.Work) -> Any:
 def precision_of(x: Tensor) -> str:
     """Name of the rate of products of such operands."""
     return {1: "fp8", 2: "bf16", 4: "fp32"}.get(x.element_size(), "fp64")
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _written(func: Any) -> list[int]:
