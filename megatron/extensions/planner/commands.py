@@ -135,9 +135,8 @@ class DryRun(Command):
     def _plan(self, run: Prepared, inputs: list[Problem]) -> None:
         from megatron.extensions.planner.dry_run import print_plan
 
-        asked = self.device, self.gpus_per_node, self.device_memory, run.given
         try:
-            print_plan(run.config, run.world_size, run.json_file, *asked, inputs)
+            print_plan(run, self.device, self.gpus_per_node, self.device_memory, inputs)
         except DeviceError as error:
             self._refuse_device(run, error)
 
@@ -148,10 +147,9 @@ class DryRun(Command):
 
         assert self.device is not None, "--suggest comes with --device"
         if run.launch.rank == 0:
-            asked = self.device, self.gpus_per_node, self.device_memory, run.json_file
+            asked = self.device, self.gpus_per_node, self.device_memory, None if self.suggest == "all" else MOST_TIMED
             try:
-                most = None if self.suggest == "all" else MOST_TIMED
-                if not print_suggestions(run.config, run.world_size, *asked, run.problems, most) and run.problems:
+                if not print_suggestions(run, *asked) and run.problems:
                     run.refuse(run.problems)
             except DeviceError as error:
                 self._refuse_device(run, error)
@@ -186,7 +184,7 @@ class Rehearsal(Command):
         from megatron.extensions.planner.rehearsal.command import rehearse
 
         with at_interrupt(end_process):
-            return rehearse(run.config, run.world_size, self.ranks, self.device_memory, run.json_file)
+            return rehearse(run, self.ranks, self.device_memory)
 
     def _wrong_ranks(self, run: Prepared) -> list[Problem]:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.model import TransformerConfig
@@ -16,6 +16,7 @@ from megatron.extensions.planner.memory import GIB, RANKS_SHOWN, Fit, fullest, m
 from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.simulator.simulator import StageCosts
 from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
+from megatron.training.config.commands import Prepared
 from megatron.training.config.flags import flat_values
 from megatron.training.config.foreign_flags import DIFFERENCES
 from megatron.training.config.output_files import write_json
@@ -71,27 +72,25 @@ def _title(subject: str) -> str:
 
 
 def print_plan(
-    config: RunConfig,
-    world_size: int,
-    plan_file: str | None = None,
-    device: str | None = None,
-    gpus_per_node: int | None = None,
-    device_memory: float | None = None,
-    given: Collection[str] = (),
-    problems: Sequence[Problem] = (),
+    asked: Prepared,
+    device: str | None,
+    gpus_per_node: int | None,
+    device_memory: float | None,
+    problems: Sequence[Problem],
 ) -> None:
-    """Prints what a resolved and validated configuration will build and do on `world_size` ranks, and with a `device`
-    the predicted time of a step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and
-    which differences from other programs it meets with the flags as `given`.
+    """Prints what a validated configuration will build and do on its ranks, and with a `device` the predicted time of a
+    step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and which differences from
+    other programs it meets with the flags as given.
 
-    Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, the lines of the
+    Writes the same to the file of --json: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
     "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over"; also `problems`, those of files that a run
-    misses, which the caller tells. If it is "" the JSON is all that is printed.
+    misses, which the caller tells. If that is "" the JSON is all that is printed.
     Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
     from megatron.extensions.planner.fake_stage import PlannerCache
 
+    config, world_size, plan_file = asked.config, asked.world_size, asked.json_file
     dims, cache = ParallelDims.from_config(config.parallel, world_size), PlannerCache()
     run = plan_of(config)
     largest = run.longest.config
@@ -112,7 +111,7 @@ def print_plan(
         ("Batch and length", batch_lines(run, dims)),
         ("Data", [line for phase in run.phases for line in data_lines(run, phase)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
-        *((f"Different from {name}", DIFFERENCES[name](config, given)) for name in DIFFERENCES),
+        *((f"Different from {name}", DIFFERENCES[name](config, asked.given)) for name in DIFFERENCES),
     ):
         if not (found := list(lines)):
             continue

@@ -34,19 +34,19 @@ from megatron.extensions.planner.rehearsal.matching import (
 from megatron.extensions.planner.terminal import progress
 from megatron.training.checkpointing import check_fits, check_may_start, converted
 from megatron.training.config.batch_size import byte_text
+from megatron.training.config.commands import Prepared
 from megatron.training.config.flags import flat_values
 from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import plan_of
 
 
-def rehearse(
-    config: RunConfig, world_size: int, ranks: str, device_memory: float | None, json_file: str | None = None
-) -> int:
-    """Rehearses a resolved and validated configuration on `world_size` ranks, and prints the report. `ranks` is the
-    value of --ranks, `device_memory` that of --device-memory in GiB. `json_file` is where the report is written as JSON
-    ("" is standard output, and then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if
-    ranks could not be rehearsed. Raises OutputError if `json_file` cannot be written."""
+def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
+    """Rehearses a validated configuration on its ranks, and prints the report. `ranks` is the value of --ranks,
+    `device_memory` that of --device-memory in GiB. Writes the report to the file of --json ("" is standard output, and
+    then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if ranks could not be
+    rehearsed. Raises OutputError if the file cannot be written."""
+    config, world_size, json_file = asked.config, asked.world_size, asked.json_file
     torch.set_num_threads(1)
     began = time.monotonic()
     limit = None if device_memory is None else round(device_memory * 2**30)

@@ -14,8 +14,8 @@ from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSear
 from megatron.extensions.planner.suggest.space import CHUNKS, OFFLOADING, RECOMPUTATION, Layout, SearchedRun
 from megatron.extensions.planner.terminal import at_interrupt, progress
 from megatron.extensions.planner.time.replay import placement
+from megatron.training.config.commands import Prepared
 from megatron.training.config.output_files import write_json
-from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import plan_of
 
@@ -202,22 +202,16 @@ def progress_text(effort: Effort) -> str:
 
 
 def print_suggestions(
-    config: RunConfig,
-    world_size: int,
-    device: str,
-    gpus_per_node: int | None = None,
-    device_memory: float | None = None,
-    plan_file: str | None = None,
-    problems: Sequence[Problem] = (),
-    most_timed: int | None = None,
+    asked: Prepared, device: str, gpus_per_node: int | None, device_memory: float | None, most_timed: int | None
 ) -> bool:
-    """Prints whether the layout of a resolved configuration fits devices of `device_memory` GiB (by default what the
-    device file says) and how long it takes, and the ten fastest layouts that fit. `problems` are those of the
-    configuration, `most_timed` as in `LayoutSearch`. Returns whether any layout is legal.
+    """Prints whether the layout of a configuration fits devices of `device_memory` GiB (by default what the device file
+    says) and how long it takes, and the ten fastest layouts that fit. `most_timed` is as in `LayoutSearch`. Returns
+    whether any layout is legal.
 
-    Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OutputError if it cannot
-    be written, DeviceError if no step of this kind can be predicted.
+    Writes the same to the file of --json; if that is "" the JSON is all that is printed. Raises OutputError if it
+    cannot be written, DeviceError if no step of this kind can be predicted.
     """
+    config, world_size, plan_file, problems = asked.config, asked.world_size, asked.json_file, asked.problems
     speeds, run = read_device(device), SearchedRun(config, world_size)
     if run.unavoidable(problems):
         return False
