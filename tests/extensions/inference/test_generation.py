@@ -263,5 +263,5 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
         engine.run([Request([1, 77], 5), Request([1, 2, 3], 5), Request([9, 9, 77, 9], 5), Request([4, 4], 5)])
     )
     assert [each.finish_reason for each in found] == ["error", "length", "error", "length"]
-    assert "logits behind token 2 are not finite" in str(found[0].error)
+    assert "logits after token 2 are not finite" in str(found[0].error)
     assert [found[1].tokens, found[3].tokens] == clean

@@ -363,7 +363,7 @@ def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
     with serving() as served:
         served.engine.runner.stages[0].embedding.word_embeddings.weight.data[ord("!")] = torch.nan
         status, found = served.ask(COMPLETIONS, {"prompt": "a!", "max_tokens": 5})
-        assert status == 500 and "logits behind token 2 are not finite" in found["error"]["message"]
+        assert status == 500 and "logits after token 2 are not finite" in found["error"]["message"]
         assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "temperature": 0})[0] == 200
 
 
