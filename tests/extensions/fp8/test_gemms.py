@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,6 +255,37 @@ def test_the_three_products_of_a_layer(recipe: str, hybrid: bool) -> None:
     for name, exact in layer.exact().items():
         assert found[name].dtype == (torch.float32 if name == "dw" else torch.bfloat16)
         assert exact.is_near(found[name]), name
+
+
+def _transposed_scales(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
+    scaled = CAST_BY_BLOCKS(x, rows, dtype)
+    return scaled._replace(scale=scaled.scale.t()) if rows == 128 else scaled
+
+
+def _other_axis(x: Tensor, dtype: torch.dtype) -> Scaled:
+    return CAST_BY_BLOCKS(CAST_BY_BLOCKS(x, 1, dtype).dequantized().t(), 128, dtype)
+
+
+CAST_BY_BLOCKS = blockwise.cast_by_blocks
+
+
+@pytest.mark.parametrize(
+    ("replaced", "wrong", "product"),
+    [
+        ("cast_by_blocks", _transposed_scales, "y"),
+        ("cast_along_columns", _other_axis, "dw"),
+        ("power_of_two", lambda multiplier: multiplier, "dx"),
+    ],
+)
+def test_wrong_scales_of_blocks_are_noticed(
+    replaced: str, wrong: Callable[..., Any], product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Layer("blockwise")
+    exact = layer.exact()[product]
+    monkeypatch.setattr(blockwise, replaced, wrong)
+    y, dx = layer.backward()
+    found = {"y": y, "dx": dx, "dw": layer.weight.main_grad}[product].flatten(0, 1)
+    assert not exact.is_near(found)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -103,6 +103,7 @@ def test_flags_that_do_not_fit_are_refused_once(
     argv = ["--load", checkpoint, "--device", "cpu", "--prompt", "a"]
     for flags, message in (
         ("--tensor-model-parallel-size 4", "must be 4: PP 1 times TP 4"),
+        ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", "must be 4"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size"),
     ):
         screen = run_forked(
