@@ -54,7 +54,7 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     run_forked(2, half, screen)
     assert losses(halves) == losses(whole)
     again = run_forked(2, half, screen)
-    complete = " nothing was trained: the run is complete, its 12 iterations are trained; to go on, raise --train-iters"
+    complete = " nothing was trained: the run is complete, its 12 iterations are trained; to continue, raise "
     assert again.splitlines()[-1].startswith(complete)
     assert len(losses(whole)) == 12
     assert losses(other) == pytest.approx(losses(whole)[6:], rel=1e-5)

@@ -19,7 +19,7 @@ from tests.forked import run_forked
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-FLAGS = [flag for flag in MODEL if flag != "--mock-data"] + ["--split", "90,5,5"]
+FLAGS = [flag for flag in MODEL if flag != "--mock-data"] + "--vocab-size 64 --seq-length 16 --split 90,5,5".split()
 
 
 def write_other_data(prefix: Path) -> None:

@@ -133,7 +133,7 @@ def test_early_stopping_resumes_at_another_layout_with_what_it_has_seen(tmp_path
     flags = (
         f"{MODEL} --extension examples/early_stopping.py --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1"
     )
-    flags += f" --patience 4 --save {tmp_path}"
+    flags += f" --seq-length 16 --vocab-size 64 --num-attention-heads 2 --patience 4 --save {tmp_path}"
     early = "exiting at iteration 4: --exit-interval 4"
     assert early in run_forked(2, [*flags.split(), "--pp", "2", "--exit-interval", "4"], tmp_path / "screen")
     saved = json.loads((tmp_path / "iter_0000004" / "metadata.json").read_text())["callbacks"]

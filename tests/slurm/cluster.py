@@ -56,6 +56,19 @@ class Job:
         """Waits until it is in the step that waits."""
         wait_until(lambda: (self.folder / "fault").exists(), self)
 
+    def minutes(self) -> int:
+        """Whole minutes that it has run."""
+        hours, minutes, _ = self.fields()["RunTime"].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def limit(self, minutes: int) -> None:
+        """Sets its time limit, as the superuser may."""
+        command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}")
+
+    def requeued(self) -> None:
+        """Waits until it is back in the queue, or further."""
+        wait_until(lambda: self.fields()["Restarts"] != "0", self)
+
     def ended(self) -> dict[str, str]:
         """Waits until it has left the queue, and returns its fields."""
         wait_until(lambda: self.fields()["JobState"] in ENDED, self)

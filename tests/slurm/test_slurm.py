@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 def jobs(cluster: Cluster) -> dict[str, Job]:
     """All jobs, submitted at once as they wait for SLURM most of the time."""
     return {
-        "limit": cluster.submit("limit", "--exit-margin-in-mins=0.01", options="--time=1 --signal=USR1@1"),
+        "limit": cluster.submit("limit", "--exit-margin-in-mins=0.01", options="--signal=USR1@1"),
         "signal": cluster.submit("signal"),
         "crashes": cluster.submit("crashes", fault="exception:1:3", once=False, MAX_CRASHES="2"),
         "wrong": cluster.submit("wrong", "--num-layers=0"),
@@ -59,8 +59,12 @@ def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undi
 
 
 def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undisturbed: Path) -> None:
-    """SLURM's own signal, some time before the minute is over."""
+    """SLURM's own signal, some time before the limit, which is set once the run is in its step."""
     job = jobs["limit"]
+    job.paused()
+    job.limit(job.minutes() + 1)
+    job.requeued()
+    job.limit(20)
     fields = job.ended()
     assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.log
     assert "requeues the job, to resume from iteration 4" in job.log and "SIGUSR1" in job.log

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from megatron.core import compiled_regions, parts
 from megatron.core.config.parallel import ModelParallelConfig
@@ -110,7 +111,7 @@ def test_hooks_see_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None
     model, seen = GPTModel(LLAMA, parallel), []
 
     def see(module: Any, inputs: Any, output: Any) -> None:
-        for x in (*inputs, *(output if isinstance(output, tuple) else (output,))):
+        for x in tree_leaves((inputs, output)):
             if isinstance(x, Tensor):
                 seen.append(x)
                 if x.requires_grad:
