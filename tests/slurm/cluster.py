@@ -56,14 +56,12 @@ class Job:
         """Waits until it is in the step that waits."""
         wait_until(lambda: (self.folder / "fault").exists(), self)
 
-    def minutes(self) -> int:
-        """Whole minutes that it has run."""
-        hours, minutes, _ = self.fields()["RunTime"].split(":")
-        return 60 * int(hours) + int(minutes)
-
-    def limit(self, minutes: int) -> None:
-        """Sets its time limit, as the superuser may."""
-        command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}")
+    def limit(self, minutes: int = 0) -> None:
+        """Sets its time limit, as the superuser may. The default ends it soon, and leaves SLURM, which looks at limits
+        each half minute, the time to send the signal before."""
+        hours, ran, seconds = map(int, self.fields()["RunTime"].split(":"))
+        soon = (3600 * hours + 60 * ran + seconds + 40) // 60 + 1
+        command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes or soon}")
 
     def requeued(self) -> None:
         """Waits until it is back in the queue, or further."""

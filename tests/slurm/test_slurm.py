@@ -62,7 +62,7 @@ def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]
     """SLURM's own signal, some time before the limit, which is set once the run is in its step."""
     job = jobs["limit"]
     job.paused()
-    job.limit(job.minutes() + 1)
+    job.limit()
     job.requeued()
     job.limit(20)
     fields = job.ended()
