@@ -97,17 +97,20 @@ which those of a deleted one are distinguished from typing errors.
 
 @cache
 def load() -> None:
-    """Imports `flags.py` of each extension, which registers its flags and where its parts are. Only once."""
-    try:
-        for extension in BUILT_IN:
-            import_module(f"{__name__}.{extension.name}.flags")
-    except ModuleNotFoundError:
-        here = Path(__file__)
-        for name in (each.name for each in BUILT_IN):
-            if not (here.parent / name / "flags.py").is_file():
-                remedy = f'remove the line BuiltIn("{name}", ...) there, or restore the folder'
-                raise ModuleNotFoundError(f"{here} lists the extension {name}, which is missing: {remedy}") from None
-        raise
+    """Imports `flags.py` of each extension, which registers its flags and where its parts are. Only once. Raises
+    ModuleNotFoundError for an extension without its folder, and for one without another that it needs."""
+    here, listed = Path(__file__), {extension.name for extension in BUILT_IN}
+    for name, needs in ((extension.name, extension.needs) for extension in BUILT_IN):
+        absent = [need for need in needs if need not in listed]
+        if not (here.parent / name / "flags.py").is_file():
+            what, remedy = "is missing", f'remove the line BuiltIn("{name}", ...) there, or restore the folder'
+        elif absent:
+            what, remedy = f"needs {absent[0]}", f'remove the line BuiltIn("{name}", ...) there, or restore that one'
+        else:
+            continue
+        raise ModuleNotFoundError(f"{here} lists the extension {name}, which {what}: {remedy}")
+    for extension in BUILT_IN:
+        import_module(f"{__name__}.{extension.name}.flags")
 
 
 def home_of(flag: str) -> str | None:

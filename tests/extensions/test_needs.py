@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from megatron import extensions
-from megatron.extensions import BUILT_IN
+from megatron.extensions import BUILT_IN, BuiltIn
 
 NEEDS = {extension.name: set(extension.needs) for extension in BUILT_IN}
 
@@ -37,3 +38,18 @@ def test_needs_are_the_imports(name: str) -> None:
 
 def test_needs_have_no_circle() -> None:
     assert set(TopologicalSorter(NEEDS).static_order()) == set(NEEDS)
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ([BuiltIn("planner", "plans", needs=("simulator",))], "planner, which needs simulator: remove the line"),
+        ([BuiltIn("gone", "nothing")], 'gone, which is missing: remove the line BuiltIn("gone", ...) there'),
+    ],
+)
+def test_a_list_that_does_not_fit_the_folders_is_refused(
+    listed: list[BuiltIn], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extensions, "BUILT_IN", listed)
+    with pytest.raises(ModuleNotFoundError, match=re.escape(said)):
+        extensions.load.__wrapped__()
