@@ -231,6 +231,13 @@ def test_sinkhorn_evens_the_loads_of_each_sequence_in_training_only() -> None:
     assert torch.equal(plain, (x @ layer.router.weight.T).argmax(-1, keepdim=True))
 
 
+def test_rounding_does_not_choose_experts_of_equal_tokens_under_sinkhorn_routing() -> None:
+    layer = build_layer(replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",)))
+    x = random_input(MIXTRAL)[:1].expand(S, -1, -1)
+    rounded = x * (1 + 1e-15 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3)))
+    assert (layer.router(rounded, context(B)).experts == torch.tensor([0, 1])).all()
+
+
 def test_forced_balance_is_random_by_sample_and_place_and_trains_the_router() -> None:
     config = replace(MIXTRAL, moe_router_force_load_balancing=True)
     layer, x = build_layer(config), random_input(config)

@@ -165,7 +165,7 @@ class TopKRouter(nn.Module):
         ranked = self.scores.ranked(logits.detach())
         if self.training and self.sinkhorn:
             even = sinkhorn_bias(logits, context.places_of(logits, self.shard), self.sequence)
-            ranked = logits.detach() + even
+            ranked = without_rounding(logits.detach() + even)
         unbiased = self._best(ranked)
         chosen = self._chosen(logits.detach(), ranked, unbiased)
         weights = self.scores.weights(logits, chosen)
@@ -277,14 +277,14 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
     return outside.unsqueeze(-1).expand_as(of_groups).flatten(-2)
 
 
-def without_rounding(weights: Tensor) -> Tensor:
-    """Rounds weights to a grid far coarser than their rounding errors, which differ between layouts.
+def without_rounding(scores: Tensor) -> Tensor:
+    """Rounds scores to a grid far coarser than their rounding errors, which differ between layouts.
 
     Tokens with equal context, such as the first ones of documents, have equal weights: they must tie, so that their
-    places decide.
+    places decide. Under Sinkhorn routing, a sequence of equal tokens makes all experts tie.
     """
-    grid = 2.0 ** (40 if weights.dtype == torch.float64 else 16)
-    return (weights * grid).round_().div_(grid)
+    grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
+    return (scores * grid).round_().div_(grid)
 
 
 @torch.no_grad()

@@ -363,9 +363,9 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     direction = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + config.adam_eps)
     main = before * (1 - lr * weight_decay) - lr * direction
 
-    key = mixed(before.float().view(torch.int32))
+    key = mixed(_leading_bits(before))
     if kind == "fp16":  # few values: the gradient tells their elements apart
-        key = mixed(key ^ grad.float().view(torch.int32))
+        key = mixed(key ^ _leading_bits(grad))
     key = key ^ mixed(number.to(torch.int32))
     _store(shard.exp_avg, exp_avg, part.exp_avg, key, EXP_AVG, skipped)
     _store(shard.exp_avg_sq, exp_avg_sq, part.exp_avg_sq, key, EXP_AVG_SQ, skipped)
@@ -378,6 +378,11 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
         _store(shard.main, main, part.main, key, MAIN, skipped)
         main = read_main(kind, part, shard.main)
     _keep_or_copy_(part.params, split_master(main)[0] if shard.as_remainders else main.to(part.params.dtype), skipped)
+
+
+def _leading_bits(x: Tensor) -> Tensor:
+    """Sign, exponent and 16 bits of the mantissa as int32. To nearest, so that sums in another order seldom differ."""
+    return (x.float().view(torch.int32) + 0x40) >> 7
 
 
 def _store(
