@@ -56,6 +56,7 @@ setup(
     package_data={
         "": ["*.toml", "*.json", "*.yaml", "*.css", "*.html"],
         "megatron.extensions": ["flag_index.txt"],
+        "megatron.extensions.hugging_face": ["families/*.json"],
         "megatron.extensions.planner": ["devices/*.yaml"],
     },
     package_dir={"megatron_tools": "tools"},

@@ -28,7 +28,7 @@ from megatron.extensions.conversion.convert import Conversion, parse_bytes, pars
 from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Options
 
-from .common import add_config_flags, add_extension_flag, refuse, run_tool, too_small, tool_parser
+from .common import add_config_flags, add_extension_flag, add_family_flag, refuse, run_tool, too_small, tool_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
+    add_family_flag(parser, argv)
     add = parser.add_argument
     add("--input", type=Path, required=True, help="folder of the model to convert")
     add("--output", type=Path, required=True, help="folder to create")

@@ -36,6 +36,7 @@ WITHOUT_TORCH = [
     "megatron.training.config.arguments",
     "megatron.training.config.validation",
     "megatron.extensions.evaluation.prompts",
+    "megatron.extensions.hugging_face.family_files",
     "megatron.extensions.hugging_face.flags",
     "megatron.extensions.hugging_face.pretrained",
     "megatron.extensions.hugging_face.rules",

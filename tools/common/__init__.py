@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
+from megatron.core.parts import MODEL_LOADERS
 from megatron.training.config.flags import field_table, load_built_in, sections
 from megatron.training.config.help import field_docs
 from megatron.training.config.output_files import (
@@ -26,7 +27,7 @@ from megatron.training.config.output_files import (
     why_unwritable,
     why_unwritten,
 )
-from megatron.training.extensions import ExtensionError, load_extensions
+from megatron.training.extensions import load_extensions
 from megatron.training.reliability.launch import Launch
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.Argu
 
     parser = tool_parser(about)
     add_extension_flag(parser, argv)
+    add_family_flag(parser, argv)
     parser.add_argument("--load", type=Path, required=True, help="checkpoint, folder of them, or Hugging Face folder")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
     parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
@@ -145,13 +147,35 @@ def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | No
 
     Ends the program with code 2 and one line where an extension cannot be used."""
     text = "Python file, or package.module, that registers parts of your own; may be given more than once"
+    _read_at_once(parser, argv, "--extension", "FILE.py", text, load_extensions)
+
+
+def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
+    """--hf-family, as --extension, where Hugging Face folders are supported."""
+    if "hugging_face" not in MODEL_LOADERS:
+        return
+    from megatron.extensions.hugging_face.family_files import add_families
+
+    text = "file NAME.json with a Hugging Face family of your own; may be given more than once"
+    _read_at_once(parser, argv, "--hf-family", "FILE", text, add_families)
+
+
+def _read_at_once(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    flag: str,
+    metavar: str,
+    text: str,
+    read: Callable[[list[str]], object],
+) -> None:
+    """Adds a flag whose values are read before the other flags."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for each in (parser, first):
-        each.add_argument("--extension", action="append", default=[], metavar="FILE.py", help=text)
+        each.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
     try:
-        load_extensions(first.parse_known_args(argv)[0].extension)
-    except ExtensionError as error:
-        parser.error(f"--extension: {error}")
+        read(getattr(first.parse_known_args(argv)[0], flag[2:].replace("-", "_")))
+    except ValueError as error:
+        parser.error(f"{flag}: {error}")
 
 
 def config_of(cls: type[Config], args: argparse.Namespace) -> Config:

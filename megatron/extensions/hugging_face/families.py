@@ -1,16 +1,13 @@
-"""Hugging Face families: names and layouts of weights, and keys of config.json, from families.json. No torch.
+"""Hugging Face families: names and layouts of weights, and keys of config.json. No torch.
 
 A `Rule` pairs one of our parameters with their tensors. A `Family` has the rules of a `model_type` and maps the keys of
-its config.json to our fields.
+its config.json to our fields. `family_files` reads them from files.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 
@@ -97,66 +94,5 @@ class Family:
     """Key of config.json -> its values, the only ones that we support -> those of our field. If several have the same
     meaning, we write the first one."""
 
-
-@cache
-def _tables() -> dict[str, dict[str, Any]]:
-    return json.loads(files(__package__).joinpath("families.json").read_text(encoding="utf-8"))
-
-
-def _table(name: str) -> dict[str, Any]:
-    """An entry of families.json: what it adds to the entry that it is `like`, if any."""
-    own = dict(_tables()[name])
-    base = _table(own.pop("like")) if "like" in own else {}
-    return base | {
-        key: base[key] | value if key in base and isinstance(value, dict) else value for key, value in own.items()
-    }
-
-
-def missing_feature(model_type: object) -> str | None:
-    """Layer that a family needs and we do not have; None for one that is not known to need anything."""
-    return _tables()["not expressible"].get(model_type) if isinstance(model_type, str) else None
-
-
-def _rules(weights: Mapping[str, str], our_layer: str, their_layer: str) -> Iterator[Rule]:
-    """Rules of a table of weights, ours -> theirs. Theirs are separated by spaces, behind the name of a layout and a
-    colon if that is not "Same". A name that begins with a dot is one in a layer; `*` is both weight and bias."""
-
-    def whole(name: str, layer: str, kind: str) -> str:
-        return (layer + name if name.startswith(".") else name).replace("*", kind)
-
-    for ours, theirs in weights.items():
-        layout, _, names = theirs.rpartition(": ")
-        for kind in ("weight", "bias") if "*" in ours else ("",):
-            listed = tuple(whole(name, their_layer, kind) for name in names.split())
-            yield Rule(whole(ours, our_layer, kind), listed, layout or "Same")
-
-
-def _by_name(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Rules, the last one of each of our parameters."""
-    return tuple({rule.ours: rule for rule in rules}.values())
-
-
-def _family(model_type: str) -> Family:
-    """A family of families.json. Its `weights` are names of tables in "weights", and tables of its own, of which later
-    ones replace what earlier ones have. `multi_token_weights` are those of modules of multi-token prediction outside of
-    their layer, which has the family's weights and is called `multi_token_layer`."""
-    table, tables = _table(model_type), _tables()["weights"]
-    booleans = {"true": True, "false": False}  # JSON has texts only as keys
-    for key, values in table.get("values", {}).items():
-        table["values"][key] = {booleans.get(theirs, theirs): ours for theirs, ours in values.items()}
-    weights: dict[str, str] = {}
-    for each in table.pop("weights"):
-        weights |= tables[each] if isinstance(each, str) else each
-    rules, further = _rules(weights, "decoder.layers.{i}", table.pop("layer", "model.layers.{i}")), tuple[Rule, ...]()
-    if around := table.pop("multi_token_weights", None):
-        inside = {ours: theirs for ours, theirs in weights.items() if ours.startswith(".")}
-        layer = table.pop("multi_token_layer")
-        further = _by_name(_rules(inside | around, "mtp.layers.{i}.transformer_layer", layer))
-    return Family(model_type=model_type, rules=_by_name(rules), multi_token=further, **table)
-
-
-def __getattr__(name: str) -> Family:
-    """A family of families.json by its `model_type` in capitals: `families.GEMMA3_TEXT`."""
-    if name.lower() not in _tables() or not name.isupper():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _family(name.lower())
+    file: str = "an extension"
+    """Where it is stated, for messages."""

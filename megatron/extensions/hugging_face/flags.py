@@ -1,4 +1,4 @@
-"""Flags of exports, the built-in families, and where the code for Hugging Face folders is. No torch."""
+"""Flags of exports and families, the built-in families, and where the code for Hugging Face folders is. No torch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class HuggingFaceConfig:
 
     export_hf_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--export-hf-interval")
     """Folder for these exports; default: hf in --save."""
+
+    hf_family: tuple[str, ...] | None = flag(None, path="local", repeats=True)
+    """File NAME.json with a Hugging Face family of your own, whose model_type is NAME; may be given more than once."""
 
 
 PATH_KINDS.register(
@@ -51,10 +54,15 @@ EXPORTERS.register(
     when=lambda config: config.options(HuggingFaceConfig).export_hf_interval is not None,
 )
 
-for _family in (
+_USUAL = (
     *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
     *("gemma", "starcoder2", "gpt_neox", "smollm3", "olmo2", "olmo3", "olmoe", "granite"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
     *("bailing_moe", "exaone4", "mimo_v2_flash", "step3p5", "gpt_oss", "gemma2", "gemma3_text", "llama4_text"),
-):
-    HF_FAMILIES.register(_family, f"{__package__}.families:{_family.upper()}")
+)
+"""Families that are tried first where several can express a model, in this order."""
+
+_FILES = sorted(name[: -len(".json")] for name in os.listdir(os.path.join(os.path.dirname(__file__), "families")))
+
+for _family in dict.fromkeys((*_USUAL, *_FILES)):
+    HF_FAMILIES.register(_family, f"{__package__}.family_files:{_family.upper()}")

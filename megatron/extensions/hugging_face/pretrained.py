@@ -10,7 +10,8 @@ from typing import Any
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.extensions.conversion.formats import tokenizer_config
-from megatron.extensions.hugging_face.flags import CONFIG
+from megatron.extensions.hugging_face.family_files import add_families
+from megatron.extensions.hugging_face.flags import CONFIG, HuggingFaceConfig
 from megatron.extensions.hugging_face.read_config import config_from_hf, fields_of, read_json, text_model
 from megatron.extensions.hugging_face.write_config import settings_of
 from megatron.training.config.flags import flags_of, value_of, with_fields, with_named
@@ -26,6 +27,11 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     """
     load = config.checkpoint.load
     assert load is not None
+    try:
+        add_families(config.options(HuggingFaceConfig).hf_family or ())
+    except ValueError as error:
+        reader.problems += Problem.of_errors("--hf-family", None, error)
+        return config
     try:
         whole = read_json(Path(load) / CONFIG)
         theirs, _ = text_model(whole)

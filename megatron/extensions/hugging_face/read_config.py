@@ -14,7 +14,8 @@ from typing import Any, get_args, get_type_hints
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
-from megatron.extensions.hugging_face.families import Family, missing_feature
+from megatron.extensions.hugging_face.families import Family
+from megatron.extensions.hugging_face.family_files import missing_part
 from megatron.training.config.flags import dashed, flags_of, home_of, run_of, sections, value_of, with_fields
 
 YARN_SCALING = {
@@ -71,11 +72,12 @@ def text_model(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Family of a config.json. Raises ValueError for an unknown one."""
     model_type = hf_config.get("model_type")
-    if missing := missing_feature(model_type):
+    if isinstance(model_type, str) and model_type in HF_FAMILIES:
+        return HF_FAMILIES[model_type]
+    if missing := missing_part("families", model_type):
         raise ValueError(f"config.json: model_type {model_type!r} is not supported: it needs {missing}")
-    if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; known are {', '.join(HF_FAMILIES)}")
-    return HF_FAMILIES[model_type]
+    known = f"known are {', '.join(HF_FAMILIES)}; --hf-family FILE adds one"
+    raise ValueError(f"config.json: model_type {model_type!r} is not supported; {known}")
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
@@ -99,7 +101,9 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
     for key, legal in (*family.only.items(), *family.values.items()):
         if hf[key] not in legal:
-            yield f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
+            part = missing_part("settings", key)
+            needed = f"; another value needs {part}" if part else ""
+            yield f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}{needed}"
     if (quantization := hf.get("quantization_config")) is not None:
         method = quantization.get("quant_method")
         if method not in family.quantized:

@@ -1,10 +1,11 @@
-"""Rules of exports to Hugging Face folders. No torch."""
+"""Rules of exports to Hugging Face folders, and of families of a user's own. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megatron.core.models.gpt.parameters import extension_parts
+from megatron.extensions.hugging_face.family_files import add_families
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.hugging_face.write_config import choose_family
 from megatron.training.config.problem import Problem
@@ -13,6 +14,10 @@ from megatron.training.config.run_config import RunConfig
 
 def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
     options = c.options(HuggingFaceConfig)
+    try:
+        add_families(options.hf_family or ())
+    except ValueError as error:
+        yield from Problem.of_errors("--hf-family", None, error)
     wanted, interval = options.export_hf_interval, c.checkpoint.save_interval
     if wanted is not None and c.checkpoint.save is not None and (not interval or (interval > 0 and wanted % interval)):
         rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"

@@ -159,10 +159,17 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
         if pattern not in rules or (module and int(layer) and not _counts(rules[pattern])):
             raise ValueError(f"model_type {family.model_type} cannot have {meta.name}")
         rule = rules[pattern]
-        layout = LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
+        layout = _layout(rule, family)
         own = config.of_layer(int(layer) + (config.num_layers if module else 0)) if layer else config
         found.append(Placement(meta, tuple(_names(rule, layer, config)), layout, own, state_dtype))
     return found
+
+
+def _layout(rule: Rule, family: Family) -> Layout:
+    if isinstance(rule.layout, str) and rule.layout not in LAYOUTS:
+        known = f"known are {', '.join(LAYOUTS)}"
+        raise ValueError(f"{family.file}: weights: {rule.ours}: there is no layout {rule.layout!r}; {known}")
+    return LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
 
 
 def copies(config: TransformerConfig, model_type: str) -> list[Placement]:

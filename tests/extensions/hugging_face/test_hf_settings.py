@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parts import HF_FAMILIES
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
+from megatron.extensions.hugging_face import family_files
+from megatron.extensions.hugging_face.family_files import add_families
 from megatron.extensions.hugging_face.folder import HFFolder
+from megatron.extensions.hugging_face.layouts import LAYOUTS
 from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
-from megatron.extensions.hugging_face.weights import HFWeights
+from megatron.extensions.hugging_face.weights import HFWeights, placements
 from megatron.extensions.hugging_face.write_config import config_to_hf
-from megatron.training.extensions import load_extensions
+from megatron.training.config.arguments import parse_args
 from tests.extensions.hugging_face.hf_exact import random_model, weights
-from tests.extensions.hugging_face.hf_models import BASES, CASES, SIZES, TABLES, YARN
+from tests.extensions.hugging_face.hf_models import BASES, CASES, SIZES, TABLES, YARN, assert_same_weights
 from tests.extensions.hugging_face.whole_models import from_hf, there_and_back, to_hf
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
 from tests.moe_cases import MIXTRAL
+from tools import convert_checkpoint
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,17 +170,74 @@ def test_factor_of_yarn_that_is_written_out() -> None:
     assert config_from_hf(hf).rotary_mscale == pytest.approx(1.1386294361119891)
 
 
-def test_a_family_of_an_extension_goes_both_ways() -> None:
-    load_extensions([str(Path(__file__).with_name("own_family.py"))])
-    written = config_to_hf(LLAMA, "own_family")
-    assert written["architectures"] == ["OwnForCausalLM"]
-    config = config_from_hf(written)
-    assert config.num_layers == LLAMA.num_layers
-    parameters = {p.meta.name: p.detach() for p in GPTModel(config, FP64).parameters()}
-    theirs = to_hf(parameters, config, "own_family")
-    assert "model.blocks.1.self_attn.q_proj.weight" in theirs
-    back = there_and_back(theirs, config, "own_family")
-    assert back.keys() == parameters.keys()
-    for name, whole in parameters.items():  # rows that pad the vocabulary are not theirs to keep
-        rows = config.vocab_size if len(whole) == config.padded_vocab_size else len(whole)
-        assert torch.equal(back[name][:rows], whole[:rows]), name
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pebble.json"
+
+
+def test_a_family_of_a_file_goes_both_ways(tmp_path: Path) -> None:
+    """The example of the documentation: a folder becomes a checkpoint and the same folder again."""
+    add_families([str(EXAMPLE)])
+    model = replace(LLAMA, kv_channels=24, rotary_base=100.0, swiglu=False, activation_func="geglu")
+    parameters = {p.meta.name: p.detach().float() for p in GPTModel(model, FP64).parameters()}
+    written, theirs = config_to_hf(model, "pebble"), to_hf(parameters, model, "pebble")
+    assert (written["architectures"], written["channels_of_head"]) == (["PebbleForCausalLM"], 24)
+    assert "decoder.blocks.1.attn.qkv.weight" in theirs
+    (first := tmp_path / "first").mkdir()
+    save_file(theirs, first / "model.safetensors", metadata={"format": "pt"})
+    (first / "config.json").write_text(json.dumps(written))
+    for source, target in (("first", "ours"), ("ours", "second")):
+        folders = ["--input", str(tmp_path / source), "--output", str(tmp_path / target)]
+        more = ["--model-type", "pebble"] if source == "ours" else []
+        assert convert_checkpoint.main([*folders, "--hf-family", str(EXAMPLE), *more]) == 0
+    assert_same_weights(first, tmp_path / "second")
+    argv = ["--load", str(first), "--hf-family", str(EXAMPLE), "--mock-data", "--tokenizer-type", "NullTokenizer"]
+    assert parse_args(argv).model.kv_channels == 24
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keyz": {}}, "keyz: is no key of a family; nearest: keys"),
+        ({"keys": {"hidden": "hiden_size"}}, "keys: 'hiden_size' is no field of a model; nearest: hidden_size"),
+        ({"fixed": {"swigloo": True}}, "fixed: 'swigloo' is no field of a model; nearest: swiglu"),
+        ({"weights": ["ens"]}, "weights: there is no table 'ens'; nearest: ends"),
+        ({"weights": [{"x": 3}]}, r"weights\[0\].x: must be text, not 3"),
+        ({"only": {"x": 3}}, "only.x: must be a list, not 3"),
+        ({"window_groups": "2"}, 'window_groups: must be a whole number, not "2"'),
+        ({"multi_token_key": 2}, "multi_token_key: must be text, not 2"),
+        ({"like": "lama"}, "like: 'lama' is neither a base nor a family; nearest: llama"),
+        ({"like": "any decoder"}, "architecture: is missing"),
+        ("[]", r"the file: must be an object, not \[\]"),
+        ('{"like": "llama", "like": "qwen2"}', "key 'like' is given twice"),
+        ("{", "cannot be read as JSON"),
+        (None, "there is no such file"),
+    ],
+)
+def test_problems_of_a_family_file(tmp_path: Path, change: dict[str, Any] | str | None, message: str) -> None:
+    path = tmp_path / "wrong.json"
+    if change is not None:
+        path.write_text(change if isinstance(change, str) else json.dumps(change))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*{message}"):
+        add_families([str(path)])
+    (tmp_path / "config.json").write_text("{}")
+    argv = ["--load", str(tmp_path), "--hf-family", str(path)]
+    with pytest.raises(ValueError, match=rf"--hf-family.*wrong.json: .*{message}"):
+        parse_args(argv)
+
+
+def test_a_family_file_with_an_unknown_layout_or_the_name_of_another(tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text(
+        json.dumps({"like": "llama", "architecture": "O", "weights": ["like", {".mlp.linear_fc2.weight": "No: .x"}]})
+    )
+    add_families([str(tmp_path / "odd.json")])
+    with pytest.raises(ValueError, match=r"odd.json: weights: decoder.layers.\{i\}.mlp.linear_fc2.weight: there is no"):
+        placements(LLAMA, "odd")
+    (tmp_path / "llama.json").write_text(json.dumps({"like": "llama"}))
+    with pytest.raises(ValueError, match=r"llama.json: model_type 'llama' is one of families/llama.json; rename"):
+        add_families([str(tmp_path / "llama.json")])
+
+
+def test_built_in_families_are_small_and_have_known_layouts() -> None:
+    for name in family_files.built_in_names():
+        assert len(family_files.FOLDER.joinpath(f"{name}.json").read_text().splitlines()) <= 60, name
+        family = HF_FAMILIES[name]
+        assert {rule.layout for rule in (*family.rules, *family.multi_token)} <= LAYOUTS.keys(), name

@@ -1,0 +1,210 @@
+"""Reads Hugging Face families from files: those of the folder `families`, and a user's own (--hf-family). No torch.
+
+A file NAME.json describes the `model_type` NAME: keys of `Family`, and how the rules of its weights are put together.
+It adds to the base or family that it is `like`. A key that is unknown, a value of a wrong type, or a name of nothing is
+a ValueError of one line with the file, the key and the rule. The default of a key with listed values is the first one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.families import Family, Rule
+from megatron.training.config.flags import dashed, flags_of, home_of
+
+HERE = files(__package__)
+FOLDER = HERE.joinpath("families")
+
+Texts = Mapping[str, str]
+SCHEMA: dict[str, Any] = get_type_hints(Family) | {
+    "like": str,
+    "layer": str,
+    "weights": Sequence[str | Texts],
+    "multi_token_layer": str,
+    "multi_token_weights": Texts,
+}
+"""Key of a file -> type of its value. `like` names a base or another family. `weights` are names of tables of
+weights.json, "like" for those of the base, and tables of its own, of which later ones replace what earlier ones have.
+`layer` is the prefix of their names in a layer. `multi_token_weights` are those of modules of multi-token prediction
+outside of their layer, which has the family's weights and is called `multi_token_layer`."""
+
+for _computed in ("model_type", "rules", "multi_token", "file"):
+    del SCHEMA[_computed]
+
+OF_OUR_FIELDS = {"keys": True, "inverse_roots": True, "fixed": False, "same": False}
+"""Tables whose values, or else whose keys, are fields of TransformerConfig."""
+
+
+@cache
+def _shared(name: str) -> dict[str, dict[str, Any]]:
+    return json.loads(HERE.joinpath(f"{name}.json").read_text(encoding="utf-8"))
+
+
+def missing_part(kind: str, name: object) -> str | None:
+    """The part of models that is not built and that a family, or a setting other than those supported, needs; None if
+    none is known. `kind` is "families" or "settings"."""
+    return _shared("missing_parts")[kind].get(name) if isinstance(name, str) else None
+
+
+def __getattr__(name: str) -> Family:
+    """A built-in family by its `model_type` in capitals: `family_files.GEMMA3_TEXT`."""
+    if not name.isupper() or not FOLDER.joinpath(f"{name.lower()}.json").is_file():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _family(name.lower(), f"families/{name.lower()}.json", _built_in(name.lower()))
+
+
+def built_in_names() -> list[str]:
+    return sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir() if path.name.endswith(".json"))
+
+
+def add_families(paths: Iterable[str]) -> None:
+    """Registers the families of a user's files, each under the file's name. Raises ValueError."""
+    for each in paths:
+        path = Path(each).expanduser().resolve()
+        name = path.stem
+        if name not in HF_FAMILIES:
+            HF_FAMILIES.register(name, _family(name, str(path), _parsed(path, str(path))))
+        elif HF_FAMILIES[name].file != str(path):
+            remedy = "rename the file, which names the model_type"
+            raise ValueError(f"{path}: model_type {name!r} is one of {HF_FAMILIES[name].file}; {remedy}")
+
+
+def _built_in(name: str) -> dict[str, Any]:
+    return _parsed(FOLDER.joinpath(f"{name}.json"), f"families/{name}.json")
+
+
+def _parsed(path: Any, shown: str) -> dict[str, Any]:
+    """The table of a file, checked. Raises ValueError."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
+    except FileNotFoundError:
+        raise ValueError(f"{shown}: there is no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{shown}: cannot be read as JSON: {' '.join(str(error).split())[:200]}") from None
+    problems = _misfit(table) if isinstance(table, dict) else _wrong(table, Mapping[str, Any], "the file")
+    if (problem := next(problems, None)) is not None:
+        raise ValueError(f"{shown}: {problem}")
+    return table
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return found
+
+
+def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of a file's keys and values."""
+    for key, value in table.items():
+        if key not in SCHEMA:
+            yield f"{key}: is no key of a family{_near(key, SCHEMA)}"
+        else:
+            yield from _wrong(value, SCHEMA[key], key)
+    known = {flag.field for flag in flags_of("model")}
+    for key, of_values in OF_OUR_FIELDS.items():
+        for theirs, ours in table.get(key, {}).items():
+            name = ours if of_values else theirs
+            if name not in known and home_of(dashed(name)) is None:
+                yield f"{key}: {name!r} is no field of a model{_near(name, known)}"
+    for each in table.get("weights", ()):
+        if isinstance(each, str) and each != "like" and each not in _shared("weights"):
+            yield f"weights: there is no table {each!r}{_near(each, _shared('weights'))}"
+    like = table.get("like", "any decoder")
+    if like not in _shared("bases") and like not in built_in_names():
+        yield f"like: {like!r} is neither a base nor a family{_near(like, [*_shared('bases'), *built_in_names()])}"
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"; nearest: {close[0]}" if close else ""
+
+
+def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
+    """Problems of a value that is not of a type of SCHEMA."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Mapping and isinstance(value, dict):
+        for name, each in value.items():
+            yield from _wrong(each, inner[1], f"{at}.{name}")
+    elif kind is Sequence and isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _wrong(each, inner[0], f"{at}[{number}]")
+    elif kind in (Mapping, Sequence) or (not inner and hint is not Any and type(value) is not hint):
+        names = {Mapping: "an object", Sequence: "a list", str: "text", int: "a whole number"}
+        word = names.get(kind or hint, "text")
+        yield f"{at}: must be {word}, not {json.dumps(value)[:60]}"
+    elif inner:  # one of two types
+        yield from _wrong(value, inner[isinstance(value, dict)], at)
+
+
+def _whole(table: dict[str, Any]) -> dict[str, Any]:
+    """What a table adds to that which it is `like`, if any."""
+    own = dict(table)
+    like = own.pop("like", None)
+    if like is None:
+        return own
+    base = _whole(_shared("bases")[like] if like in _shared("bases") else _built_in(like))
+    if "weights" in own:
+        own["weights"] = [part for each in own["weights"] for part in (base["weights"] if each == "like" else [each])]
+    return base | {
+        key: base[key] | value if key in base and isinstance(value, dict) else value for key, value in own.items()
+    }
+
+
+def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
+    """Rules of a table of weights, ours -> theirs. Theirs are separated by spaces, behind the name of a layout and a
+    colon if that is not "Same". A name that begins with a dot is one in a layer; `*` is both weight and bias."""
+
+    def whole(name: str, layer: str, kind: str) -> str:
+        return (layer + name if name.startswith(".") else name).replace("*", kind)
+
+    for ours, theirs in weights.items():
+        layout, _, names = theirs.rpartition(": ")
+        for kind in ("weight", "bias") if "*" in ours else ("",):
+            listed = tuple(whole(name, their_layer, kind) for name in names.split())
+            yield Rule(whole(ours, our_layer, kind), listed, layout or "Same")
+
+
+def _by_name(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Rules, the last one of each of our parameters."""
+    return tuple({rule.ours: rule for rule in rules}.values())
+
+
+def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
+    """The family of a file's table. Raises ValueError if something is missing in it."""
+    table = _whole(own)
+    if missing := [key for key in ("architecture", "prefix", "weights", "keys", "fixed") if key not in table]:
+        raise ValueError(f"{file}: {missing[0]}: is missing; state it, or say which base this family is like")
+    booleans = {"true": True, "false": False}  # JSON has texts only as keys
+    values = {
+        key: {booleans.get(theirs, theirs): ours for theirs, ours in each.items()}
+        for key, each in table.pop("values", {}).items()
+    }
+    only = {key: legal for key, legal in table.pop("only", {}).items() if key not in values}
+    usual = {key: next(iter(legal)) for key, legal in (only | values).items()}
+    weights: dict[str, str] = {}
+    for each in table.pop("weights"):
+        weights |= _shared("weights")[each] if isinstance(each, str) else each
+    rules, further = _rules(weights, "decoder.layers.{i}", table.pop("layer", "model.layers.{i}")), tuple[Rule, ...]()
+    if around := table.pop("multi_token_weights", None):
+        inside = {ours: theirs for ours, theirs in weights.items() if ours.startswith(".")}
+        layer = table.pop("multi_token_layer")
+        further = _by_name(_rules(inside | around, "mtp.layers.{i}.transformer_layer", layer))
+    return Family(
+        model_type=model_type,
+        file=file,
+        rules=_by_name(rules),
+        multi_token=further,
+        values=values,
+        only=only,
+        defaults=usual | table.pop("defaults", {}),
+        **table,
+    )
