@@ -43,7 +43,7 @@ class Net(nn.Module):
         self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, F), bias, NORMAL, shard_dim=1), ctx)
         self.fc2 = RowParallelLinear(RowLinear("fc2", F, H, bias, NORMAL), ctx)
         tied_weight = self.embedding.weight if tied else None
-        self.head = OutputLayer(ParamMeta("head.weight", (V, H), {"tp": 0}, NORMAL), ctx, tied_weight=tied_weight)
+        self.head = OutputLayer(ParamMeta("head.weight", (V, H), {"tp": 0}, NORMAL), ctx=ctx, tied_weight=tied_weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [b, s] -> logits [s, b, V/tp]"""

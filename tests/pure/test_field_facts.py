@@ -21,7 +21,7 @@ SAMPLES: dict[type, str] = {int: "7", float: "0.7", str: "2"}
 NO_EFFECT = [(f, c) for f in all_flags() for c in f.section_needs or f.spec.no_effect_without]
 NESTED = [(f, c) for f in all_flags() if f.section_needs for c in f.spec.no_effect_without]
 OFF = [(f, c) for f in all_flags() for c in f.spec.off_without]
-NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs if f.field != "apply_layernorm_1p"]
+NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs if f.field not in ("apply_layernorm_1p", "norm_parameters")]
 EXCLUDES = [(f, c) for f in all_flags() for c in f.spec.excludes if c.parts[0].split()[0] in spelling_table()]
 FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
 """Conditions of several flags, or of a device."""

@@ -25,6 +25,8 @@ from megatron.core.config.moe import MoEConfig
 from megatron.core.facts import AttentionFacts, MixerFacts
 from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LINEAR_ATTENTIONS, LOSSES, MLPS, NORMALIZATIONS
 
+BUILT_IN_NORMS = "--normalization LayerNorm or --normalization RMSNorm; use one of these, or remove it"
+
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
@@ -89,8 +91,17 @@ class TransformerConfig(
     parallel_residual: bool = False
     """Attention and MLP of a layer read the same input and their outputs are added to it together (GPT-NeoX)."""
 
+    parallel_residual_shared_norm: bool = flag(
+        False, no_effect_without="--parallel-residual", excludes="--norm-placement output: it has no norms of inputs"
+    )
+    """One norm of the input of attention and MLP of a layer with --parallel-residual (GPT-J, Falcon, Command R)."""
+
+    norm_parameters: str = flag("all", choices=("all", "weight", "none"), needs=BUILT_IN_NORMS)
+    """Parameters of norms: a weight and, in LayerNorm, a bias (all), a weight alone (weight, as in Command R), or none
+    (OLMo)."""
+
     apply_layernorm_1p: bool = flag(
-        False, needs="--normalization LayerNorm or --normalization RMSNorm; use one of these, or remove it"
+        False, needs=BUILT_IN_NORMS, excludes="--norm-parameters none: there are no weights"
     )
     """Multiply by 1 + weight in norms, whose weights start at 0."""
 
@@ -157,9 +168,13 @@ class TransformerConfig(
     qk_layernorm: bool = False
     """Normalize queries and keys before the rotary embedding."""
 
-    qk_layernorm_scope: str = flag("head", choices=("head", "all"), no_effect_without="--qk-layernorm")
-    """Scope of one norm of --qk-layernorm: the channels of a head, with a weight that all heads share, or those of
-    all heads (OLMo 2)."""
+    qk_layernorm_scope: str = flag("head", choices=("head", "each", "all"), no_effect_without="--qk-layernorm")
+    """Scope of one norm of --qk-layernorm: the channels of a head, with a weight that all heads share (head) or that
+    each head has (each, as in Command R+), or those of all heads (all, as in OLMo 2)."""
+
+    clip_qkv: float | None = None
+    """Bound c of queries, keys and values, which are clipped to [-c, c] before the rotary embedding (OLMo, DBRX, MPT);
+    default: none."""
 
     softmax_scale: float | None = None
     """Factor of attention scores; default 1 / sqrt(head width)."""
@@ -189,6 +204,15 @@ class TransformerConfig(
 
     add_qkv_bias: bool = False
     """Bias in the query-key-value projection even under --disable-bias-linear."""
+
+    add_attention_output_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
+    """Bias in the last projection of attention even under --disable-bias-linear."""
+
+    add_mlp_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
+    """Bias in both linear layers of MLPs, shared experts included, even under --disable-bias-linear (GPT-J)."""
+
+    add_output_layer_bias: bool = False
+    """Bias in the output layer, which has none otherwise (GPT-J, Phi)."""
 
     untie_embeddings_and_output_weights: bool = False
     """Use a separate weight for the output layer instead of sharing the word embedding's."""
@@ -415,6 +439,11 @@ class TransformerConfig(
     def norms_inputs(self) -> bool:
         """Whether a norm precedes each sublayer."""
         return self.norm_placement != "output"
+
+    @property
+    def norms_apart(self) -> bool:
+        """Whether the MLP has a norm of its input, beside that of attention."""
+        return self.norms_inputs and not (self.parallel_residual and self.parallel_residual_shared_norm)
 
     @property
     def norms_outputs(self) -> bool:

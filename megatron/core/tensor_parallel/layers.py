@@ -320,16 +320,19 @@ class ReplicatedParallelLinear(ParallelLinear):
 
 
 class OutputLayer(nn.Module):
-    """Output projection: hidden states to logits, with a sharded vocabulary.
+    """Output projection: hidden states to logits, with a sharded vocabulary. `metas` are those of the weight and, if it
+    has one, the bias.
 
-    With `tied_weight`, that parameter is the weight and receives both gradients; else a new one is made from `meta`.
+    With `tied_weight`, that parameter is the weight and receives both gradients.
     """
 
-    def __init__(self, meta: ParamMeta, ctx: TPContext, *, tied_weight: nn.Parameter | None = None) -> None:
+    def __init__(self, *metas: ParamMeta, ctx: TPContext, tied_weight: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight = make_parameter(meta, ctx) if tied_weight is None else tied_weight
+        weight, *bias = metas
+        self.weight = make_parameter(weight, ctx) if tied_weight is None else tied_weight
+        self.bias = make_parameter(bias[0], ctx) if bias else None
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, h], or [s/t, b, h] under sequence parallelism -> logits [s, b, V/t]; W [V/t, h]"""
-        return LinearFunction.apply(x, self.weight, None, self.boundary, self.axis, self.queue, PLAIN)
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, PLAIN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
@@ -48,16 +50,19 @@ class TransformerLayer(nn.Module):
         self.self_attention = attention.build(of_attention, f"{name}.self_attention", config, ctx)
         self.post_attention_layernorm = norm("post_attention_layernorm", config.norms_outputs)
         self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
-        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_inputs)
+        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_apart)
         of_mlp = f"{name}.mlp", config, ctx
         self.mlp = MoELayer(*of_mlp) if kind.experts else MLPS.build(config.mlp_module, *of_mlp)
         self.post_mlp_layernorm = norm("post_mlp_layernorm", config.norms_outputs)
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
         self.recompute_norms = config.norms_inputs and config.recomputes("layernorm")
         self.parallel, self.multiplier = config.parallel_residual, config.residual_multiplier
+        self.shares_norm = config.norms_inputs and not config.norms_apart
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        if self.shares_norm:
+            return x + self._of_norm(self.input_layernorm, x, self._side_by_side, context)
         y = x + self._attention(x, context)
         return y + self._mlp(x if self.parallel else y, context)
 
@@ -69,7 +74,13 @@ class TransformerLayer(nn.Module):
         y = self.post_mlp_layernorm(self._of_norm(self.pre_mlp_layernorm, x, self.mlp, context))
         return self._scaled(self.mlp_dropout(y, context))
 
-    def _of_norm(self, norm: nn.Module, x: Tensor, sublayer: nn.Module, context: BatchContext) -> Tensor:
+    def _side_by_side(self, normed: Tensor, context: BatchContext) -> Tensor:
+        """What attention and MLP add to the residual stream, both of `normed` [s, b, h]."""
+        attended = self.post_attention_layernorm(self.self_attention(normed, context))
+        mixed = self.post_mlp_layernorm(self.mlp(normed, context))
+        return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))
+
+    def _of_norm(self, norm: nn.Module, x: Tensor, sublayer: Callable[..., Tensor], context: BatchContext) -> Tensor:
         """sublayer(norm(x)); --recompute-modules layernorm computes the norm again in the backward."""
         if self.recompute_norms and self.training:
             return with_input_recomputed(norm, x, sublayer, context)

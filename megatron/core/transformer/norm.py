@@ -12,7 +12,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.parameters import sequence_partial
-from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, norm_metas, wide_norm_meta
+from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, heads_norm_meta, norm_metas
 
 
 class LayerNorm(nn.Module):
@@ -27,8 +27,7 @@ class LayerNorm(nn.Module):
         self.shape, self.eps = (size,), config.norm_epsilon
         self.one_plus = config.apply_layernorm_1p
         metas = norm_metas(name, size, partial_over, config, bias=self.has_bias)
-        weight, *bias = (make_parameter(meta, ctx) for meta in metas)
-        self.weight, self.bias = weight, bias[0] if bias else None
+        self.weight, self.bias, *_ = (*(make_parameter(meta, ctx) for meta in metas), None, None)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_plus:
@@ -57,7 +56,7 @@ class WideRMSNorm(nn.Module):
         super().__init__()
         self.size, self.eps, self.tp = heads * config.head_dim, config.norm_epsilon, ctx.tp
         self.one_plus = config.apply_layernorm_1p
-        self.weight = make_parameter(wide_norm_meta(name, heads, config), ctx)
+        self.weight = make_parameter(heads_norm_meta(name, heads, config), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, heads/tp, d]"""
@@ -68,6 +67,22 @@ class WideRMSNorm(nn.Module):
         weight = self.weight.to(wide.dtype).view(x.shape[-2:])
         weight = weight + 1 if self.one_plus else weight
         return (wide * torch.rsqrt(squares / self.size + self.eps) * weight).to(x.dtype)
+
+
+class NormOfEachHead(nn.Module):
+    """The model's norm over the channels of a head, times a weight of that head; in fp32 for 16 bits."""
+
+    def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.centered, self.eps = config.normalization == "LayerNorm", config.norm_epsilon
+        self.one_plus = config.apply_layernorm_1p
+        self.weight = make_parameter(heads_norm_meta(name, heads, config), ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, heads/tp, d]"""
+        wide, shape = x.float() if x.itemsize == 2 else x, x.shape[-1:]
+        normed = F.layer_norm(wide, shape, eps=self.eps) if self.centered else F.rms_norm(wide, shape, eps=self.eps)
+        return (normed * (self.weight.to(wide.dtype) + int(self.one_plus))).to(x.dtype)
 
 
 class L2Norm(nn.Module):
@@ -95,9 +110,9 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
     if not config.qk_layernorm:
         return nn.Identity(), nn.Identity()
     queries, keys = (f"{name}.{norm}" for norm in HEAD_NORMS)
-    if config.qk_layernorm_scope == "all":
-        counts = config.num_attention_heads, config.query_groups
-        return WideRMSNorm(queries, counts[0], config, ctx), WideRMSNorm(keys, counts[1], config, ctx)
+    if config.qk_layernorm_scope != "head":
+        norm = WideRMSNorm if config.qk_layernorm_scope == "all" else NormOfEachHead
+        return norm(queries, config.num_attention_heads, config, ctx), norm(keys, config.query_groups, config, ctx)
     return (
         build_norm(queries, config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER),
         build_norm(keys, config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER),

@@ -6,6 +6,7 @@ Their modules are built from these functions, and plans count what the functions
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
@@ -27,16 +28,19 @@ def query_key_norm_metas(name: str, config: TransformerConfig, *, bias: bool) ->
             for meta in norm_metas(f"{name}.{norm}", config.head_dim, HEAD_NORM_PARTIAL_OVER, config, bias=bias)
         ]
     counts = config.num_attention_heads, config.query_groups
-    return [wide_norm_meta(f"{name}.{norm}", heads, config) for norm, heads in zip(HEAD_NORMS, counts, strict=True)]
+    return [heads_norm_meta(f"{name}.{norm}", heads, config) for norm, heads in zip(HEAD_NORMS, counts, strict=True)]
 
 
 def norm_metas(
     name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig, *, bias: bool
 ) -> list[ParamMeta]:
-    """The weight of a norm over `size` channels, and the bias if there is one."""
+    """The weight of a norm over `size` channels, and the bias if there is one, as far as --norm-parameters has them."""
     inits = {"weight": Init("zeros" if config.apply_layernorm_1p else "ones")}
     if bias:
         inits["bias"] = Init("zeros")
+    inits = {} if config.norm_parameters == "none" else inits
+    if config.norm_parameters == "weight":
+        inits.pop("bias", None)
     return [ParamMeta(f"{name}.{key}", (size,), {}, init, partial_over) for key, init in inits.items()]
 
 
@@ -72,10 +76,12 @@ def has_even_heads(config: TransformerConfig) -> bool:
     )
 
 
-def wide_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """The weight of an RMSNorm over the channels of all heads, which are sharded."""
-    init = Init("zeros" if config.apply_layernorm_1p else "ones")
-    return ParamMeta(f"{name}.weight", (heads * config.head_dim,), {"tp": 0}, init)
+def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
+    """The weight of norms of queries or keys that heads do not share: of one over the channels of all heads, as one
+    dim, or of one for each head [heads, channels]. Heads are sharded."""
+    init, widths = Init("zeros" if config.apply_layernorm_1p else "ones"), (heads, config.head_dim)
+    shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)
+    return ParamMeta(f"{name}.weight", shape, {"tp": 0}, init)
 
 
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
@@ -83,6 +89,7 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     group's rows of linear_qkv: its query heads, the gates of their outputs if there are any, then its key, then its
     value."""
     hidden, bias = config.hidden_size, config.add_bias_linear
+    of_output = bias or config.add_attention_output_bias
     even = has_even_heads(config)
     sizes = head_counts(config) if even else group_rows(config)
     out_dims = (config.query_groups, sum(sizes), *((config.head_dim,) if even else ()))
@@ -90,7 +97,7 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (
         ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init, fused=fused),
-        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, bias, output_init),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output, output_init),
     )
 
 
@@ -105,7 +112,7 @@ def self_attention_metas(name: str, config: TransformerConfig, sequence_parallel
 
 def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:
     """linear_fc1 and linear_fc2. A gated fc1 stacks gate and up as [2, ffn, h], each sharded over the ranks."""
-    hidden, bias = config.hidden_size, config.add_bias_linear
+    hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
     out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
     fused = Fused("gate_up", 0, (1, 1)) if config.gated else None
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))

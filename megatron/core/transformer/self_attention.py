@@ -39,6 +39,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.head_counts = ctx.layer, config.head_dim, head_counts(config)
         self.group_rows, self.value_scale = group_rows(config), config.attention_value_scale
+        self.bound = config.clip_qkv
         qkv, proj = attention_linears(name, config)
         self.linear_qkv = column_parallel(qkv, ctx)
         self.q_layernorm, self.k_layernorm = build_query_key_norms(name, config, ctx)
@@ -83,6 +84,8 @@ class SelfAttention(nn.Module):
         q, gate, k, v = qkv.split(self.group_rows, dim=-1)
         gate = gate.flatten(2) if gate.shape[-1] else None
         q, k = self.q_layernorm(q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)), self.k_layernorm(k)
+        if self.bound is not None:
+            q, k, v = (x.clamp(-self.bound, self.bound) for x in (q, k, v))
         if self.rotation is not None:
             q, k = self.rotate(q, k, *context.rotary[self.rotation])
         return q, gate, k, v

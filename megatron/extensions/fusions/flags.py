@@ -49,10 +49,10 @@ def fuses(config: Section, ctx: Any) -> bool:
 
 def splits_at_once(config: Any, ctx: Any) -> bool:
     """Whether self-attention gains by splitting its projection at once: where it rotates or sums up the gradient of a
-    bias, and no norm comes between."""
+    bias, and neither a norm nor a bound comes between."""
     rotates = config.layer(ctx.layer).rotation is not None
     sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
-    normed = config.qk_layernorm or (config.qk_l2_norm and rotates)
+    normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None
     return (rotates or sums_bias) and not normed and has_even_heads(config)
 
 

@@ -113,7 +113,9 @@ class FusedLayerNorm(LayerNorm):
         return found if residual else found[1]
 
     def fuses(self) -> bool:
-        return torch.is_grad_enabled()
+        """Kernels have a weight, and a bias where a mean is taken off."""
+        usual = self.weight is not None and (self.bias is not None) == self.centered
+        return usual and torch.is_grad_enabled()
 
     def takes_pending(self) -> bool:
         return self.fuses() and not observed(self)

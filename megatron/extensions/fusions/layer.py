@@ -7,6 +7,7 @@ gradient of its input is stored in 16 bits. Stand-ins carry the casts to the lin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,7 +105,11 @@ class FusedTransformerLayer(TransformerLayer):
         return isinstance(norm, FusedLayerNorm) and norm.fuses() and not observed
 
     def _next(self, stream: ResidualSum, context: BatchContext) -> ResidualSum:
-        x, normed = add_and_norm(self.input_layernorm, stream, self._cast_of(self.self_attention))
+        x, normed = add_and_norm(
+            self.input_layernorm, stream, None if self.shares_norm else self._cast_of(self.self_attention)
+        )
+        if self.shares_norm:
+            return ResidualSum(x, self._of_normed(self.input_layernorm, x, normed, self._side_by_side, context))
         stream = self._add_attention(x, normed, context)
         cast = self._cast_of(self.mlp)
         if self.parallel:
@@ -142,7 +147,7 @@ class FusedTransformerLayer(TransformerLayer):
         return ResidualSum(x, y, _mask(dropout, y, context))
 
     def _of_normed(
-        self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: nn.Module, context: BatchContext
+        self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: Callable[..., Tensor], context: BatchContext
     ) -> Tensor:
         """The sublayer of normed = norm(x)."""
         if self.recompute_norms and self.training:

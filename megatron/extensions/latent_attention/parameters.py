@@ -14,7 +14,7 @@ from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """Linear layers of multi-latent attention. Only linear_proj has a bias, if linear layers have biases."""
+    """Linear layers of multi-latent attention. Only linear_proj has a bias, if outputs of attention have biases."""
 
     q_down: ReplicatedLinear | None
     """linear_q_down_proj; None without a latent of queries."""
@@ -43,13 +43,14 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
     kv_out = (heads, own.qk_head_dim + own.v_head_dim)
+    of_output = config.add_bias_linear or config.add_attention_output_bias
     norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
     return LatentLinears(
         ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, init) if q_rank else None,
         ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False, init),
         ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, init),
         ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False, init),
-        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, config.add_bias_linear, output_init),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output, output_init),
         {f"{name}.{norm}": width for norm, width in norms.items() if width},
     )
 

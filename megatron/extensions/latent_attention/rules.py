@@ -28,6 +28,7 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         ("--head-wise-attn-gate", m.head_wise_attn_gate),
         (f"--value-channels {m.value_channels}", m.value_channels),
         (f"--attention-value-scale {m.attention_value_scale:g}", m.attention_value_scale != 1),
+        (f"--clip-qkv {m.clip_qkv}", m.clip_qkv),
         (f"--window-num-query-groups {m.window_num_query_groups}", m.window_num_query_groups),
     ):
         if given:

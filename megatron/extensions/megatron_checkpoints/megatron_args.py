@@ -38,6 +38,8 @@ WITHOUT_EQUAL = {
 """Argument -> the part of the model it asks for, which this program has not."""
 
 LACKING = (
+    *("add_output_layer_bias", "parallel_residual_shared_norm"),
+    *("norm_parameters", "clip_qkv", "add_attention_output_bias", "add_mlp_bias"),
     *("embed_layernorm", "parallel_residual", "attention_chunk_size", "attention_temperature_coeff", "softmax_scale"),
     *("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_word_embeddings", "value_channels"),
     *("attention_value_scale", "final_logit_softcapping", "attn_logit_softcapping", "window_rotary_base"),
@@ -98,7 +100,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
     problems = {flag.name: value_of(config, flag) != flag.default for flag in lacking} | {
         "--qk-l2-norm in some layers": model.qk_l2_norm and not all(model.rope_pattern),
         "--norm-placement": not model.norms_inputs or model.norms_outputs,
-        "--qk-layernorm-scope all": model.qk_layernorm and model.qk_layernorm_scope == "all",
+        f"--qk-layernorm-scope {model.qk_layernorm_scope}": model.qk_layernorm and model.qk_layernorm_scope != "head",
         "--position-embedding-type alibi": model.alibi,
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
     }

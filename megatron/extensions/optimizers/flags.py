@@ -79,6 +79,7 @@ class QKClipFlags:
         excludes=(
             "--position-embedding-type alibi: its biases are no products of queries and keys",
             "--attn-logit-softcapping: logits are bounded already",
+            "--clip-qkv: it bounds queries and keys already",
             "--use-precision-aware-optimizer: main parameters are scaled in fp32",
             "--cuda-graph-impl local",
             "--optimizer-cpu-offload: main parameters are scaled on the device, after the update",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import output_meta
+from megatron.core.models.gpt.parameters import output_bias_metas, output_meta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import OutputLayer, TPContext
 
@@ -19,12 +19,15 @@ class Head(OutputLayer):
     def __init__(
         self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...], tied_weight: nn.Parameter | None
     ) -> None:
-        super().__init__(output_meta(config, tied_stages), ctx, tied_weight=tied_weight)
+        metas = output_meta(config, tied_stages), *output_bias_metas(config)
+        super().__init__(*metas, ctx=ctx, tied_weight=tied_weight)
         self.divisor, self.cap = config.logits_scaling, config.final_logit_softcapping
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp]"""
-        logits = super().forward(x if self.divisor == 1 else x / self.divisor)
+        """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp]. The divisor is applied to x,
+        which is smaller, where no bias is added."""
+        logits = super().forward(x / self.divisor if self.divisor != 1 and self.bias is None else x)
+        logits = logits / self.divisor if self.divisor != 1 and self.bias is not None else logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 

@@ -79,6 +79,7 @@ def parameter_metas(
         found += _norm("decoder.final_layernorm", config.hidden_size, config, partial_over)
         if not (config.tied_embeddings and holds_embedding(config, first, last)):
             found.append(output_meta(config, tied_stages))
+        found += output_bias_metas(config)
         for depth in range(config.mtp_depths):
             found += multi_token_metas(depth, config, sequence_parallel)
     return found
@@ -139,6 +140,12 @@ def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> Para
     return _vocabulary("output_layer.weight", config, (), "output")
 
 
+def output_bias_metas(config: TransformerConfig) -> list[ParamMeta]:
+    """The bias of the output layer, where it has one."""
+    bias = ParamMeta("output_layer.bias", (config.padded_vocab_size,), {"tp": 0}, Init("zeros"))
+    return [bias] if config.add_output_layer_bias else []
+
+
 def _vocabulary(name: str, config: TransformerConfig, shared_stages: tuple[int, ...], role: str) -> ParamMeta:
     std = config.embedding_init_std if role == "embedding" else config.init_method_std
     shape, init = (config.padded_vocab_size, config.hidden_size), Init("normal", std)
@@ -169,7 +176,7 @@ def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel:
     attention = imported(config.mixer_facts(number).parameters or self_attention_metas)
     yield from attention(f"{name}.self_attention", config, sequence_parallel)
     yield from norm("post_attention_layernorm", config.norms_outputs)
-    yield from norm("pre_mlp_layernorm", config.norms_inputs)
+    yield from norm("pre_mlp_layernorm", config.norms_apart)
     yield from _channel_mixer(f"{name}.mlp", number, config, sequence_parallel)
     yield from norm("post_mlp_layernorm", config.norms_outputs)
 

@@ -95,14 +95,27 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect("--num-query-groups", groups, "--group-query-attention")
     yield from _heads_of_windows(c)
     yield from _activation(m)
-    if m.qk_layernorm_scope == "all" and m.qk_layernorm and m.normalization != "RMSNorm":
-        rule = f"is an RMSNorm, and --normalization is {m.normalization}"
-        yield Problem("--qk-layernorm-scope", "all", rule, "use head, or --normalization RMSNorm")
     coeff = m.attention_temperature_coeff
     if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
         yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
     if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
+
+
+def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m, scope = c.model, c.model.qk_layernorm_scope
+    if m.norm_parameters == "weight" and m.normalization == "RMSNorm":
+        rule = "has no effect with --normalization RMSNorm, which has a weight alone"
+        yield Problem("--norm-parameters", "weight", rule, "remove it", harmless=True)
+    if not m.qk_layernorm or scope == "head":
+        return
+    legal = ("RMSNorm",) if scope == "all" else ("LayerNorm", "RMSNorm")
+    if m.normalization not in legal:
+        rule = f"is {'an' if scope == 'all' else 'a LayerNorm or'} RMSNorm, and --normalization is {m.normalization}"
+        yield Problem("--qk-layernorm-scope", scope, rule, f"use head, or --normalization {legal[-1]}")
+    if m.norm_parameters == "none":
+        why = "its norms have weights that heads do not share"
+        yield Problem.exclusive("--qk-layernorm-scope", scope, "--norm-parameters none", why)
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:
@@ -237,6 +250,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 OF_OTHER_ATTENTION = (
     *("attention_module", "group_query_attention", "qk_layernorm", "softmax_scale"),
+    *("clip_qkv", "add_attention_output_bias"),
     *("attention_output_gate", "add_qkv_bias", "window_size", "attention_chunk_size", "no_rope_freq"),
 )
 """Fields that linear attention does not read."""
