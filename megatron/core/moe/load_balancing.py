@@ -125,10 +125,12 @@ class Balance(nn.Module):
     expert_bias: nn.Parameter | None
     """[E] added to the scores for the choice of experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
-    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
+        """`weight` is the router's: where it is frozen, the expert bias is too."""
         super().__init__()
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
+        self.is_trained = lambda: weight.requires_grad
         self.running_coeff = config.moe_balancing_coeff("aux_loss", "global_aux_loss")
         self.sequence_coeff = config.moe_balancing_coeff("seq_aux_loss")
         self.of_sequences = "seq_aux_loss" in config.moe_router_load_balancing_type
@@ -212,7 +214,7 @@ class Balance(nn.Module):
         assigned, accepted, wanted, mass = per_expert
         if self.running_share:
             extra[0].lerp_(self.num_experts * (wanted / wanted.sum() * mass).sum(), self.running_share)
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and self.is_trained():
             moved = self.expert_bias + self.bias_rate * torch.sign(accepted.mean() - accepted)
             self.expert_bias.copy_(moved if skip is None else torch.where(skip > 0, self.expert_bias, moved))
         self.tally.zero_()

@@ -139,7 +139,7 @@ class TopKRouter(nn.Module):
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
         weight, *bias = (make_parameter(meta, ctx) for meta in router_metas(name, config, ctx.sequence_parallel))
         self.weight, self.bias = weight, bias[0] if bias else None
-        self.balance = Balance(name, config, ctx)
+        self.balance = Balance(name, config, ctx, weight)
         self.scores: Scores = SCORES[config.moe_router_scores]
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
         self.sinkhorn = config.moe_sinkhorn
