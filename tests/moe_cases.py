@@ -81,7 +81,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     ranked = scores if bias is None else scores + bias
     if sinkhorn:
         ranked = torch.stack([sinkhorn_matrix(logits[:, j].detach()) for j in range(b)], 1)
-    summed = logits if config.moe_router_scores == "softmax" else scores
+    summed = logits if config.moe_router_scores == "softmax" and bias is None else scores
     summed = summed if bias is None else summed + bias
     weights = torch.zeros_like(scores)
     chosen, unbiased = torch.zeros_like(scores), torch.zeros_like(scores)
@@ -89,10 +89,12 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
         for j in range(b):
             legal = in_groups(config, summed[i, j].tolist())
             best = sorted(legal, key=lambda e: (-ranked[i, j, e].item(), e))[:k]
-            divide = k > 1 if own in functions else not (config.moe_router_pre_softmax or sinkhorn)
+            plain = config.moe_router_pre_softmax or sinkhorn
+            divide = k > 1 and config.moe_router_topk_normalization if own in functions else not plain
             total = sum(scores[i, j, e] for e in best) if divide else 1.0
+            shares = sparse_mixture(config, logits[i, j], best) if own == "sparsemixer" else scores[i, j] / total
             for e in best:
-                weights[i, j, e] = scores[i, j, e] / total * (config.moe_router_topk_scaling_factor or 1.0)
+                weights[i, j, e] = shares[e] * (config.moe_router_topk_scaling_factor or 1.0)
             chosen[i, j, best] = 1
             unbiased[i, j, sorted(range(count), key=lambda e: (-scores[i, j, e].item(), e))[:k]] = 1
     kept = chosen.clone()
@@ -133,8 +135,21 @@ def in_groups(config: TransformerConfig, scores: list[float]) -> list[int]:
         return list(range(len(scores)))
     each = len(scores) // groups
     members = [list(range(group * each, (group + 1) * each)) for group in range(groups)]
-    value = [sum(sorted((scores[e] for e in group), reverse=True)[: k // best]) for group in members]
+    summed = config.moe_router_group_score_topk or k // best
+    value = [sum(sorted((scores[e] for e in group), reverse=True)[:summed]) for group in members]
     return [e for group in sorted(range(groups), key=lambda g: (-value[g], g))[:best] for e in members[group]]
+
+
+def sparse_mixture(config: TransformerConfig, logits: Tensor, best: list[int]) -> dict[int, Tensor]:
+    """The weight of each chosen expert of a token with logits [E]: its share of those left that are near it."""
+    left, found = list(range(len(logits))), {}
+    for e in best:
+        top = logits[e].item()
+        distance = {o: (top - logits[o].item()) / max(abs(logits[o].item()), top) for o in left}
+        near = [o for o in left if distance[o] <= 2 * config.moe_sparsemixer_eps]
+        found[e] = logits[e].exp() / sum(logits[o].exp() for o in near)
+        left.remove(e)
+    return found
 
 
 def sinkhorn_matrix(logits: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ ACTIVATIONS: Registry[Any, facts.ActivationFacts] = Registry(
 part of the width, so its parameters have `partial_over=("tp",)`."""
 
 _ACTIVATIONS = "megatron.core.transformer.activations"
-for _plain in ("gelu", "gelu_tanh", "squared_relu"):
+for _plain in ("gelu", "gelu_tanh", "relu", "squared_relu"):
     ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain")
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
     ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.core.config.attention import OF_TABLES
 from megatron.core.config.flag_spec import Condition, FlagSpec
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, spelling_table, value_of
@@ -28,7 +29,7 @@ FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
 
 BROKEN_BY = {
     "GPUs": "--cpu",
-    "--position-embedding-type learned_absolute": "--position-embedding-type none",
+    OF_TABLES: "--position-embedding-type none",
     "--moe-router-score-function softmax": "--moe-router-score-function sigmoid",
     "--eval-iters above 0": "--eval-iters 0",
     CHECKS.partition(": ")[0]: "--no-check-for-nan-in-loss-and-grad",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import sqrt
+from math import log, sqrt
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from tests.gpt_cases import FP64, GPT, STYLES, random_batch
 
 BASE = replace(GPT, position_embedding_type="none", add_bias_linear=False, activation_func="gelu")
+ROTATED: dict[str, Any] = {"position_embedding_type": "rope", "qk_layernorm": True}
+TEMPERED: dict[str, Any] = {"attention_temperature_coeff": 0.5, "attention_temperature_floor": 3}
 SIDE_BY_SIDE: dict[str, Any] = {"parallel_residual": True, "parallel_residual_shared_norm": True}
 MODELS = {
     "one norm": replace(BASE, **SIDE_BY_SIDE),
@@ -33,6 +35,12 @@ MODELS = {
     ),
     "bias of logits, tied": replace(BASE, add_output_layer_bias=True),
     "clipped": replace(BASE, clip_qkv=0.3, add_qkv_bias=True),
+    "positions from the third row on": replace(BASE, position_embedding_type="learned_absolute", position_offset=2),
+    "sinusoids": replace(BASE, position_embedding_type="sinusoidal", position_offset=2, embedding_multiplier=3.0),
+    "norms behind rotations": replace(BASE, **ROTATED, qk_layernorm_after_rotary=True, clip_qkv=0.9),
+    "sharper with distance": replace(BASE, **ROTATED, **TEMPERED, attention_temperature_everywhere=True),
+    "gates of softplus": replace(BASE, attention_output_gate=True, attention_gate_function="softplus"),
+    "ReLU": replace(BASE, activation_func="relu"),
 }
 
 
@@ -51,22 +59,50 @@ def linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return y if bias is None else y + bias.flatten()
 
 
+def rotated(x: Tensor) -> Tensor:
+    """x [b, s, heads, d] as complex numbers, times exp(i p / 10000^(2j / d)), with angles in fp32"""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(x.shape[1]).float(), 1 / 10000.0 ** (torch.arange(half).float() / half))
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(angles.cos(), angles.sin())[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def position_vectors(config: TransformerConfig, weights: dict[str, Tensor], length: int) -> Tensor | float:
+    places, half = torch.arange(length) + config.position_offset, config.hidden_size // 2
+    if config.position_embedding_type == "learned_absolute":
+        return weights["embedding.position_embeddings.weight"][places]
+    angles = torch.outer(places.float(), (torch.arange(half).float() * -(log(10000) / (half - 1))).exp())
+    return torch.cat((angles.sin(), angles.cos()), 1) if config.position_embedding_type == "sinusoidal" else 0.0
+
+
 def attention(config: TransformerConfig, weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     """x [b, s, h]"""
-    q, k, v = linear(weights, f"{name}.linear_qkv", x).unflatten(-1, (config.query_groups, 3, -1)).unbind(-2)
-    if config.qk_layernorm:
-        q, k = (norm(config, weights, f"{name}.{which}_layernorm", y) for which, y in (("q", q), ("k", k)))
+    count = 4 if config.attention_output_gate else 3
+    q, *gate, k, v = linear(weights, f"{name}.linear_qkv", x).unflatten(-1, (-1, count, config.head_dim)).unbind(-2)
+    norms, last = (f"{name}.q_layernorm", f"{name}.k_layernorm"), config.qk_layernorm_after_rotary
+    if config.qk_layernorm and not last:
+        q, k = (norm(config, weights, each, y) for each, y in zip(norms, (q, k), strict=True))
     if (c := config.clip_qkv) is not None:
         q, k, v = (torch.where(y > c, c, torch.where(y < -c, -c, y)) for y in (q, k, v))
+    if config.rotary:
+        q, k = rotated(q), rotated(k)
+    if last:
+        q, k = (norm(config, weights, each, y) for each, y in zip(norms, (q, k), strict=True))
+    if config.attention_temperature_everywhere:
+        steps = (torch.arange(x.shape[1]) // config.attention_temperature_floor).float()
+        q = q * (1 + config.attention_temperature_coeff * steps.log1p())[:, None, None]
     scores = torch.einsum("bqnd,bknd->bnqk", q, k) / sqrt(config.head_dim)
     later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
     shares = scores.masked_fill(later, float("-inf")).softmax(-1)
-    return linear(weights, f"{name}.linear_proj", torch.einsum("bnqk,bknd->bqnd", shares, v).flatten(2))
+    out = torch.einsum("bnqk,bknd->bqnd", shares, v).flatten(2)
+    out = out * (1 + gate[0].flatten(2).exp()).log() if gate else out
+    return linear(weights, f"{name}.linear_proj", out)
 
 
 def literal_logits(config: TransformerConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Logits [b, s, V] of GPT with these parts."""
-    x = weights["embedding.word_embeddings.weight"][tokens]
+    x = weights["embedding.word_embeddings.weight"][tokens] * config.embedding_multiplier
+    x = x + position_vectors(config, weights, tokens.shape[1])
     for number in range(config.num_layers):
         name = f"decoder.layers.{number}"
 
@@ -74,7 +110,8 @@ def literal_logits(config: TransformerConfig, weights: dict[str, Tensor], tokens
             return norm(config, weights, f"{name}.{of}", x) if present else x
 
         def mlp(x: Tensor, name: str = name) -> Tensor:
-            return linear(weights, f"{name}.mlp.linear_fc2", F.gelu(linear(weights, f"{name}.mlp.linear_fc1", x)))
+            function = F.relu if config.activation == "relu" else F.gelu
+            return linear(weights, f"{name}.mlp.linear_fc2", function(linear(weights, f"{name}.mlp.linear_fc1", x)))
 
         behind, before = config.norm_placement == "sandwich", normed("input_layernorm", x)
         attended = attention(config, weights, f"{name}.self_attention", before)

@@ -9,6 +9,10 @@ from megatron.core.config.flag_spec import Condition, flag
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
+TABLES = ("learned_absolute", "sinusoidal")
+"""Kinds of --position-embedding-type that add a vector to the embedding of each token."""
+
+OF_TABLES = " or ".join(f"--position-embedding-type {kind}" for kind in TABLES)
 LOCAL = "--window-size or --attention-chunk-size"
 ROTARY = Condition("--position-embedding-type rope", lambda config: config.model.rotary)
 YARN = Condition("--rope-type yarn", lambda config: config.model.rotary and config.model.yarn)
@@ -18,8 +22,12 @@ YARN = Condition("--rope-type yarn", lambda config: config.model.rotary and conf
 class RotaryConfig:
     """How positions enter: the kind of embedding, and the rotary one's frequencies and scaling."""
 
-    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "alibi", "none"))
-    """Position embedding: a learned table, rotary (rope), linear biases of attention scores (alibi), or none."""
+    position_embedding_type: str = flag("learned_absolute", choices=(*TABLES, "rope", "alibi", "none"))
+    """Position embedding: a learned table, sinusoids, rotary (rope), linear biases of attention scores (alibi), or
+    none."""
+
+    position_offset: int = flag(0, at_least=0, no_effect_without=OF_TABLES)
+    """Added to positions before their vectors are looked up: a learned table has this many rows more (2 in OPT)."""
 
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
@@ -89,6 +97,38 @@ class RotaryConfig:
 class SelfAttentionConfig:
     """Attention's scores, gates and heads."""
 
+    qk_layernorm: bool = False
+    """Normalize queries and keys before the rotary embedding."""
+
+    qk_layernorm_scope: str = flag("head", choices=("head", "each", "all"), no_effect_without="--qk-layernorm")
+    """Scope of one norm of --qk-layernorm: the channels of a head, with a weight that all heads share (head) or that
+    each head has (each, as in Command R+), or those of all heads (all, as in OLMo 2)."""
+
+    qk_layernorm_after_rotary: bool = flag(False, no_effect_without=("--qk-layernorm", ROTARY))
+    """Normalize queries and keys behind the rotary embedding instead (HunYuan)."""
+
+    clip_qkv: float | None = None
+    """Bound c of queries, keys and values, which are clipped to [-c, c] before the rotary embedding (OLMo, DBRX, MPT);
+    default: none."""
+
+    softmax_scale: float | None = None
+    """Factor of attention scores; default 1 / sqrt(head width)."""
+
+    softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
+    """Softmax of attention scores: plain (vanilla), or with an attention sink, one more score in each row, without a
+    value. The sink is 0 (off-by-one) or a parameter of each head (learnable, as in gpt-oss)."""
+
+    attention_output_gate: bool = flag(False, excludes="--head-wise-attn-gate: both gate the same output")
+    """Multiply attention's output, before its last projection, by the sigmoid of a projection of the layer's input, for
+    each channel (Qwen3-Next)."""
+
+    attention_gate_function: str = flag(
+        "sigmoid",
+        choices=("sigmoid", "softplus"),
+        no_effect_without="--attention-output-gate or --head-wise-attn-gate",
+    )
+    """Function of the gates of attention's output: the sigmoid, or the softplus (Laguna)."""
+
     attn_logit_softcapping: float | None = None
     """Cap c of attention scores z, scaled and before the mask, which become c tanh(z / c) (Gemma 2); default: none."""
 
@@ -121,6 +161,9 @@ class SelfAttentionConfig:
     attention_temperature_coeff: float = 0.0
     """In layers without rotary embedding, multiply the queries of position p, counted from 0, by 1 + this number times
     ln(1 + floor((p + 1) / N)), N being --attention-temperature-floor (arXiv 2501.19399). 0.1 in Llama 4."""
+
+    attention_temperature_everywhere: bool = flag(False, no_effect_without="--attention-temperature-coeff")
+    """Multiply the queries of all layers, by 1 + the coefficient times ln(1 + floor(p / N)) (Ministral 3)."""
 
     attention_temperature_floor: int = flag(8192, no_effect_without="--attention-temperature-coeff")
     """N of --attention-temperature-coeff: queries of positions below N - 1 stay as they are."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megatron.core.config.attention import OF_TABLES
 from megatron.core.config.flag_spec import Condition, Section, flag
 from megatron.core.parts import DATASETS, TOKENIZERS
 
@@ -54,10 +55,8 @@ class DatasetConfig(Section):
     eod_mask_loss: bool = flag(False, needs=END_OF_DOCUMENT)
     """Exclude end-of-document tokens from the loss."""
 
-    reset_position_ids: bool = flag(
-        False, no_effect_without="--position-embedding-type learned_absolute", needs=END_OF_DOCUMENT
-    )
-    """Restart the positions of a learned position embedding after each end of document."""
+    reset_position_ids: bool = flag(False, no_effect_without=OF_TABLES, needs=END_OF_DOCUMENT)
+    """Restart the positions of a learned or sinusoidal position embedding after each end of document."""
 
     reset_attention_mask: bool = flag(False, needs=END_OF_DOCUMENT)
     """Restrict attention to the document of a token."""

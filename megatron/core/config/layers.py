@@ -213,7 +213,8 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             config.local_span if local else Span(),
             (config.local_rotation if local else config.rotation) if rotated else None,
             (*(config.local_own if local else ()), *_own_width(config, experts, ffn)),
-            tempered=config.attention_temperature_coeff > 0 and not rotated,
+            tempered=config.attention_temperature_coeff > 0
+            and (config.attention_temperature_everywhere or not rotated),
         )
         for experts, linear, local, rotated, ffn in zip(
             as_last(config.expert_pattern),

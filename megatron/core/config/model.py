@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import log, sqrt
 from typing import Any
 
-from megatron.core.config.attention import LOCAL, SOFTMAX_TYPES, RotaryConfig, SelfAttentionConfig
+from megatron.core.config.attention import LOCAL, TABLES, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.layers import (
     LayerKind,
@@ -164,28 +164,6 @@ class TransformerConfig(
 
     z_loss_coeff: float = 0.0
     """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
-
-    qk_layernorm: bool = False
-    """Normalize queries and keys before the rotary embedding."""
-
-    qk_layernorm_scope: str = flag("head", choices=("head", "each", "all"), no_effect_without="--qk-layernorm")
-    """Scope of one norm of --qk-layernorm: the channels of a head, with a weight that all heads share (head) or that
-    each head has (each, as in Command R+), or those of all heads (all, as in OLMo 2)."""
-
-    clip_qkv: float | None = None
-    """Bound c of queries, keys and values, which are clipped to [-c, c] before the rotary embedding (OLMo, DBRX, MPT);
-    default: none."""
-
-    softmax_scale: float | None = None
-    """Factor of attention scores; default 1 / sqrt(head width)."""
-
-    softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
-    """Softmax of attention scores: plain (vanilla), or with an attention sink, one more score in each row, without a
-    value. The sink is 0 (off-by-one) or a parameter of each head (learnable, as in gpt-oss)."""
-
-    attention_output_gate: bool = flag(False, excludes="--head-wise-attn-gate: both gate the same output")
-    """Multiply attention's output, before its last projection, by the sigmoid of a projection of the layer's input, for
-    each channel (Qwen3-Next)."""
 
     embedding_multiplier: float = 1.0
     """Factor of word embeddings (Granite)."""
@@ -460,6 +438,11 @@ class TransformerConfig(
     def attends_in_tiles(self) -> bool:
         """Whether kernels of tiles compute all attention: biases, sinks or caps of scores, which torch's has not."""
         return self.alibi or self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
+
+    @property
+    def position_table(self) -> bool:
+        """Whether a vector of its position is added to the embedding of each token."""
+        return self.position_embedding_type in TABLES
 
     @property
     def alibi(self) -> bool:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from megatron.core.config.flag_spec import Condition, flag
 
 CAPACITY = Condition("--moe-expert-capacity-factor", lambda config: config.model.moe_drops_tokens)
+OWN_SCORES = "--moe-router-score-function sigmoid or --moe-router-score-function sqrtsoftplus"
 GROUPS = "--moe-router-num-groups; add --moe-router-num-groups, for example the number of nodes that hold the experts"
 
 
@@ -47,9 +48,22 @@ class MoEConfig:
     """Groups of experts that a token may be routed to: those with the largest sums of their best k / this scores
     (device-limited routing, DeepSeek-V2, and node-limited routing, DeepSeek-V3)."""
 
-    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"))
+    moe_router_group_score_topk: int | None = flag(None, at_least=1, no_effect_without="--moe-router-group-topk")
+    """Best experts of a group whose scores are summed for the group's: 1 in DeepSeek-V2, 2 in DeepSeek-V3. Default:
+    --moe-router-topk / --moe-router-group-topk."""
+
+    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"))
     """Score function of experts. Scores of sigmoid (DeepSeek-V3) and of sqrtsoftplus, the square root of the softplus
-    (DeepSeek-V4), are divided by the sum of the chosen ones."""
+    (DeepSeek-V4), are divided by the sum of the chosen ones. sparsemixer (Phi-3.5-MoE) chooses one expert after the
+    other, each weighted by a softmax over the experts that are not chosen yet and whose logits are near the largest."""
+
+    moe_sparsemixer_eps: float = flag(0.01, at_least=0, no_effect_without="--moe-router-score-function sparsemixer")
+    """Logits s are near the largest one m if (m - s) / max(|s|, m) is at most twice this number."""
+
+    moe_router_topk_normalization: bool = flag(
+        True, name="--no-moe-router-topk-normalization", no_effect_without=OWN_SCORES
+    )
+    """Leave scores of sigmoid and sqrtsoftplus as they are, without dividing them by the sum of the chosen ones."""
 
     moe_router_pre_softmax: bool = flag(False, no_effect_without="--moe-router-score-function softmax")
     """Softmax over all experts before the choice, instead of over the chosen experts after it."""
@@ -65,7 +79,8 @@ class MoEConfig:
 
     moe_router_enable_expert_bias: bool = False
     """Choose experts by score plus a bias that rises while an expert receives less than its share: load balancing
-    without a loss (arXiv 2408.15664). Needs scores of sigmoid or sqrtsoftplus."""
+    without a loss (arXiv 2408.15664). It is added to scores of sigmoid or sqrtsoftplus, or to the softmax over all
+    experts (ERNIE 4.5, LongCat-Flash)."""
 
     moe_router_bias_update_rate: float = flag(1e-3, no_effect_without="--moe-router-enable-expert-bias")
     """Update step of the expert bias per iteration."""

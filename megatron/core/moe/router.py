@@ -82,21 +82,42 @@ class SoftmaxScores:
         """Probabilities [..., E], which sum to 1, for the balancing losses."""
         return logits.softmax(-1)
 
+    positive = probabilities
+    """Scores [..., E] to which the expert bias is added."""
+
+
+@dataclass(frozen=True)
+class SparseMixerScores(SoftmaxScores):
+    """For each chosen expert in turn, a softmax over those not chosen before it whose logits are near the largest one
+    (SparseMixer, arXiv 2409.12136, section 2.1.2, without its random choice in training)."""
+
+    eps: float
+
+    def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        found = []
+        for place in range(chosen.shape[-1]):
+            left = logits.scatter(-1, chosen[..., :place], float("-inf"))
+            largest, sizes = left.detach().amax(-1, keepdim=True), logits.detach().abs()
+            far = (largest - logits.detach()) / sizes.maximum(largest) > 2 * self.eps
+            found.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen[..., place : place + 1]))
+        return torch.cat(found, dim=-1)
+
 
 @dataclass(frozen=True)
 class OwnScores:
     """A positive function of each logit; the weights of several chosen experts sum to 1 (arXiv 2412.19437)."""
 
     function: Callable[[Tensor], Tensor]
+    normalized: bool = True
 
     def ranked(self, logits: Tensor) -> Tensor:
         return self.function(logits)
 
-    summed = ranked
+    summed = positive = ranked
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         scores = self.function(logits.gather(-1, chosen))
-        return self._shares(scores) if chosen.shape[-1] > 1 else scores
+        return self._shares(scores) if self.normalized and chosen.shape[-1] > 1 else scores
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return self._shares(self.function(logits))
@@ -108,11 +129,14 @@ class OwnScores:
 
 Scores = SoftmaxScores | OwnScores
 
-SCORES: dict[str, Scores] = {
-    "softmax": SoftmaxScores(before_choice=False),
-    "pre_softmax": SoftmaxScores(before_choice=True),
-    "sigmoid": OwnScores(torch.sigmoid),
-    "sqrtsoftplus": OwnScores(lambda logits: F.softplus(logits).sqrt()),
+SCORES: dict[str, Callable[[TransformerConfig], Scores]] = {
+    "softmax": lambda config: SoftmaxScores(before_choice=False),
+    "pre_softmax": lambda config: SoftmaxScores(before_choice=True),
+    "sigmoid": lambda config: OwnScores(torch.sigmoid, config.moe_router_topk_normalization),
+    "sqrtsoftplus": lambda config: OwnScores(
+        lambda logits: F.softplus(logits).sqrt(), config.moe_router_topk_normalization
+    ),
+    "sparsemixer": lambda config: SparseMixerScores(before_choice=False, eps=config.moe_sparsemixer_eps),
 }
 
 
@@ -140,8 +164,9 @@ class TopKRouter(nn.Module):
         weight, *bias = (make_parameter(meta, ctx) for meta in router_metas(name, config, ctx.sequence_parallel))
         self.weight, self.bias = weight, bias[0] if bias else None
         self.balance = Balance(name, config, ctx, weight)
-        self.scores: Scores = SCORES[config.moe_router_scores]
+        self.scores: Scores = SCORES[config.moe_router_scores](config)
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
+        self.group_score_topk = config.moe_router_group_score_topk or self.topk // (self.group_topk or 1)
         self.sinkhorn = config.moe_sinkhorn
         forced = config.moe_router_force_load_balancing
         self.random_logits = RandomLogits(f"{name}.random_logits", ctx.seed) if forced else None
@@ -186,12 +211,14 @@ class TopKRouter(nn.Module):
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor) -> Tensor:
         """The choice [s, b, k] with expert bias and within groups of experts; `unbiased` is the one without both."""
-        bias = 0.0 if self.balance.expert_bias is None else self.balance.expert_bias
+        bias, summed = self.balance.expert_bias, None
+        if bias is not None:
+            ranked = summed = self.scores.positive(logits) + bias
         if self.groups is not None and self.group_topk is not None:
-            each = self.topk // self.group_topk
-            outside = outside_best_groups(self.scores.summed(logits) + bias, self.groups, self.group_topk, each)
-            return self._best((ranked + bias).masked_fill_(outside, float("-inf")))
-        return unbiased if self.balance.expert_bias is None else self._best(ranked + bias)
+            summed = self.scores.summed(logits) if summed is None else summed
+            outside = outside_best_groups(summed, self.groups, self.group_topk, self.group_score_topk)
+            return self._best(ranked.masked_fill(outside, float("-inf")))
+        return unbiased if bias is None else self._best(ranked)
 
     def _best(self, scores: Tensor) -> Tensor:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]

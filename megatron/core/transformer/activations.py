@@ -83,6 +83,10 @@ def _gelu_backward(x: Tensor, grad: Tensor, approximate: str) -> Tensor:
     return torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
 
 
+def _relu_backward(x: Tensor, grad: Tensor) -> Tensor:
+    return grad * (x > 0)
+
+
 def _squared_relu_backward(x: Tensor, grad: Tensor) -> Tensor:
     return grad * F.relu(x) * 2
 
@@ -130,6 +134,7 @@ GELU_TANH: Functions = (gelu_tanh, partial(_gelu_backward, approximate="tanh"))
 FUNCTIONS: dict[str, Functions] = {
     "gelu": GELU,
     "gelu_tanh": GELU_TANH,
+    "relu": (F.relu, _relu_backward),
     "squared_relu": (squared_relu, _squared_relu_backward),
     "swiglu": _gated_by((F.silu, _silu_backward)),
     "geglu": _gated_by(GELU),

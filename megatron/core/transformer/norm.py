@@ -103,7 +103,8 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
     """Norms of queries and keys [s, b, heads/tp, d]; identities without any.
 
-    They come before the rotary embedding. Those of --qk-l2-norm could as well come behind it, which changes no norm.
+    They come before the rotary embedding, or behind it under --qk-layernorm-after-rotary. Those of --qk-l2-norm could
+    as well come behind it, which changes no norm.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
         return L2Norm(config, ctx), L2Norm(config, ctx)

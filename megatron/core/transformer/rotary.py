@@ -87,7 +87,8 @@ def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
     """positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32: factors of queries by their positions, which keep attention
     without a rotary embedding sharp over long contexts (--attention-temperature-coeff)."""
     positions = positions[None] if positions.ndim == 1 else positions
-    steps = ((positions.t().float() + 1) / config.attention_temperature_floor).floor()
+    first = 0 if config.attention_temperature_everywhere else 1
+    steps = ((positions.t().float() + first) / config.attention_temperature_floor).floor()
     return (1 + config.attention_temperature_coeff * steps.log1p())[:, :, None, None]
 
 

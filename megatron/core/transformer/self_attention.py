@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention
@@ -39,7 +42,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.head_counts = ctx.layer, config.head_dim, head_counts(config)
         self.group_rows, self.value_scale = group_rows(config), config.attention_value_scale
-        self.bound = config.clip_qkv
+        self.bound, self.normed_last = config.clip_qkv, config.qk_layernorm_after_rotary
         qkv, proj = attention_linears(name, config)
         self.linear_qkv = column_parallel(qkv, ctx)
         self.q_layernorm, self.k_layernorm = build_query_key_norms(name, config, ctx)
@@ -51,6 +54,7 @@ class SelfAttention(nn.Module):
         self.rotation, self.tempered = kind.rotation, kind.tempered
         self.scaled = region(scaled_queries, ctx.compiled)
         self.gated = region(head_wise_gated_output if config.head_wise_attn_gate else gated_output, ctx.compiled)
+        self.gate_function = config.attention_gate_function
         self.linear_proj = row_parallel(proj, ctx)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
@@ -69,7 +73,7 @@ class SelfAttention(nn.Module):
             out = recomputed(self.core, q, k, v, context)
         else:
             out = self.core(q, k, v, context)
-        return self.linear_proj(out if gate is None else self.gated(out, gate), addend=addend)
+        return self.linear_proj(out if gate is None else self.gated(out, gate, self.gate_function), addend=addend)
 
     def clip_factors(self, eta: Tensor, alpha: float) -> dict[nn.Module, Tensor]:
         """Factors [groups, rows] of the rows of projections that multiply the logits of each head by at most eta
@@ -83,19 +87,24 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(x).unflatten(-1, (-1, sum(self.group_rows)))
         q, gate, k, v = qkv.split(self.group_rows, dim=-1)
         gate = gate.flatten(2) if gate.shape[-1] else None
-        q, k = self.q_layernorm(q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)), self.k_layernorm(k)
+        q = q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
+        q, k = (q, k) if self.normed_last else (self.q_layernorm(q), self.k_layernorm(k))
         if self.bound is not None:
             q, k, v = (x.clamp(-self.bound, self.bound) for x in (q, k, v))
         if self.rotation is not None:
             q, k = self.rotate(q, k, *context.rotary[self.rotation])
+        q, k = (self.q_layernorm(q), self.k_layernorm(k)) if self.normed_last else (q, k)
         return q, gate, k, v
 
 
-def gated_output(x: Tensor, gate: Tensor) -> Tensor:
+def gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
     """x and gate [s, b, heads * d]"""
-    return x * torch.sigmoid(gate)
+    return x * GATES[function](gate)
 
 
-def head_wise_gated_output(x: Tensor, gate: Tensor) -> Tensor:
+def head_wise_gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
     """x [s, b, heads * d], gate [s, b, heads]"""
-    return (x.unflatten(-1, (gate.shape[-1], -1)) * torch.sigmoid(gate).unsqueeze(-1)).flatten(2)
+    return (x.unflatten(-1, (gate.shape[-1], -1)) * GATES[function](gate).unsqueeze(-1)).flatten(2)
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPCon
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.parameters import sinks_metas
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
-from megatron.core.transformer.rotary import apply_rotary_interleaved
+from megatron.core.transformer.rotary import apply_rotary_interleaved, scaled_queries
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.latent_attention.parameters import latent_linears
 
@@ -69,7 +69,8 @@ class MultiLatentAttention(nn.Module):
         )
         self.linear_proj = row_parallel(linears.proj, ctx)
         self.core = CoreAttention(name, config, ctx, sinks_metas(name, config))
-        self.rotation = config.layer(ctx.layer).rotation
+        kind = config.layer(ctx.layer)
+        self.rotation, self.tempered = kind.rotation, kind.tempered
         self.to_heads = all_gather_sequence if ctx.sequence_parallel else copy_to
         self.rotate = region(rotated_heads, ctx.compiled)
         self.recompute_core = config.recomputes("core_attn")
@@ -113,14 +114,18 @@ class MultiLatentAttention(nn.Module):
 
     def _heads(self, latents: Latents, context: BatchContext) -> Heads:
         kv = self.linear_kv_up(latents.kv).unflatten(-1, (-1, self.key_width + self.value_width))
-        return self.rotate(self._queries(latents), kv, latents.key, *self._tables(context))
+        return self.rotate(self._queries(latents, context), kv, latents.key, *self._tables(context))
 
     def _tables(self, context: BatchContext) -> tuple[Tensor, ...]:
         """Cosines and sines; none in a layer without rotary embedding."""
         return () if self.rotation is None else context.rotary[self.rotation]
 
-    def _queries(self, latents: Latents) -> Tensor:
-        return self.linear_q(latents.q).unflatten(-1, (-1, self.key_width + self.rotary_width))
+    def _queries(self, latents: Latents, context: BatchContext) -> Tensor:
+        q = self.linear_q(latents.q).unflatten(-1, (-1, self.key_width + self.rotary_width))
+        if not self.tempered:
+            return q
+        assert context.query_scales is not None
+        return scaled_queries(q, context.query_scales)
 
     def _behind_cache(self, latents: Latents, cache: EarlierTokens, context: BatchContext) -> Tensor:
         """Attention that caches latents: [s, b, heads/tp * v_head_dim]
@@ -135,7 +140,7 @@ class MultiLatentAttention(nn.Module):
             return self._attend(latents, context)
         (k,) = cached
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
-        q, rotary = self._queries(latents).split((self.key_width, self.rotary_width), dim=-1)
+        q, rotary = self._queries(latents, context).split((self.key_width, self.rotary_width), dim=-1)
         rotary = rotated(rotary, *self._tables(context))
         q = torch.cat((torch.einsum("sbnd,ndr->sbnr", q, up_key), rotary), dim=-1)
         out = self.core.behind_cache(q, k, k[..., : self.kv_rank], cache).unflatten(-1, (-1, self.kv_rank))

@@ -29,6 +29,7 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         (f"--value-channels {m.value_channels}", m.value_channels),
         (f"--attention-value-scale {m.attention_value_scale:g}", m.attention_value_scale != 1),
         (f"--clip-qkv {m.clip_qkv}", m.clip_qkv),
+        ("--qk-layernorm-after-rotary", m.qk_layernorm_after_rotary),
         (f"--window-num-query-groups {m.window_num_query_groups}", m.window_num_query_groups),
     ):
         if given:
@@ -48,11 +49,8 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if value:
             shown = None if value is True else value
             yield Problem(flag, shown, f"has no effect with {MLA}, {why}", "remove it", harmless=True)
-    why, coeff = "its heads are made of latents", m.attention_temperature_coeff
     if m.qk_l2_norm:
-        yield Problem.exclusive("--qk-l2-norm", None, MLA, why)
-    if coeff:
-        yield Problem.exclusive("--attention-temperature-coeff", coeff, MLA, why)
+        yield Problem.exclusive("--qk-l2-norm", None, MLA, "its heads are made of latents")
     rotary = c.options(LatentAttentionFlags).qk_pos_emb_head_dim
     if rotary > 0 and 0 < m.rotary_percent <= 1 and (m.rotary_dim < 2 or m.rotary_dim % 2):
         rule = f"times --rotary-percent {m.rotary_percent:g} rotates {m.rotary_dim} channels; it must be an even number"

@@ -38,6 +38,8 @@ WITHOUT_EQUAL = {
 """Argument -> the part of the model it asks for, which this program has not."""
 
 LACKING = (
+    *("position_offset", "qk_layernorm_after_rotary", "attention_temperature_everywhere"),
+    *("attention_gate_function", "moe_router_group_score_topk", "moe_router_topk_normalization"),
     *("add_output_layer_bias", "parallel_residual_shared_norm"),
     *("norm_parameters", "clip_qkv", "add_attention_output_bias", "add_mlp_bias"),
     *("embed_layernorm", "parallel_residual", "attention_chunk_size", "attention_temperature_coeff", "softmax_scale"),
@@ -101,7 +103,10 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--qk-l2-norm in some layers": model.qk_l2_norm and not all(model.rope_pattern),
         "--norm-placement": not model.norms_inputs or model.norms_outputs,
         f"--qk-layernorm-scope {model.qk_layernorm_scope}": model.qk_layernorm and model.qk_layernorm_scope != "head",
-        "--position-embedding-type alibi": model.alibi,
+        f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type not in POSITIONS,
+        "--moe-router-score-function sparsemixer": model.moe_router_score_function == "sparsemixer",
+        "--moe-router-enable-expert-bias with scores of softmax": model.moe_router_enable_expert_bias
+        and model.moe_router_score_function == "softmax",
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
     }
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:

@@ -235,9 +235,10 @@ class RunConfig(Section):
 
     @property
     def restarts_positions(self) -> bool:
-        """Whether samples have position ids of their own: --reset-position-ids acts on a learned table only. Rotary
-        embeddings count from the start of the sample; they depend on distances alone, which are equal in a document."""
-        return self.data.reset_position_ids and self.model.position_embedding_type == "learned_absolute"
+        """Whether samples have position ids of their own: --reset-position-ids acts on vectors of positions only.
+        Rotary embeddings count from the start of the sample; they depend on distances alone, which are equal in a
+        document."""
+        return self.data.reset_position_ids and self.model.position_table
 
     def __post_init__(self) -> None:
         for each in fields(self):

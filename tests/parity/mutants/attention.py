@@ -52,9 +52,9 @@ def _backward_without_a_cap(self: Any, rows: Any, q: Tensor, k: Tensor, v: Tenso
 
 
 @mutant(self_attention, "head_wise_gated_output", world="2", tp="2", block="parallel")
-def _gated_without_gradient(x: Tensor, gate: Tensor) -> Tensor:
+def _gated_without_gradient(x: Tensor, gate: Tensor, function: str) -> Tensor:
     """Gates of heads get no gradient."""
-    return _true_head_gate(x, gate.detach())
+    return _true_head_gate(x, gate.detach(), function)
 
 
 _true_head_gate = self_attention.head_wise_gated_output

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt import loss
+from megatron.core.models.gpt import embedding, loss
 from megatron.core.param_meta import ParamMeta
 from megatron.core.transformer import activations, layer, norm
 from tests.parity.mutants.common import mutant, plant
@@ -32,6 +32,15 @@ def _no_gradient_of_a_shared_norm(self: layer.TransformerLayer, normed: Tensor, 
 
 
 _true_side_by_side = layer.TransformerLayer._side_by_side
+
+
+@mutant(embedding, "positions_of", world="2", tp="2sp", style="xglm")
+def _positions_of_the_first_part(x: Tensor, context: BatchContext, shard: int) -> Tensor:
+    """Sinusoids of the first part of a sequence on every rank."""
+    return _true_positions_of(x, context, 0)
+
+
+_true_positions_of = embedding.positions_of
 
 
 @mutant(norm.NormOfEachHead, "forward", world="2", tp="2", block="one norm")

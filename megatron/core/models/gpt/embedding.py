@@ -1,9 +1,9 @@
-"""Tokens to hidden states: word embeddings and their norm, learned positions, dropout."""
+"""Tokens to hidden states: word embeddings and their norm, positions, dropout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import frexp, ldexp, sqrt
+from math import frexp, ldexp, log, sqrt
 
 import torch
 import torch.nn.functional as F
@@ -33,22 +33,45 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         self.weight = make_parameter(position_embedding_meta(config, ctx.sequence_parallel), ctx)
-        self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
+        self.shard, self.offset = ctx.tp.rank if ctx.sequence_parallel else 0, config.position_offset
 
-    def forward(self, length: int, context: BatchContext) -> Tensor:
-        """[length, 1 or b, h] for the `length` tokens of this rank; ValueError past the last position."""
-        start = self.shard * length
-        if context.position_ids is not None:
-            return F.embedding(context.position_ids[:, start : start + length].t(), self.weight)
-        if context.places is not None:
-            return F.embedding(context.places[start : start + length], self.weight).unsqueeze(1)
-        rows = self.weight.shape[0]
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """[n, 1 or b, h] for the tokens x [n, b, h] of this rank; ValueError past the last position."""
+        if context.position_ids is not None or context.places is not None:
+            return F.embedding(positions_of(x, context, self.shard) + self.offset, self.weight)
+        rows, start, length = self.weight.shape[0] - self.offset, self.shard * x.shape[0], x.shape[0]
         if start + length > rows:
             raise ValueError(
                 f"position {start + length - 1} is beyond --max-position-embeddings {rows}: "
                 f"the model has no learned position for it; use at most {rows} tokens"
             )
-        return self.weight[start : start + length].unsqueeze(1)
+        return self.weight[self.offset + start : self.offset + start + length].unsqueeze(1)
+
+
+class SinusoidalEmbedding(nn.Module):
+    """Sines, then cosines, of positions times h / 2 frequencies, from 1 down to 1 / 10000 (arXiv:1706.03762, section
+    3.5, as tensor2tensor and XGLM have it). Angles are fp32 whatever the model's dtype."""
+
+    def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.pairs, self.offset = config.hidden_size // 2, config.position_offset
+        self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """[n, 1 or b, h] for the tokens x [n, b, h] of this rank"""
+        exponents = torch.arange(self.pairs, device=x.device).float() * -(log(10000) / (self.pairs - 1))
+        angles = (positions_of(x, context, self.shard) + self.offset).float().unsqueeze(-1) * exponents.exp()
+        return torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)
+
+
+def positions_of(x: Tensor, context: BatchContext, shard: int) -> Tensor:
+    """[n, 1 or b]: positions of the tokens x [n, b, h], part `shard` of those of this context-parallel rank."""
+    if context.position_ids is None:
+        return context.places_of(x, shard).unsqueeze(1)
+    return context.position_ids[:, shard * x.shape[0] : (shard + 1) * x.shape[0]].t()
+
+
+POSITIONS = {"learned_absolute": PositionEmbedding, "sinusoidal": SinusoidalEmbedding}
 
 
 class Embedding(nn.Module):
@@ -63,8 +86,8 @@ class Embedding(nn.Module):
         self.layernorm = (
             build_norm(EMBEDDING_NORM, config.hidden_size, config, ctx) if config.embed_layernorm else nn.Identity()
         )
-        learned = config.position_embedding_type == "learned_absolute"
-        self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
+        kind = POSITIONS.get(config.position_embedding_type)
+        self.position_embeddings = None if kind is None else kind(config, ctx)
         if config.mtp_depths:
             for parameter in self.parameters():
                 parameter.meta = replace(parameter.meta, shared_stages=tied_stages)  # type: ignore[attr-defined]
@@ -79,5 +102,5 @@ class Embedding(nn.Module):
         x = self.word_embeddings(tokens)
         x = self.layernorm(x if self.scale == 1 else x * self.scale)
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(x.shape[0], context)
+            x = x + self.position_embeddings(x, context)
         return x

@@ -154,7 +154,8 @@ def _vocabulary(name: str, config: TransformerConfig, shared_stages: tuple[int, 
 
 def position_embedding_meta(config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
     """Learned positions, whole on every rank. Under sequence parallelism a rank looks up those of its own tokens."""
-    shape, init = (config.max_positions, config.hidden_size), Init("normal", config.embedding_init_std)
+    rows = config.max_positions + config.position_offset
+    shape, init = (rows, config.hidden_size), Init("normal", config.embedding_init_std)
     partial_over = sequence_partial(sequence_parallel)
     name = "embedding.position_embeddings.weight"
     return ParamMeta(name, shape, init=init, partial_over=partial_over, role="embedding")

@@ -96,8 +96,10 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     yield from _heads_of_windows(c)
     yield from _activation(m)
     coeff = m.attention_temperature_coeff
-    if coeff and m.rotary and m.attention_facts.grouped and m.no_rope_freq is None:
-        yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
+    unrotated = m.no_rope_freq is not None or m.attention_temperature_everywhere
+    if coeff and m.rotary and not unrotated:
+        needed = "--no-rope-freq or --attention-temperature-everywhere"
+        yield Problem.no_effect("--attention-temperature-coeff", coeff, needed)
     if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
 
@@ -250,7 +252,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 OF_OTHER_ATTENTION = (
     *("attention_module", "group_query_attention", "qk_layernorm", "softmax_scale"),
-    *("clip_qkv", "add_attention_output_bias"),
+    *("clip_qkv", "add_attention_output_bias", "qk_layernorm_after_rotary"),
     *("attention_output_gate", "add_qkv_bias", "window_size", "attention_chunk_size", "no_rope_freq"),
 )
 """Fields that linear attention does not read."""
@@ -262,6 +264,9 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if longest is not None and 0 < longest < m.seq_length:
         rule = f"must be at least --seq-length {m.seq_length}"
         yield Problem("--max-position-embeddings", longest, rule, f"nearest: {m.seq_length}")
+    if m.position_embedding_type == "sinusoidal" and (m.hidden_size < 4 or m.hidden_size % 2):
+        rule = "must be an even number from 4 on: half of the channels are sines, half cosines"
+        yield Problem("--hidden-size", m.hidden_size, rule, f"nearest: {max(4, round_up(m.hidden_size, 2))}")
     if m.rotary:
         yield from _rotated_channels("--rotary-percent", m.rotary_percent, m.kv_channels)
         yield from _rotated_channels("--window-rotary-percent", m.window_rotary_percent, m.kv_channels)

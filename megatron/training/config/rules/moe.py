@@ -107,9 +107,14 @@ def _router(c: RunConfig) -> Iterator[Problem]:
 
 
 def _scores(m: MoEConfig) -> Iterator[Problem]:
-    if m.moe_router_enable_expert_bias and m.moe_router_score_function == "softmax":
-        remedy = "add --moe-router-score-function sigmoid"
-        yield Problem("--moe-router-enable-expert-bias", None, "needs scores of sigmoid or sqrtsoftplus", remedy)
+    if m.moe_router_score_function == "sparsemixer":
+        scores, why = "--moe-router-score-function sparsemixer", "it weights the experts of the largest logits"
+        for flag, value in (
+            ("--moe-router-enable-expert-bias", m.moe_router_enable_expert_bias or None),
+            ("--moe-router-group-topk", m.moe_router_group_topk),
+        ):
+            if value is not None:
+                yield Problem.exclusive(flag, None if value is True else value, scores, why)
     if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
         rule = "the softmax over one expert is always 1, so the router receives no gradient"
         yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
@@ -131,9 +136,13 @@ def _groups(m: MoEConfig) -> Iterator[Problem]:
     if best > groups:
         rule = f"must be at most --moe-router-num-groups {groups}"
         yield Problem("--moe-router-group-topk", best, rule, f"nearest: {groups}")
-    elif not divides(best, topk):
+    elif m.moe_router_group_score_topk is None and not divides(best, topk):
         rule = f"must be a multiple of --moe-router-group-topk {best}, the groups of a token"
-        yield Problem("--moe-router-topk", topk, rule, multiples(topk, best))
+        remedy = f"{multiples(topk, best)}, or add --moe-router-group-score-topk"
+        yield Problem("--moe-router-topk", topk, rule, remedy)
+    elif (summed := m.moe_router_group_score_topk) and m.num_experts and summed * groups > m.num_experts:
+        rule = f"must be at most the {m.num_experts // groups} experts of a group"
+        yield Problem("--moe-router-group-score-topk", summed, rule, f"nearest: {m.num_experts // groups}")
     elif m.num_experts and min(groups, best, topk) > 0 and topk > best * (m.num_experts // groups):
         each = m.num_experts // groups
         rule = f"must be at most the {best * each} experts of --moe-router-group-topk {best} groups of {each}"
