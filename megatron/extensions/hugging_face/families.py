@@ -34,7 +34,7 @@ class Family:
     """Prefix of their names. Files of the bare decoder lack it."""
 
     keys: Mapping[str, str]
-    """Key of config.json -> field of TransformerConfig, for equal values."""
+    """Key of config.json -> field of TransformerConfig, for equal values. In a file null removes a key of the base."""
 
     fixed: Mapping[str, Any]
     """Fields of TransformerConfig that are fixed for the family."""
@@ -87,8 +87,12 @@ class Family:
     same: Mapping[str, str] = field(default_factory=dict)
     """Field of TransformerConfig -> the field whose value it has."""
 
-    inverse_roots: Mapping[str, str] = field(default_factory=dict)
-    """Key of config.json -> field of TransformerConfig that is 1 / sqrt of its value."""
+    powers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Field of TransformerConfig -> keys of config.json, of whose values to these powers it is the product. The first
+    one is that which follows from the field."""
+
+    layer_types: Sequence[str] = ()
+    """Kinds of the first layers, which repeat, where a config.json does not list them."""
 
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Key of config.json -> its values, the only ones that we support -> those of our field. If several have the same

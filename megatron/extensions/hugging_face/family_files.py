@@ -35,10 +35,11 @@ weights.json, "like" for those of the base, and tables of its own, of which late
 `layer` is the prefix of their names in a layer. `multi_token_weights` are those of modules of multi-token prediction
 outside of their layer, which has the family's weights and is called `multi_token_layer`."""
 
+SCHEMA["keys"] = Mapping[str, str | None]
 for _computed in ("model_type", "rules", "multi_token", "file"):
     del SCHEMA[_computed]
 
-OF_OUR_FIELDS = {"keys": True, "inverse_roots": True, "fixed": False, "same": False}
+OF_OUR_FIELDS = {"keys": True, "powers": False, "fixed": False, "same": False}
 """Tables whose values, or else whose keys, are fields of TransformerConfig."""
 
 
@@ -113,7 +114,7 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
     for key, of_values in OF_OUR_FIELDS.items():
         for theirs, ours in table.get(key, {}).items():
             name = ours if of_values else theirs
-            if name not in known and home_of(dashed(name)) is None:
+            if name is not None and name not in known and home_of(dashed(name)) is None:
                 yield f"{key}: {name!r} is no field of a model{_near(name, known)}"
     for each in table.get("weights", ()):
         if isinstance(each, str) and each != "like" and each not in _shared("weights"):
@@ -137,16 +138,21 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
     elif kind is Sequence and isinstance(value, list):
         for number, each in enumerate(value):
             yield from _wrong(each, inner[0], f"{at}[{number}]")
-    elif kind in (Mapping, Sequence) or (not inner and hint is not Any and type(value) is not hint):
-        names = {Mapping: "an object", Sequence: "a list", str: "text", int: "a whole number"}
+    elif kind in (Mapping, Sequence) or (
+        not inner and hint is not Any and not isinstance(value, (int, float) if hint is float else hint)
+    ):
+        names = {Mapping: "an object", Sequence: "a list", str: "text", int: "a whole number", float: "a number"}
         word = names.get(kind or hint, "text")
         yield f"{at}: must be {word}, not {json.dumps(value)[:60]}"
+    elif inner and value is None and type(None) in inner:
+        return
     elif inner:  # one of two types
         yield from _wrong(value, inner[isinstance(value, dict)], at)
 
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
-    """What a table adds to that which it is `like`, if any."""
+    """What a table adds to that which it is `like`, if any. What it states of a key or a field replaces what the base
+    fixes."""
     own = dict(table)
     like = own.pop("like", None)
     if like is None:
@@ -154,6 +160,16 @@ def _whole(table: dict[str, Any]) -> dict[str, Any]:
     base = _whole(_shared("bases")[like] if like in _shared("bases") else _built_in(like))
     if "weights" in own:
         own["weights"] = [part for each in own["weights"] for part in (base["weights"] if each == "like" else [each])]
+    keys = own.get("keys", {})
+    stated = (
+        keys.keys()
+        | own.get("values", {}).keys()
+        | {*keys.values()}
+        | own.get("powers", {}).keys()
+        | own.get("equal", {}).keys()
+    )
+    for kind in ("only", "fixed"):
+        base[kind] = {key: value for key, value in base.get(kind, {}).items() if key not in stated}
     return base | {
         key: base[key] | value if key in base and isinstance(value, dict) else value for key, value in own.items()
     }
@@ -188,8 +204,7 @@ def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
         key: {booleans.get(theirs, theirs): ours for theirs, ours in each.items()}
         for key, each in table.pop("values", {}).items()
     }
-    only = {key: legal for key, legal in table.pop("only", {}).items() if key not in values}
-    usual = {key: next(iter(legal)) for key, legal in (only | values).items()}
+    usual = {key: next(iter(legal)) for key, legal in (table.get("only", {}) | values).items()}
     weights: dict[str, str] = {}
     for each in table.pop("weights"):
         weights |= _shared("weights")[each] if isinstance(each, str) else each
@@ -204,7 +219,7 @@ def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
         rules=_by_name(rules),
         multi_token=further,
         values=values,
-        only=only,
+        keys={theirs: ours for theirs, ours in table.pop("keys").items() if ours is not None},
         defaults=usual | table.pop("defaults", {}),
         **table,
     )

@@ -187,6 +187,48 @@ class WithConstantsOfXIELU(Layout):
         return parameter, *(parameter.new_tensor(value) for value in self.constants)
 
 
+@dataclass(frozen=True)
+class Reordered(Layout):
+    """Another layout with the channels along a dim of ours in another order."""
+
+    base: Layout
+    dim: int
+    order: Callable[[TransformerConfig], list[int]]
+    """For each channel of ours the number of theirs."""
+
+    but_values: bool = False
+    """Whether the values of each query group, the last rows of dim 1, stay as they are."""
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        back = torch.tensor(self.order(config), device=parameter.device).argsort()
+        return self.base.theirs(config, self._moved(config, parameter, back, range(config.queries_per_group + 2)))
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        order = self.order(config)
+        read = (*box[: self.dim], slice(0, len(order)), *box[self.dim + 1 :])
+        rows = range(box[1].start, box[1].stop) if self.but_values else range(0)
+        whole = self.base.part(config, tensors, read)
+        return self._moved(config, whole, torch.tensor(order), rows).narrow(
+            self.dim, box[self.dim].start, box[self.dim].stop - box[self.dim].start
+        )
+
+    def _moved(self, config: TransformerConfig, x: Tensor, order: Tensor, rows: Sequence[int]) -> Tensor:
+        moved = x.index_select(self.dim, order)
+        if self.but_values and (last := config.queries_per_group + 1) in rows:
+            moved[:, rows.index(last)] = x[:, rows.index(last)]
+        return moved
+
+
+def _pairs_of_halves(first: int, rotated: int) -> list[int]:
+    """`first` channels as they are, then those of two halves as the pairs that rotate together."""
+    return [*range(first), *(first + half + at for at in range(rotated // 2) for half in (0, rotated // 2))]
+
+
+def latent_rank(config: TransformerConfig) -> int:
+    """The width of the latent of keys and values: an option of whichever extension states it."""
+    return next(options.kv_lora_rank for options in config.extension_options if hasattr(options, "kv_lora_rank"))
+
+
 def delta_nets(config: TransformerConfig) -> Any:
     """The shape of gated delta nets: options of whichever extension states their heads."""
     return next(options for options in config.extension_options if hasattr(options, "linear_num_key_heads"))
@@ -227,6 +269,9 @@ LAYOUTS: dict[str, Layout] = {
     # [E, h, 2 * ffn] and [E, 2 * ffn], all gates before all ups (Llama 4); or each gate followed by its up (gpt-oss).
     "GateUpColumns": Pieces("e ... o -> e 1 o ...", joined=1, counts=lambda config: (1, 1), section=-1),
     "InterleavedGateUpColumns": Pieces("e ... (o pair) -> e pair o ...", lambda config: {"pair": 2}),
+    # [2 * ffn, h], all gates before all ups (Phi 3, GLM), and the same of all experts (Granite).
+    "GateUpRows": Pieces("(pair o) ... -> pair o ...", lambda config: {"pair": 2}),
+    "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", lambda config: {"pair": 2}),
     "TransposedExperts": Pieces("e i o -> e o i"),
     # q [heads * d, ...], k and v [groups * d, ...] as [groups, q_per_group + 2, d, ...]; with gates of the output as q.
     "QueryGroups": Pieces(_GROUPS, _query_groups, 1, _of_group("q", "k", "v")),
@@ -242,6 +287,20 @@ LAYOUTS: dict[str, Layout] = {
     # BLOOM, GPT-NeoX: head by head its query, key and value: our order, three dims as one.
     "GroupByGroup": Pieces(_GROUPS, _query_groups),
     "Heads": Pieces("(g d) ... -> g d ...", lambda config: {"g": config.num_attention_heads}),
+    # Heads, and a latent, whose last channels are rotated as two halves; ours as pairs (MiniCPM 3).
+    "HeadsOfHalves": Reordered(
+        Pieces("(g d) ... -> g d ...", lambda config: {"g": config.num_attention_heads}),
+        1,
+        lambda config: _pairs_of_halves(config.head_dim - config.rotary_dim, config.rotary_dim),
+    ),
+    "LatentOfHalves": Reordered(Pieces(), 0, lambda config: _pairs_of_halves(latent_rank(config), config.rotary_dim)),
+    # Heads that are rotated the other way round, so that their halves change places (nanochat).
+    "SwappedQueryGroups": Reordered(
+        Pieces(_GROUPS, _query_groups, 1, _of_group("q", "k", "v")),
+        2,
+        lambda config: [(at + config.head_dim // 2) % config.head_dim for at in range(config.head_dim)],
+        but_values=True,
+    ),
     # Queries, gates if there are any, keys and values whose heads differ in width, side by side in each group.
     "RowsOfGroups": Pieces(
         "(g n) ... -> g n ...",

@@ -86,6 +86,13 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     Raises ValueError listing every setting that cannot be expressed.
     """
     family = family_of(hf_config)
+    inner = {
+        f"{key}.{name}": each
+        for key, value in hf_config.items()
+        if any(known.startswith(f"{key}.") for known in (*family.keys, *family.defaults)) and isinstance(value, dict)
+        for name, each in value.items()
+    }
+    hf_config = {**hf_config, **inner}
     names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
     hf = {**family.defaults, **{names.get(key, key): value for key, value in hf_config.items()}}
     try:
@@ -119,7 +126,7 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{key} needs the extension {home_of(dashed(ours))}, which is not installed"
         elif key not in hf:
             yield f"{key} is missing"
-        elif rule := _broken_rule(hf[key], hints[ours]):
+        elif key not in family.values and (rule := _broken_rule(hf[key], hints[ours])):
             yield f"{key} = {hf[key]!r} must be {rule}"
     yield from _problems_of_experts(hf, family)
     if type(hf["tie_word_embeddings"]) is not bool:
@@ -156,7 +163,7 @@ def _broken_rule(value: Any, hint: Any) -> str | None:
 
 def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields = {ours: family.values.get(key, {}).get(hf[key], hf[key]) for key, ours in family.keys.items()}
-    fields |= {ours: hf[key] and 1 / math.sqrt(hf[key]) for key, ours in family.inverse_roots.items()}
+    fields |= {ours: _product(hf, powers) for ours, powers in family.powers.items()}
     fields |= {ours: fields[other] for ours, other in family.same.items()}
     fields |= family.fixed
     fields["seq_length"] = fields["max_position_embeddings"]
@@ -166,14 +173,12 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields["group_query_attention"] = fields.get("num_query_groups") is not None
     if "first_k_dense_replace" in hf:
         fields["moe_layer_freq"] = _experts_from_hf(hf)
-    if "n_shared_experts" in hf:
-        fields["moe_shared_expert_intermediate_size"] = hf["n_shared_experts"] * hf["moe_intermediate_size"]
     if fields["position_embedding_type"] == "rope":
         fields |= _rotary_from_hf(hf, family)
     if "no_rope_layers" in family.defaults:
         fields["no_rope_freq"] = pattern_text([not rotated for rotated in _rotated_layers(hf)], usual=False)
     if family.rotary_layers != "all" and hf.get("sliding_window"):
-        fields["no_rope_freq"] = pattern_text([not local for local in _windows(hf)], usual=False)
+        fields["no_rope_freq"] = pattern_text([not local for local in _windows(hf, family)], usual=False)
     elif family.rotary_layers == "windows":
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     if "full_attention_interval" in family.defaults:
@@ -190,6 +195,13 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         groups = fields["num_query_groups"] or fields["num_attention_heads"]
         fields["window_num_query_groups"] = groups * family.window_groups
     return with_fields(TransformerConfig(), fields)
+
+
+def _product(hf: Mapping[str, Any], powers: Mapping[str, float]) -> float | None:
+    """The product of powers of values of keys; None if one of them is not given."""
+    if any(hf[key] is None for key in powers):
+        return None
+    return math.prod(1 / math.sqrt(hf[key]) if power == -0.5 else hf[key] ** power for key, power in powers.items())
 
 
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
@@ -211,7 +223,7 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     have them for each kind of layer."""
     merged = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     local_base, local_percent = hf.get("rope_local_base_freq"), None
-    usual_percent = _rotated_fraction(hf)
+    usual_percent = _rotated_fraction(hf, family)
     if FULL in merged:
         if "rope_local_base_freq" not in family.defaults:
             raise ValueError("config.json: rope_parameters by kind of layer are not supported")
@@ -241,10 +253,13 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return fields
 
 
-def _rotated_fraction(hf: Mapping[str, Any]) -> float:
-    """Fraction of a head's channels that are rotated; MiniMax M2 counts them."""
-    counted = hf["rotary_dim"] / hf["head_dim"] if hf.get("rotary_dim") else 1.0
-    return hf.get("partial_rotary_factor", counted)
+def _rotated_fraction(hf: Mapping[str, Any], family: Family) -> float:
+    """Fraction of a head's channels that are rotated; MiniMax M2 and GPT-J count them."""
+    if not hf.get("rotary_dim"):
+        return hf.get("partial_rotary_factor", 1.0)
+    theirs = {ours: key for key, ours in family.keys.items()}
+    width = hf.get("head_dim") or hf[theirs["hidden_size"]] // hf[theirs["num_attention_heads"]]
+    return hf.get("partial_rotary_factor", hf["rotary_dim"] / width)
 
 
 def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,7 +289,7 @@ def _window_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if not window or not hf.get("use_sliding_window", True):
         return {"window_size": None}
     _check_count("sliding_window", window)
-    local = _windows(hf)
+    local = _windows(hf, family)
     if not any(local):
         return {"window_size": None}
     return {"window_size": window, "window_attn_skip_freq": pattern_text(local, usual=True)}
@@ -286,11 +301,17 @@ def _check_count(key: str, value: Any) -> None:
         raise ValueError(f"config.json: {key} = {value!r} must be {rule}")
 
 
-def _windows(hf: Mapping[str, Any]) -> list[bool]:
+def _windows(hf: Mapping[str, Any], family: Family) -> list[bool]:
     """Whether each layer of a model with a sliding window has it: by layer_types, or as follows from a period."""
     first = hf.get("max_window_layers", 0) if hf.keys() & {"use_sliding_window", "sliding_window_pattern"} else 0
     period = hf.get("sliding_window_pattern") or 0
-    return _listed(hf, "layer_types", (FULL, LOCAL), lambda n: n >= first and not (period and not (n + 1) % period))
+
+    def usual(number: int) -> bool:
+        if family.layer_types:
+            return family.layer_types[number % len(family.layer_types)] == LOCAL
+        return bool(number >= first and not (period and not (number + 1) % period))
+
+    return _listed(hf, "layer_types", (FULL, LOCAL), usual)
 
 
 def _listed(

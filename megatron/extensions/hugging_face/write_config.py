@@ -61,12 +61,10 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf |= {key: _value_in_hf(family, key, stated[ours]) for key, ours in family.keys.items()}
     hf["tie_word_embeddings"] = config.tied_embeddings
     hf |= {key: hf[other] for key, other in family.equal.items()}
-    square = round(config.attention_scale**-2, 9)
-    hf |= {key: int(square) if square.is_integer() else square for key in family.inverse_roots}
+    for ours, powers in family.powers.items():
+        hf |= _factor(hf, stated[ours], powers)
     if "first_k_dense_replace" in family.defaults and config.moe_layers:
         hf["first_k_dense_replace"] = config.moe_layers[0]
-    if "n_shared_experts" in family.defaults and config.moe_layers:
-        hf["n_shared_experts"] = (config.moe_shared_expert_intermediate_size or 0) // config.moe_ffn_size
     if "mlp_layer_types" in family.defaults:
         hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
     if family.multi_token_key and config.mtp_depths:
@@ -78,7 +76,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         if "use_sliding_window" in family.defaults:
             hf["use_sliding_window"] = config.window_size is not None
             hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
-        if 0 < sum(config.local_pattern) < config.num_layers or "sliding_window_pattern" in family.defaults:
+        usual = family.layer_types or "sliding_window_pattern" in family.defaults
+        if usual or 0 < sum(config.local_pattern) < config.num_layers:
             hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
     if "full_attention_interval" in family.defaults:
         hf["layer_types"] = [LINEAR if linear else FULL for linear in config.linear_pattern]
@@ -92,7 +91,23 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["moe_layers"] = list(config.moe_layers)
     if "no_rope_layers" in family.defaults:
         hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
-    return {family.spelling.get(key, key): value for key, value in hf.items() if key not in family.unwritten}
+    found: dict[str, Any] = {}
+    for key, value in hf.items():
+        outer, _, name = key.partition(".")
+        if name:
+            found.setdefault(outer, {})[name] = value
+        elif key not in family.unwritten:
+            found[family.spelling.get(key, key)] = value
+    return found
+
+
+def _factor(hf: Mapping[str, Any], product: float | None, powers: Mapping[str, float]) -> dict[str, Any]:
+    """The first of the keys that a field is a product of, with the value that follows from the others'."""
+    (key, power), *others = powers.items()
+    if product is None or any(hf.get(other) is None for other, _ in others):
+        return {}
+    value = round((product / math.prod(hf[other] ** each for other, each in others)) ** (1 / power), 9)
+    return {key: int(value) if value.is_integer() else value}
 
 
 def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
@@ -161,7 +176,9 @@ def _stretches(config: TransformerConfig) -> bool:
 
 def _with_derived(config: TransformerConfig) -> dict[str, Any]:
     """All fields, those that leave open what others say with the value that follows."""
-    return fields_of(config) | {
+    fields = fields_of(config)
+    return fields | {
+        "latent_norm_epsilon": fields.get("latent_norm_epsilon") or config.norm_epsilon,
         "multi_latent_attention": config.attention == "multi_latent_attention",
         "activation_func": config.activation,
         "ffn_hidden_size": config.ffn_size,
@@ -171,6 +188,11 @@ def _with_derived(config: TransformerConfig) -> dict[str, Any]:
         "group_query_attention": True,
         "max_position_embeddings": config.max_positions,
         "add_qkv_bias": config.add_qkv_bias or config.add_bias_linear,
+        "add_attention_output_bias": config.add_attention_output_bias or config.add_bias_linear,
+        "add_mlp_bias": config.add_mlp_bias or config.add_bias_linear,
+        "norm_parameters": "weight"
+        if config.normalization == "RMSNorm" and fields["norm_parameters"] == "all"
+        else fields["norm_parameters"],
         "moe_ffn_hidden_size": config.moe_ffn_size,
         "moe_router_score_function": config.moe_router_scores.removeprefix("pre_"),
         "moe_router_pre_softmax": config.moe_router_scores == "pre_softmax",
@@ -215,6 +237,8 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]
     idle += [name for name in fields if name in OF_WINDOWS and not any(config.local_pattern)]
     idle += ["window_rotary_percent"] if not rotary else []
+    idle += ["parallel_residual_shared_norm"] if not config.parallel_residual else []
     idle += ["qk_layernorm_scope"] if not config.qk_layernorm else []
+    idle += ["latent_norm_epsilon"] if config.attention != "multi_latent_attention" or not config.qk_layernorm else []
     idle += ["attention_temperature_floor"] if not config.attention_temperature_coeff else []
     return {name: value for name, value in fields.items() if name not in idle}

@@ -10,6 +10,7 @@ sharded by heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -63,8 +64,9 @@ class MultiLatentAttention(nn.Module):
         self.linear_q = column_parallel(linears.q, ctx)
         self.linear_kv_down = ReplicatedParallelLinear(linears.kv_down, ctx)
         self.linear_kv_up = column_parallel(linears.kv_up, ctx)
+        of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
         self.q_layernorm, self.kv_layernorm = (
-            build_norm(norm, linears.norms[norm], config, ctx) if norm in linears.norms else nn.Identity()
+            build_norm(norm, linears.norms[norm], of_norms, ctx) if norm in linears.norms else nn.Identity()
             for norm in (f"{name}.q_layernorm", f"{name}.kv_layernorm")
         )
         self.linear_proj = row_parallel(linears.proj, ctx)

@@ -11,19 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import Batch
+from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face import family_files
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.extensions.hugging_face.write_config import config_to_hf
-from tests.extensions.hugging_face.hf_exact import exact, ours, random_model, weights
-from tests.extensions.hugging_face.hf_models import CASES, MIXTURE
+from megatron.training.config.flags import flags_of
+from tests.extensions.hugging_face import sweep
+from tests.extensions.hugging_face.hf_exact import exact, ours, random_model, weights, wrong_gradients
+from tests.extensions.hugging_face.hf_models import CASES, MIXTURE, TABLES
 from tests.extensions.hugging_face.whole_models import gradients_of, model_of, there_and_back, to_hf
 from tests.gpt_cases import logits_in_parts
 
 transformers = pytest.importorskip("transformers")
 
-FP32_PARTS = ("deepseek_v2", "qwen3_next", "llama4_text")
-"""Families of which `transformers` computes positions, weights of experts or the decay of delta nets in fp32 at any
-dtype."""
+pytestmark = pytest.mark.usefixtures("fp64")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -35,8 +37,7 @@ def test_logits_weights_and_settings(case: str) -> None:
     with torch.no_grad():
         expected = theirs(tokens).logits
     mine = model_of(there_and_back(weights(theirs), config, model_type), config)
-    tolerance = 1e-5 if model_type in FP32_PARTS else 1e-10
-    torch.testing.assert_close(mine.logits(None, Batch.of_tokens(tokens)), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mine.logits(None, Batch.of_tokens(tokens)), expected, rtol=1e-10, atol=1e-10)
     written = config_to_hf(config, model_type)
     again = config_from_hf(written)
     assert again == replace(config, kv_channels=again.kv_channels, ffn_hidden_size=again.ffn_hidden_size)
@@ -45,6 +46,18 @@ def test_logits_weights_and_settings(case: str) -> None:
     for key, value in settings.items():
         if key not in ignored and (key in written or key in ("rope_parameters", "layer_types")):
             assert read[key] == value, key
+
+
+OTHERS = sorted(
+    sweep.KNOWN.keys() & {*family_files.built_in_names()} - {model_type for model_type, *_ in TABLES["cases"].values()}
+)
+FIELDS = {flag.field for flag in flags_of("model")}
+
+
+@pytest.mark.parametrize("family", [each for each in OTHERS if {*HF_FAMILIES[each].keys.values()} <= FIELDS])
+def test_families_of_one_case(family: str) -> None:
+    """Those without an entry in the table of cases: one tiny model of the sweep, with gradients."""
+    assert sweep.verdict(family, sweep.tiny(family)) == (sweep.BOTH, "")
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "llama4"])
@@ -182,20 +195,6 @@ def test_step_has_the_text_layers_of_its_class() -> None:
 def test_gradients(case: str) -> None:
     """The loss's gradients of all weights, in their names and layouts."""
     theirs, tokens = random_model(case), torch.randint(83, (2, 24))
-    logits = theirs(tokens, use_cache=False).logits[:, :-1]
-    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     mine = ours(theirs)
-    batch = Batch.of_tokens(tokens)
-    found = gradients_of(mine, batch, batch.num_tokens)
+    assert not wrong_gradients(theirs, mine, tokens, CASES[case][0])
     assert all((p.grad is not None) == p.requires_grad for p in mine.parameters())
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(parameter.grad if parameter.requires_grad else torch.zeros_like(parameter))
-        for name, buffer in theirs.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.zero_()
-    back, expected = to_hf(found, mine.config, CASES[case][0]), weights(theirs)
-    assert back.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (back[name].double() - gradient).norm() / gradient.norm().clamp(min=1e-9)
-        assert error < (1e-4 if CASES[case][0] in FP32_PARTS else 1e-9), name

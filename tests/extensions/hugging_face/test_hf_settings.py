@@ -241,3 +241,4 @@ def test_built_in_families_are_small_and_have_known_layouts() -> None:
         assert len(family_files.FOLDER.joinpath(f"{name}.json").read_text().splitlines()) <= 60, name
         family = HF_FAMILIES[name]
         assert {rule.layout for rule in (*family.rules, *family.multi_token)} <= LAYOUTS.keys(), name
+        assert f"`{name}`" in Path(__file__).parents[3].joinpath("docs", "conversion.md").read_text(), name

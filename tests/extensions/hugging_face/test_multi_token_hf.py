@@ -60,6 +60,7 @@ def with_copies(stored: dict[str, Tensor], layers: int, depths: int) -> dict[str
     return stored | added
 
 
+@pytest.mark.usefixtures("fp64")
 @pytest.mark.parametrize(("case", "depths"), [("deepseek-v3", 1), ("glm4-moe", 2)])
 def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) -> None:
     theirs, tokens = random_model(case), torch.randint(83, (2, 24))

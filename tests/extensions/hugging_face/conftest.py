@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.extensions.hugging_face import hf_exact
+
+
+@pytest.fixture
+def fp64() -> Iterator[None]:
+    """Everything computes in fp64 where it asks for fp32."""
+    with hf_exact.fp64():
+        yield
