@@ -51,6 +51,9 @@ class MixerFacts:
     described: Callable[[Any], str] = lambda config: ""
     """Model's configuration -> what a plan says of its heads beside their number and width."""
 
+    letter: str = ""
+    """Its letter in --hybrid-layer-pattern."""
+
 
 @dataclass(frozen=True)
 class LinearAttentionFacts(MixerFacts):
@@ -61,6 +64,8 @@ class LinearAttentionFacts(MixerFacts):
 @dataclass(frozen=True)
 class AttentionFacts(MixerFacts):
     """Functions are of the model's configuration. The defaults are self-attention's."""
+
+    letter: str = "*"
 
     chosen_by: Callable[[Any], bool] = lambda config: False
     """Whether a flag of its own chooses it in place of --attention-module."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.hybrid import Sublayers, hybrid_layers
 from megatron.core.parts import RECOMPUTED_PARTS
 
 
@@ -49,20 +50,14 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class LayerKind(Sublayers):
     """Properties in which the layers of a model may differ."""
 
-    experts: bool = False
-    """Whether its channel mixer is a mixture of experts."""
-
-    linear: str | None = None
-    """Name of its linear attention; None for the model's other attention."""
-
     span: Span = Span()
-    """Tokens that its attention sees, if it is not linear."""
+    """Tokens that its attention sees, if it has the model's."""
 
     rotation: Rotation | None = None
-    """The rotary embedding of its queries and keys; None for none, as in linear attention."""
+    """The rotary embedding of its queries and keys; None for none, as in layers without the model's attention."""
 
     own: tuple[tuple[str, Any], ...] = ()
     """Fields of the configuration that have another value in this layer than in the model, each with that value."""
@@ -193,9 +188,8 @@ def _items(node: ast.expr) -> list[int]:
 
 @lru_cache(maxsize=64)
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
-    """Kinds of all layers, followed by those of the modules of multi-token prediction: these have experts, linear
-    attention and width as the last layer has, but see and rotate by their own numbers unless --mtp-layer-kind says
-    otherwise."""
+    """Kinds of all layers, followed by those of the modules of multi-token prediction: these have the sublayers and the
+    width of the last layer, but see and rotate by their own numbers unless --mtp-layer-kind says otherwise."""
     depths, by_number = range(config.mtp_depths), config.mtp_layer_kind == "own_number"
 
     def as_last(pattern: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -204,21 +198,27 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     def numbered(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
         return (*pattern, *(pattern[k % len(pattern)] for k in depths)) if pattern and by_number else as_last(pattern)
 
+    if config.hybrid_layer_pattern is not None:
+        sublayers = hybrid_layers(config)
+    else:
+        whole = zip(config.expert_pattern, config.linear_pattern, strict=True)
+        variant = config.experimental_attention_variant
+        sublayers = as_last(
+            tuple(Sublayers(not linear, variant if linear else None, True, experts) for experts, linear in whole)
+        )
     return tuple(
-        LayerKind(experts, config.experimental_attention_variant, own=_own_width(config, experts, ffn))
-        if linear
+        LayerKind(**vars(parts), own=_own_width(config, parts, ffn))
+        if not parts.attends
         else LayerKind(
-            experts,
-            None,
-            config.local_span if local else Span(),
-            (config.local_rotation if local else config.rotation) if rotated else None,
-            (*(config.local_own if local else ()), *_own_width(config, experts, ffn)),
+            **vars(parts),
+            span=config.local_span if local else Span(),
+            rotation=(config.local_rotation if local else config.rotation) if rotated else None,
+            own=(*(config.local_own if local else ()), *_own_width(config, parts, ffn)),
             tempered=config.attention_temperature_coeff > 0
             and (config.attention_temperature_everywhere or not rotated),
         )
-        for experts, linear, local, rotated, ffn in zip(
-            as_last(config.expert_pattern),
-            as_last(config.linear_pattern),
+        for parts, local, rotated, ffn in zip(
+            sublayers,
             numbered(config.local_pattern),
             numbered(config.rope_pattern),
             as_last(config.ffn_sizes),
@@ -227,6 +227,6 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     )
 
 
-def _own_width(config: Any, experts: bool, ffn: int) -> tuple[tuple[str, Any], ...]:
+def _own_width(config: Any, parts: Sublayers, ffn: int) -> tuple[tuple[str, Any], ...]:
     """The width of a layer's MLP where it is not the model's."""
-    return () if experts or ffn == config.ffn_size else (("ffn_hidden_size", ffn),)
+    return () if parts.experts or not parts.mlp or ffn == config.ffn_size else (("ffn_hidden_size", ffn),)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.config.attention import LOCAL, TABLES, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.hybrid import EXPERTS, HybridConfig, read_pattern
 from megatron.core.config.layers import (
     LayerKind,
     RecomputeConfig,
@@ -39,6 +40,7 @@ class TransformerConfig(
     RotaryConfig,
     SelfAttentionConfig,
     RecomputeConfig,
+    HybridConfig,
     Section,
 ):
     """The model: everything that fixes its parameters and what it computes."""
@@ -202,7 +204,8 @@ class TransformerConfig(
     """Dropout probability of embeddings and of the output of each sublayer."""
 
     init_method_std: float = flag(0.02, at_least=0)
-    """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections."""
+    """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections, with
+    --hybrid-layer-pattern by sqrt(num-layers)."""
 
     embedding_init_method_std: float | None = None
     """Standard deviation of initial word and position embeddings; default: init-method-std."""
@@ -239,7 +242,7 @@ class TransformerConfig(
         return ATTENTIONS.facts(self.attention)
 
     def mixer_facts(self, number: int) -> MixerFacts:
-        """Facts about the attention of layer `number`, linear or not."""
+        """Facts about the attention of layer `number`, linear or not, if it has one."""
         linear = self.layer(number).linear
         return LINEAR_ATTENTIONS.facts(linear) if linear else self.attention_facts
 
@@ -332,11 +335,29 @@ class TransformerConfig(
     @property
     def expert_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its MLP is a mixture of experts."""
+        if self.hybrid_layer_pattern is not None:
+            return tuple(letter == EXPERTS for letter in read_pattern(self.hybrid_layer_pattern).layers)
         return self._pattern(self.num_experts is not None, self.moe_layer_freq, each)
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers with an MLP that is none of experts, by number. ValueError if a pattern of layers cannot be read."""
+        if self.hybrid_layer_pattern is None:
+            return tuple(number for number, moe in enumerate(self.expert_pattern) if not moe)
+        return tuple(number for number, kind in enumerate(self.layers) if kind.mlp and not kind.experts)
+
+    @property
+    def linear_attentions(self) -> tuple[str, ...]:
+        """Names of the linear attentions that the model has. ValueError if --hybrid-layer-pattern cannot be read."""
+        if self.hybrid_layer_pattern is None:
+            return () if self.experimental_attention_variant is None else (self.experimental_attention_variant,)
+        return tuple(dict.fromkeys(kind.linear for kind in layer_kinds(self) if kind.linear is not None))
 
     @property
     def linear_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its attention is linear."""
+        if self.hybrid_layer_pattern is not None:
+            return tuple(kind.linear is not None for kind in self.layers)
         linear = self.experimental_attention_variant is not None
         return self._pattern(linear, self.linear_attention_freq, all_but_last_of_each)
 
@@ -491,4 +512,5 @@ class TransformerConfig(
     def output_init_std(self) -> float:
         """Standard deviation of initial weights whose product is added to the residual stream: smaller, so that the
         stream's variance does not grow with depth."""
-        return self.init_method_std / sqrt(2 * max(self.num_layers, 1))
+        of_layer = 2 if self.hybrid_layer_pattern is None else 1
+        return self.init_method_std / sqrt(of_layer * max(self.num_layers, 1))

@@ -117,6 +117,8 @@ def _layer_costs(config: TransformerConfig) -> float:
 
 def _attention_cost(config: TransformerConfig, number: int) -> float:
     """Multiplications per token of a layer's attention, to the tokens that it sees."""
+    if not config.layer(number).attends:
+        return 0.0
     own = config.of_layer(number)
     return (own.query_projection_size + own.attention_output_size) * config.layer(number).span.mean(config.seq_length)
 

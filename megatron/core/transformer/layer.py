@@ -35,8 +35,8 @@ class HiddenDropout(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Two sublayers f, attention and an MLP or experts, each of which adds dropout(post(f(pre(x)))) to the residual
-    stream x. pre and post are norms, or identities, by `--norm-placement`."""
+    """Two sublayers f, attention and an MLP or experts, or one of them, each of which adds dropout(post(f(pre(x)))) to
+    the residual stream x. pre and post are norms, or identities, by `--norm-placement`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -45,16 +45,19 @@ class TransformerLayer(nn.Module):
         def norm(of: str, present: bool) -> nn.Module:
             return build_norm(f"{name}.{of}", config.hidden_size, config, ctx) if present else nn.Identity()
 
-        attention, of_attention = (LINEAR_ATTENTIONS, kind.linear) if kind.linear else (ATTENTIONS, config.attention)
-        self.input_layernorm = norm("input_layernorm", config.norms_inputs)
-        self.self_attention = attention.build(of_attention, f"{name}.self_attention", config, ctx)
-        self.post_attention_layernorm = norm("post_attention_layernorm", config.norms_outputs)
-        self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
-        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_apart)
-        of_mlp = f"{name}.mlp", config, ctx
-        self.mlp = MoELayer(*of_mlp) if kind.experts else MLPS.build(config.mlp_module, *of_mlp)
-        self.post_mlp_layernorm = norm("post_mlp_layernorm", config.norms_outputs)
-        self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
+        self.mixes, self.has_mlp = kind.mixes, kind.mlp
+        if kind.mixes:
+            attention, chosen = (LINEAR_ATTENTIONS, kind.linear) if kind.linear else (ATTENTIONS, config.attention)
+            self.input_layernorm = norm("input_layernorm", config.norms_inputs)
+            self.self_attention = attention.build(chosen, f"{name}.self_attention", config, ctx)
+            self.post_attention_layernorm = norm("post_attention_layernorm", config.norms_outputs)
+            self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
+        if kind.mlp:
+            self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_apart)
+            of_mlp = f"{name}.mlp", config, ctx
+            self.mlp = MoELayer(*of_mlp) if kind.experts else MLPS.build(config.mlp_module, *of_mlp)
+            self.post_mlp_layernorm = norm("post_mlp_layernorm", config.norms_outputs)
+            self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
         self.recompute_norms = config.norms_inputs and config.recomputes("layernorm")
         self.parallel, self.multiplier = config.parallel_residual, config.residual_multiplier
         self.shares_norm = config.norms_inputs and not config.norms_apart
@@ -63,8 +66,8 @@ class TransformerLayer(nn.Module):
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
         if self.shares_norm:
             return x + self._of_norm(self.input_layernorm, x, self._side_by_side, context)
-        y = x + self._attention(x, context)
-        return y + self._mlp(x if self.parallel else y, context)
+        y = x + self._attention(x, context) if self.mixes else x
+        return y + self._mlp(x if self.parallel else y, context) if self.has_mlp else y
 
     def _attention(self, x: Tensor, context: BatchContext) -> Tensor:
         y = self.post_attention_layernorm(self._of_norm(self.input_layernorm, x, self.self_attention, context))

@@ -172,10 +172,10 @@ def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
 def _widths(c: RunConfig) -> tuple[int, ...]:
     """The widths of MLPs in fp8. None if the pattern cannot be parsed, as another rule reports that."""
     try:
-        widths, experts = c.model.ffn_sizes, set(c.model.moe_layers)
+        widths, dense = c.model.ffn_sizes, set(c.model.dense_layers)
     except ValueError:
         return ()
-    return tuple(widths[layer] for layer in c.options(Fp8Flags).layers(c.model.num_layers) if layer not in experts)
+    return tuple(widths[layer] for layer in c.options(Fp8Flags).layers(c.model.num_layers) if layer in dense)
 
 
 class _Kinds(NamedTuple):
@@ -188,11 +188,11 @@ class _Kinds(NamedTuple):
 def _kinds(c: RunConfig) -> _Kinds:
     """Kinds of MLPs in fp8. Neither if the pattern cannot be parsed, as another rule reports that."""
     try:
-        experts = set(c.model.moe_layers)
+        dense, experts = set(c.model.dense_layers), set(c.model.moe_layers)
     except ValueError:
         return _Kinds(False, False)
     layers = c.options(Fp8Flags).layers(c.model.num_layers)
-    return _Kinds(any(number not in experts for number in layers), any(number in experts for number in layers))
+    return _Kinds(any(number in dense for number in layers), any(number in experts for number in layers))
 
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:

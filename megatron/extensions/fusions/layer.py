@@ -98,19 +98,21 @@ class FusedTransformerLayer(TransformerLayer):
     def takes_pending(self) -> bool:
         """Whether a norm adds the update in its kernels. Hooks see the sum, but for those that say that they take a
         stream."""
-        norm = self.input_layernorm
+        norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
         observed = self._backward_hooks or not all(
             getattr(hook, "takes_pending", False) for hook in self._forward_hooks.values()
         )
         return isinstance(norm, FusedLayerNorm) and norm.fuses() and not observed
 
     def _next(self, stream: ResidualSum, context: BatchContext) -> ResidualSum:
-        x, normed = add_and_norm(
-            self.input_layernorm, stream, None if self.shares_norm else self._cast_of(self.self_attention)
-        )
         if self.shares_norm:
+            x, normed = add_and_norm(self.input_layernorm, stream, None)
             return ResidualSum(x, self._of_normed(self.input_layernorm, x, normed, self._side_by_side, context))
-        stream = self._add_attention(x, normed, context)
+        if self.mixes:
+            x, normed = add_and_norm(self.input_layernorm, stream, self._cast_of(self.self_attention))
+            stream = self._add_attention(x, normed, context)
+        if not self.has_mlp:
+            return stream
         cast = self._cast_of(self.mlp)
         if self.parallel:
             x, normed = add_and_norm(self.pre_mlp_layernorm, ResidualSum(x), cast)

@@ -70,6 +70,7 @@ ATTENTIONS.register(
     rope_type="yarn",
     scales_scores=True,
     described=latents,
+    letter="+",
 )
 RECOMPUTED_PARTS.register(
     "mla_up_proj", lambda config: config.attention == "multi_latent_attention", needs="--multi-latent-attention"

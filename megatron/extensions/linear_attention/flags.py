@@ -8,6 +8,7 @@ from math import gcd, lcm
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.hybrid import has_linear_attention
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
 from megatron.training.config.problem import Problem, divides, multiples
@@ -20,7 +21,7 @@ from megatron.training.extensions import extension_flags
 class LinearAttentionFlags:
     """The shape of gated delta nets (arXiv 2412.06464)."""
 
-    NO_EFFECT_WITHOUT: ClassVar = "--experimental-attention-variant"
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("gated_delta_net", "G")
 
     linear_conv_kernel_dim: int = flag(4, above=0)
     """Gated delta net: tokens that the convolution of queries, keys and values spans, its own included."""
@@ -92,5 +93,6 @@ LINEAR_ATTENTIONS.register(
     parameters=f"{__package__}.parameters:delta_net_metas",
     rules=f"{__name__}:delta_nets",
     described=heads,
+    letter="G",
     whole_sequences=True,
 )

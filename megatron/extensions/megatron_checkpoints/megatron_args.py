@@ -117,6 +117,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--head-wise-attn-gate": model.head_wise_attn_gate,
         "--moe-latent-size": model.moe_latent_size,
         "--ffn-hidden-size-pattern": model.ffn_hidden_size_pattern,
+        "--hybrid-layer-pattern": model.hybrid_layer_pattern,
         "--experimental-attention-variant": any(model.linear_pattern),
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }

@@ -168,9 +168,12 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     yield shape_line(m)
     attention = _local_attention(m) + _sinks(m)
     yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
-    if any(m.linear_pattern):
-        variant = str(m.experimental_attention_variant)
-        yield f"{sum(m.linear_pattern)} layers with {variant}{LINEAR_ATTENTIONS.facts(variant).described(m)}"
+    if m.hybrid_layer_pattern is not None:
+        attends, dense = sum(kind.attends for kind in m.layers), len(m.dense_layers)
+        yield f"layers of one sublayer, {m.hybrid_layer_pattern}: {attends} with attention, {dense} with the MLP"
+    for variant in m.linear_attentions:
+        those = sum(kind.linear == variant for kind in m.layers)
+        yield f"{those} layers with {variant}{LINEAR_ATTENTIONS.facts(variant).described(m)}"
     tied = "tied to" if m.tied_embeddings else "not tied to"
     source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
     yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
@@ -178,7 +181,9 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         yield _experts_line(m)
     if m.mtp_depths:
         share = f"their mean loss times {m.mtp_loss_scaling_factor:g}"
-        yield f"multi-token prediction: {m.mtp_depths} modules of a layer like the last one each, {share}"
+        by_pattern = "/" in (m.hybrid_layer_pattern or "")
+        like = "with a layer by the pattern" if by_pattern else "of a layer like the last one"
+        yield f"multi-token prediction: {m.mtp_depths} modules {like} each, {share}"
     count = count_parameters(m)
     active = f", active per token {active_parameters(m):,}" if m.num_experts is not None else ""
     yield f"parameters {count.total:,}{active}"

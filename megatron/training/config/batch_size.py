@@ -122,7 +122,7 @@ def shape_line(m: TransformerConfig) -> str:
 
 
 def _width(m: TransformerConfig) -> str:
-    widths = {width for width, experts in zip(m.ffn_sizes, m.expert_pattern, strict=True) if not experts}
+    widths = {m.ffn_sizes[number] for number in m.dense_layers}
     return f"{min(widths)} to {max(widths)}" if len(widths) > 1 else str(m.ffn_size)
 
 

@@ -30,10 +30,9 @@ class ExpertLoad(Meter):
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
     ) -> None:
         self.config, self.stage, self.seq_length = config, state.axis("stage"), config.seq_length
-        self.numbers = [*config.moe_layers]
+        kinds = (*config.layers, *config.mtp_layers)
+        self.numbers = [number for number, kind in enumerate(kinds) if kind.experts]
         """Of layers with experts; modules of multi-token prediction count on."""
-        if config.num_layers - 1 in config.moe_layers:
-            self.numbers += range(config.num_layers, config.num_layers + config.mtp_depths)
         rows = {number: row for row, number in enumerate(self.numbers)}
         found: dict[int, Balance] = {}
         for model in stages.values():

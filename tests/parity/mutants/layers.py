@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.batch import BatchContext
+from megatron.core.config.layers import layer_kinds
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt import embedding, loss
 from megatron.core.param_meta import ParamMeta
@@ -73,4 +74,13 @@ plant(
     world="2",
     tp="2",
     block="wide norms",
+)
+
+
+plant(
+    "Layers of one sublayer by their places in the stage",
+    (TransformerConfig, "layer", lambda self, number: layer_kinds(self)[number % 3]),
+    world="2",
+    pp="2",
+    layers="sublayers",
 )

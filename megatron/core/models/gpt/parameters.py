@@ -26,11 +26,11 @@ FUNCTION: dict[str, Registry[Any, Any]] = {
     "normalization": NORMALIZATIONS,
     "activation": ACTIVATIONS,
     "attention": ATTENTIONS,
-    "experimental_attention_variant": LINEAR_ATTENTIONS,
     "mlp_module": MLPS,
     "layer_module": LAYERS,
 }
-"""Name in the configuration -> the kind of part. These make up the function from tokens to logits."""
+"""Name in the configuration -> the kind of part. With linear attentions these make up the function from tokens to
+logits."""
 
 
 EMBEDDING_NORM = "embedding.layernorm"
@@ -52,6 +52,7 @@ def is_declared(config: TransformerConfig) -> bool:
 
 def _extension_parts(config: TransformerConfig) -> list[tuple[Registry[Any, Any], str]]:
     named = [(registry, getattr(config, field)) for field, registry in FUNCTION.items()]
+    named += [(LINEAR_ATTENTIONS, name) for name in config.linear_attentions]
     return [(registry, name) for registry, name in named if name is not None and not registry.built_in(name)]
 
 
@@ -121,9 +122,10 @@ def multi_token_metas(depth: int, config: TransformerConfig, sequence_parallel: 
 
 def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
     """Buffers of the whole model beside parameters, with the name of the dtype: saved, but not trained."""
-    routers = [f"decoder.layers.{number}.mlp.router" for number in config.moe_layers]
-    if config.num_layers - 1 in config.moe_layers:
-        routers += [f"{MULTI_TOKEN}.{depth}.transformer_layer.mlp.router" for depth in range(config.mtp_depths)]
+    names = [f"decoder.layers.{number}" for number in range(config.num_layers)]
+    names += [f"{MULTI_TOKEN}.{depth}.transformer_layer" for depth in range(config.mtp_depths)]
+    kinds = (*config.layers, *config.mtp_layers)
+    routers = [f"{name}.mlp.router" for name, kind in zip(names, kinds, strict=True) if kind.experts]
     return [state for name in routers for state in router_states(name, config)]
 
 
@@ -173,13 +175,16 @@ def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel:
     def norm(of: str, present: bool) -> list[ParamMeta]:
         return _norm(f"{name}.{of}", config.hidden_size, config, partial_over) if present else []
 
-    yield from norm("input_layernorm", config.norms_inputs)
-    attention = imported(config.mixer_facts(number).parameters or self_attention_metas)
-    yield from attention(f"{name}.self_attention", config, sequence_parallel)
-    yield from norm("post_attention_layernorm", config.norms_outputs)
-    yield from norm("pre_mlp_layernorm", config.norms_apart)
-    yield from _channel_mixer(f"{name}.mlp", number, config, sequence_parallel)
-    yield from norm("post_mlp_layernorm", config.norms_outputs)
+    kind = config.layer(number)
+    if kind.mixes:
+        yield from norm("input_layernorm", config.norms_inputs)
+        attention = imported(config.mixer_facts(number).parameters or self_attention_metas)
+        yield from attention(f"{name}.self_attention", config, sequence_parallel)
+        yield from norm("post_attention_layernorm", config.norms_outputs)
+    if kind.mlp:
+        yield from norm("pre_mlp_layernorm", config.norms_apart)
+        yield from _channel_mixer(f"{name}.mlp", number, config, sequence_parallel)
+        yield from norm("post_mlp_layernorm", config.norms_outputs)
 
 
 def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:

@@ -141,16 +141,20 @@ def use(winner: str) -> None:
 
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
-    """Shape of this rank's attention, if kernels may be compared at it; None if plain torch computes it, or in 32 bits,
-    or if nothing may depend on timings because the run is deterministic and there is no dropout."""
+    """Shape of this rank's attention, if kernels may be compared at it; None if no layer has it, if plain torch
+    computes it, or in 32 bits, or if nothing may depend on timings because the run is deterministic and there is no
+    dropout."""
     model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
     deterministic = config.training.deterministic and parallel.attention_backend == "auto"
     in_torch = model.alibi or model.attn_logit_softcapping is not None
     if in_torch or dtype.itemsize != 2 or (deterministic and not model.attention_dropout):
         return None
     length, cp = model.seq_length, parallel.context_parallel_size
-    some_full = any(not kind.span.hides(length) for kind in model.layers)
-    window = None if some_full else max(kind.span.window or kind.span.chunk or length for kind in model.layers)
+    spans = [kind.span for kind in model.layers if kind.attends]
+    if not spans:
+        return None
+    some_full = any(not span.hides(length) for span in spans)
+    window = None if some_full else max(span.window or span.chunk or length for span in spans)
     documents = config.data.reset_attention_mask
     by_heads = cp > 1 and CONTEXT_PARALLEL.facts(parallel.cp_comm_type).by_heads
     parts = parallel.tensor_model_parallel_size * (cp if by_heads else 1)

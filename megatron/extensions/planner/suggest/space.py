@@ -331,7 +331,7 @@ def _recomputation(run: RunConfig, rung: str) -> dict[str, Any]:
         "core_attn": run.parallel.attention_backend == "unfused",
         "mla_up_proj": model.attention == "multi_latent_attention",
         "layernorm": True,
-        "mlp_act": len(model.moe_layers) < model.num_layers if model.num_experts is not None else True,
+        "mlp_act": bool(model.dense_layers),
         "moe_act": model.num_experts is not None,
     }
     return {

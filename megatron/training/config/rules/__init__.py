@@ -16,7 +16,16 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 RULES: tuple[Rule, ...] = (
     *(parallel.world, model.attention, model.norms, model.attention_kernel, model.tensor_parallel),
     *(parallel.sequence, parallel.context),
-    *(model.positions, model.layers, model.yarn, model.mixers, model.linear_attention, moe.experts, model.multi_token),
+    *(
+        model.positions,
+        model.layers,
+        model.yarn,
+        model.mixers,
+        model.linear_attention,
+        model.hybrid,
+        moe.experts,
+        model.multi_token,
+    ),
     *(pipeline.pipeline, pipeline.recomputation, pipeline.overlap, pipeline.sharding),
     *(parallel.precision, training.batch, training.length, training.schedule),
     *(data.data, data.validation_sets, data.tokenizer),

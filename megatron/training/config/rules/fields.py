@@ -40,6 +40,8 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
     """Checks each value on its own."""
     for flag in all_flags():
         value = value_of(config, flag)
+        if flag.field == "num_layers" and config.model.hybrid_layer_pattern is not None:
+            continue  # its letters are as many
         if flag.field in REQUIRED:
             if value < 1:
                 given = value != 0 or flag.field in dict(config.given)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 
+from megatron.core.config.hybrid import EXPERTS, PATTERN, hybrid_layers
 from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.facts import MixerFacts
 from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES
 from megatron.core.registry import imported
-from megatron.training.config.flags import flags_of, value_of
+from megatron.training.config.flags import field_table, flags_of, named_value, value_of
 from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
 from megatron.training.config.run_config import RunConfig
 
@@ -162,8 +164,8 @@ def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
 def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of the attention that layers have, linear or not."""
     found: list[MixerFacts] = [c.model.attention_facts]
-    if c.model.experimental_attention_variant is not None:
-        found.append(LINEAR_ATTENTIONS.facts(c.model.experimental_attention_variant))
+    with suppress(ValueError):  # which another rule reports
+        found += (LINEAR_ATTENTIONS.facts(name) for name in c.model.linear_attentions)
     for facts in found:
         if facts.rules is not None:
             yield from imported(facts.rules)(c, world_size)
@@ -224,15 +226,16 @@ def pattern_of(num_layers: int) -> str:
 
 def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Which layers have linear attention, and what they do not read."""
-    m, flag, variant = c.model, "--linear-attention-freq", c.model.experimental_attention_variant
-    if variant is None:
-        return
-    if c.parallel.context_parallel_size > 1 and not LINEAR_ATTENTIONS.facts(variant).whole_sequences:
-        why = "its layers see the tokens of their own rank only"
-        yield Problem.exclusive(
-            "--context-parallel-size", c.parallel.context_parallel_size, f"{VARIANT} {variant}", why
-        )
-    if m.num_layers < 1:
+    m, flag, cp = c.model, "--linear-attention-freq", c.parallel.context_parallel_size
+    try:
+        variants = m.linear_attentions
+    except ValueError:
+        return  # which another rule reports
+    for variant in variants if cp > 1 else ():
+        if not LINEAR_ATTENTIONS.facts(variant).whole_sequences:
+            why = "its layers see the tokens of their own rank only"
+            yield Problem.exclusive("--context-parallel-size", cp, f"{VARIANT} {variant}", why)
+    if m.num_layers < 1 or not variants or m.hybrid_layer_pattern is not None:
         return
     try:
         linear = m.linear_pattern
@@ -243,11 +246,40 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "leaves no layer with linear attention"
         yield Problem(flag, m.linear_attention_freq, rule, "use another pattern", harmless=True)
     if all(linear):
-        for other in flags_of("model"):
-            chooses = other.spec.effective == "attention"
-            if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:
-                shown, rule = None if value is True else value, "has no effect where every layer has linear attention"
-                yield Problem(other.name, shown, rule, f"remove it, or use {flag}", harmless=True)
+        yield from _without_attention(c, "where every layer has linear attention", flag)
+
+
+def _without_attention(c: RunConfig, where: str, flag: str) -> Iterator[Problem]:
+    """What no layer reads in a model without the attention of --attention-module, which `flag` would give it."""
+    for other in flags_of("model"):
+        chooses = other.spec.effective == "attention"
+        if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:
+            shown, rule = None if value is True else value, f"has no effect {where}"
+            yield Problem(other.name, shown, rule, f"remove it, or use {flag}", harmless=True)
+
+
+def hybrid(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Layers of one sublayer each."""
+    m, pattern, layout = c.model, c.model.hybrid_layer_pattern, "pipeline_model_parallel_layout"
+    if pattern is None:
+        return
+    if "|" in pattern and layout not in field_table():
+        rule = "has |, a border of stages, which needs the extension pipeline_split"
+        yield Problem(PATTERN, pattern, rule, "restore it, or remove |")
+    elif "|" in pattern:
+        why = "both state the stages"
+        yield Problem.exclusive(PATTERN, pattern, f"{field_table()[layout].name} {named_value(c, layout)}", why)
+    try:
+        layers = hybrid_layers(m)
+    except ValueError as error:
+        rule, _, remedy = str(error).partition("; ")
+        yield Problem(PATTERN, pattern, rule, remedy)
+        return
+    if any(parts.experts for parts in layers) and m.num_experts is None:
+        yield Problem(PATTERN, pattern, f"has {EXPERTS}, experts, without --num-experts", "add it, or use - for E")
+    if not any(parts.attends for parts in layers):
+        letter = m.attention_facts.letter
+        yield from _without_attention(c, "where no layer has attention", f"{letter} in {PATTERN}")
 
 
 OF_OTHER_ATTENTION = (

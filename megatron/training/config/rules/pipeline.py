@@ -109,16 +109,17 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, flag = c.model, "--recompute-modules"
     named = m.recompute_modules or ()
     try:
-        dense = len(m.moe_layers) < m.num_layers
+        dense = bool(m.dense_layers)
     except ValueError:
-        dense = True  # another rule reports --moe-layer-freq
+        dense = True  # another rule reports the pattern
     for part in named if m.recompute_granularity == "selective" else ():
         facts = RECOMPUTED_PARTS.facts(part)
         if not RECOMPUTED_PARTS[part](m):
             yield Problem.no_effect(flag, part, facts.needs)
         elif part in ("mlp", "mlp_act") and not dense:
-            remedy = f"use {part.replace('mlp', 'moe')}, or remove {part}"
-            yield Problem(flag, part, "has no effect where every layer has experts", remedy, harmless=True)
+            use = f"use {part.replace('mlp', 'moe')}, or " if m.num_experts is not None else ""
+            rule = "has no effect where no layer has an MLP without experts"
+            yield Problem(flag, part, rule, f"{use}remove {part}", harmless=True)
         elif facts.within in named:
             rule = f"has no effect beside {facts.within}, which includes it"
             yield Problem(flag, part, rule, "keep one", harmless=True)

@@ -1,0 +1,81 @@
+"""Layers of one sublayer each: the model is that of layers with two, and patterns state stages and modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.stages import pipeline_stages
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve
+from tests.gpt_cases import FP64, model_of, random_batch
+
+BASE = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --lr 1 --mock-data --train-iters 1 "
+
+
+def config_of(flags: str, ranks: int = 1) -> RunConfig:
+    return resolve(parse_args((BASE + flags).split()), ranks)
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama", "sandwich", "mixtral"])
+def test_two_layers_of_one_sublayer_are_one_layer_of_two(style: str) -> None:
+    """Loss and every gradient, to the bit."""
+    config = model_of(style)
+    letters = "*E" if config.num_experts else "*-"
+    hybrid = replace(config, num_layers=4, hybrid_layer_pattern=letters * 2)
+    ours, theirs = GPTModel(config, FP64), GPTModel(hybrid, FP64)
+
+    def name_of(name: str) -> str:
+        """Name in the model with layers of two sublayers."""
+        if not name.startswith("decoder.layers."):
+            return name
+        number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+        assert int(number) % 2 == ("mlp" in rest)
+        return f"decoder.layers.{int(number) // 2}.{rest}"
+
+    known = {name: parameter for name, (parameter, _) in ours.named_metas().items()}
+    found = {name_of(name): parameter for name, (parameter, _) in theirs.named_metas().items()}
+    assert known.keys() == found.keys()
+    with torch.no_grad():
+        for name, parameter in found.items():
+            parameter.copy_(known[name])
+    for model in (ours, theirs):
+        model(None, random_batch(config)).backward()
+    assert all(torch.equal(parameter.grad, known[name].grad) for name, parameter in found.items())
+
+
+def test_initial_weights_are_divided_by_the_number_of_sublayers() -> None:
+    config = model_of("gpt")
+    assert replace(config, num_layers=4, hybrid_layer_pattern="*-*-").output_init_std == config.output_init_std
+
+
+def test_letters_state_layers_stages_and_modules() -> None:
+    config = config_of("--hybrid-layer-pattern *|-*-/*-/- --pp 2", 2)
+    model = config.model
+    assert (model.num_layers, model.mtp_num_layers, model.hybrid_layer_pattern) == (4, 2, "*-*-/*-/-")
+    assert [[*stage.layers] for stage in pipeline_stages(model, config.parallel)] == [[0], [1, 2, 3]]
+    assert [kind.mixes for kind in model.layers] == [True, False, True, False]
+    assert [kind.mlp for kind in model.layers] == [False, True, False, True]
+    assert [(kind.mixes, kind.mlp) for kind in model.mtp_layers] == [(True, True), (False, True)]
+    assert model.dense_layers == (1, 3)
+
+
+def test_more_stages_than_ranks_are_interleaved() -> None:
+    config = config_of("--hybrid-layer-pattern *-|*|-|*- --pp 2", 2)
+    assert config.parallel.schedule == "interleaved"
+    assert [len(stage.layers) for stage in pipeline_stages(config.model, config.parallel)] == [2, 1, 1, 2]
+
+
+def test_modules_without_letters_are_like_the_last_layer() -> None:
+    config = config_of("--hybrid-layer-pattern *--* --mtp-num-layers 1").model
+    assert [(kind.mixes, kind.mlp) for kind in config.mtp_layers] == [(True, False)]
+
+
+def test_windows_are_of_layers_with_attention() -> None:
+    layers = config_of("--hybrid-layer-pattern *-*- --window-size 4 --position-embedding-type rope").model.layers
+    assert [kind.span.window for kind in layers] == [4, None, 4, None]
+    assert [kind.rotation is None for kind in layers] == [False, True, False, True]
