@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import log
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from megatron.core.boxes import boxes_of_flat_range, overlap
 from megatron.core.host_to_device import has_values
 from megatron.core.param_meta import Init, ParamMeta
+
+DRAWN = ("normal", "uniform", "log_of_uniform", "inverse_softplus")
+"""Kinds of initial values that are random numbers."""
 
 BLOCK = 2**20
 """Consecutive elements of a global tensor that are drawn from one generator."""
@@ -66,7 +70,7 @@ def initialize_parameters_(
         meta: ParamMeta = param.meta  # type: ignore[attr-defined]
         offset, shape = meta.box(coords)
         assert tuple(param.shape) == shape, f"{meta.name} is {tuple(param.shape)} and should be {shape}"
-        if meta.init.kind in ("normal", "uniform", "log_of_uniform"):
+        if meta.init.kind in DRAWN:
             if has_values(param):
                 drawn.append(_blocks(param, meta, offset))
         elif meta.init.kind in ("zeros", "ones"):
@@ -74,7 +78,7 @@ def initialize_parameters_(
         elif meta.init.kind == "constant":
             param.fill_(meta.init.value)
         else:
-            known = "normal, uniform, log_of_uniform, zeros, ones, constant"
+            known = ", ".join((*DRAWN, "zeros", "ones", "constant"))
             raise ValueError(f"{meta.name}: Init kind {meta.init.kind!r} is none of {known}")
 
     def draw(block: Block) -> Tensor:
@@ -125,6 +129,8 @@ def _block_values(seed: int, name: str, index: int, length: int, init: Init) -> 
     values = torch.empty(length, dtype=torch.float32)
     if init.kind == "normal":
         return values.normal_(0.0, init.std, generator=generator)
+    if init.kind == "inverse_softplus":
+        return values.uniform_(log(init.low), log(init.high), generator=generator).exp_().expm1_().log_()
     values.uniform_(init.low, init.high, generator=generator)
     return values.log_() if init.kind == "log_of_uniform" else values
 

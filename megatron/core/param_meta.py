@@ -20,7 +20,8 @@ have them of another length: they begin anew. A run may have no use for them."""
 @dataclass(frozen=True)
 class Init:
     """How a parameter starts: `kind` is "normal" (mean 0, `std`), "uniform" (in [`low`, `high`)), "log_of_uniform" (the
-    logarithm of such numbers), "zeros", "ones" or "constant" (`value`)."""
+    logarithm of such numbers), "inverse_softplus" (numbers whose softplus is in that range, with uniform logarithms),
+    "zeros", "ones" or "constant" (`value`)."""
 
     kind: str = "normal"
     std: float = 0.0

@@ -85,6 +85,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "Gated delta nets, a linear attention, as in Qwen3-Next.",
         needs=("context_parallel",),
     ),
+    BuiltIn(
+        "mamba",
+        "Mamba-2, a state-space layer, as in Nemotron-H.",
+        needs=("context_parallel", "linear_attention"),
+    ),
     BuiltIn("xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),
 )
 """The one list of built-in extensions."""

@@ -54,6 +54,20 @@ class HybridConfig:
     prediction: a mixer, an MLP, or both. Replaces --num-layers and --mtp-num-layers. Default: each layer has a mixer
     and an MLP."""
 
+    @property
+    def dense_layers(self: Any) -> tuple[int, ...]:
+        """Layers with an MLP that is none of experts, by number. ValueError if a pattern of layers cannot be read."""
+        if self.hybrid_layer_pattern is None:
+            return tuple(number for number, moe in enumerate(self.expert_pattern) if not moe)
+        return tuple(number for number, kind in enumerate(self.layers) if kind.mlp and not kind.experts)
+
+    @property
+    def linear_attentions(self: Any) -> tuple[str, ...]:
+        """Names of the linear attentions that the model has. ValueError if --hybrid-layer-pattern cannot be read."""
+        if self.hybrid_layer_pattern is None:
+            return () if self.experimental_attention_variant is None else (self.experimental_attention_variant,)
+        return tuple(dict.fromkeys(kind.linear for kind in hybrid_layers(self) if kind.linear is not None))
+
 
 class LayerPattern(NamedTuple):
     """A pattern's letters."""

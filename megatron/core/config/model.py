@@ -340,20 +340,6 @@ class TransformerConfig(
         return self._pattern(self.num_experts is not None, self.moe_layer_freq, each)
 
     @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """Layers with an MLP that is none of experts, by number. ValueError if a pattern of layers cannot be read."""
-        if self.hybrid_layer_pattern is None:
-            return tuple(number for number, moe in enumerate(self.expert_pattern) if not moe)
-        return tuple(number for number, kind in enumerate(self.layers) if kind.mlp and not kind.experts)
-
-    @property
-    def linear_attentions(self) -> tuple[str, ...]:
-        """Names of the linear attentions that the model has. ValueError if --hybrid-layer-pattern cannot be read."""
-        if self.hybrid_layer_pattern is None:
-            return () if self.experimental_attention_variant is None else (self.experimental_attention_variant,)
-        return tuple(dict.fromkeys(kind.linear for kind in layer_kinds(self) if kind.linear is not None))
-
-    @property
     def linear_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its attention is linear."""
         if self.hybrid_layer_pattern is not None:

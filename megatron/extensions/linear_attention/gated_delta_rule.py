@@ -76,8 +76,8 @@ def gated_delta_chunks(
     length, samples, heads, values = v.shape
     chunk = min(chunk, length)
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
-    q, k, v, g, beta = (_chunked(x, wide, chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
-    decay, reach, left = _decays(g.squeeze(-1), None if number is None else _chunked_numbers(number, chunk))
+    q, k, v, g, beta = (in_chunks(x, wide, chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    decay, reach, left = decays(g.squeeze(-1), None if number is None else numbers_in_chunks(number, chunk))
     mixed = (k @ k.mT) * decay * beta
     rows = torch.eye(chunk, dtype=wide, device=v.device).expand(mixed.shape)
     solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads what is below
@@ -92,7 +92,7 @@ def gated_delta_chunks(
     return out, final.unflatten(0, (samples, heads))
 
 
-def _chunked(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
+def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
     """x [s, b, n, d] or [s, b, n] -> [chunks, b, groups, n / groups, chunk, d or 1] in `dtype`, contiguous, filled up
     with zeros: tokens that write nothing and let nothing decay"""
     x = x if x.ndim == 4 else x.unsqueeze(-1)
@@ -102,7 +102,7 @@ def _chunked(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
     return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def _chunked_numbers(number: Tensor, chunk: int) -> Tensor:
+def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
     """number [s, b] -> [chunks, b, 1, 1, 1 + chunk], in front that of the last token before each chunk: 0 for the
     first"""
     filled = torch.cat((number, number[-1:].expand(-len(number) % chunk, -1))).unflatten(0, (-1, chunk))
@@ -110,7 +110,7 @@ def _chunked_numbers(number: Tensor, chunk: int) -> Tensor:
     return torch.cat((before, filled), dim=1).transpose(1, 2)[:, :, None, None]
 
 
-def _decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """g [..., chunk], number [..., 1 + chunk] -> what is left at token i of what token j <= i wrote [..., i, j], at
     token i of the state before the chunk [..., i, 1], and at the chunk's end of what token i wrote [..., i, 1]"""
     later = torch.ones(g.shape[-1:] * 2, dtype=torch.bool, device=g.device).triu(1)

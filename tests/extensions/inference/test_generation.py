@@ -68,6 +68,7 @@ def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
         "gpt-oss",
         needs("latent_attention", "latent"),
         needs("linear_attention", "delta-net"),
+        needs("mamba", "mamba"),
         "moe",
     ],
 )

@@ -24,7 +24,8 @@ def test_cached_decoding_has_the_logits_of_the_whole_text(style: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mixer", ["llama", needs("latent_attention", "latent"), needs("linear_attention", "delta-net")]
+    "mixer",
+    ["llama", needs("latent_attention", "latent"), needs("linear_attention", "delta-net"), needs("mamba", "mamba")],
 )
 @pytest.mark.parametrize("softmax", ["learnable", "off-by-one"])
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.batch import BatchContext
-from megatron.core.config.layers import layer_kinds
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt import embedding, loss
 from megatron.core.param_meta import ParamMeta
@@ -77,10 +76,10 @@ plant(
 )
 
 
-plant(
-    "Layers of one sublayer by their places in the stage",
-    (TransformerConfig, "layer", lambda self, number: layer_kinds(self)[number % 3]),
-    world="2",
-    pp="2",
-    layers="sublayers",
-)
+@mutant(layer.TransformerLayer, "forward", world="2", pp="2", layers="sublayers")
+def _without_the_stream(self: layer.TransformerLayer, x: Tensor, context: BatchContext) -> Tensor:
+    """Layers without an MLP do not add to the residual stream."""
+    return _true_forward(self, x, context) - (0 if self.has_mlp else x)
+
+
+_true_forward = layer.TransformerLayer.forward

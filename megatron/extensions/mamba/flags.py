@@ -1,0 +1,126 @@
+"""Flags of Mamba-2, its rules, and facts about it before it is imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.hybrid import has_linear_attention
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+HEADS, GROUPS, WIDTH = "--mamba-num-heads", "--mamba-num-groups", "--mamba-head-dim"
+TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
+EXPAND = 2
+"""Channels of all heads, in hidden sizes, where --mamba-num-heads is not given."""
+
+
+@extension_flags("Mamba-2", part_of="model")
+@dataclass(frozen=True)
+class MambaFlags:
+    """The shape of Mamba-2 (arXiv 2405.21060)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("mamba2", "M")
+
+    mamba_state_dim: int = flag(128, above=0)
+    """Mamba-2: channels n of B and C; the state of a head is n x its channels."""
+
+    mamba_head_dim: int = flag(64, above=0)
+    """Mamba-2: channels of a head."""
+
+    mamba_num_groups: int = flag(8, above=0)
+    """Mamba-2: groups of heads. The heads of a group share B and C, and are normalized together."""
+
+    mamba_num_heads: int | None = flag(None, above=0)
+    """Mamba-2: heads; default 2 x hidden-size / mamba-head-dim."""
+
+    mamba_conv_kernel_dim: int = flag(4, above=0)
+    """Mamba-2: tokens that the convolution spans, its own included."""
+
+    mamba_chunk_size: int = flag(128, above=0)
+    """Mamba-2: tokens that are mixed at a time by products of their scores. It affects speed and memory, no result."""
+
+
+def num_heads(config: TransformerConfig) -> int:
+    own = config.options(MambaFlags)
+    return own.mamba_num_heads or EXPAND * config.hidden_size // own.mamba_head_dim
+
+
+def group_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
+    """Channels that a layer projects for each group: gates, inputs x, B, C, and for each head a step size dt."""
+    own = config.options(MambaFlags)
+    heads = num_heads(config) // own.mamba_num_groups
+    return heads * own.mamba_head_dim, heads * own.mamba_head_dim, own.mamba_state_dim, own.mamba_state_dim, heads
+
+
+def described(config: TransformerConfig) -> str:
+    """Heads of Mamba-2, for a plan."""
+    own = config.options(MambaFlags)
+    heads = f"{num_heads(config)} heads of {own.mamba_head_dim} in {own.mamba_num_groups} groups"
+    return f", {heads}, states of {own.mamba_state_dim}"
+
+
+def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with Mamba-2."""
+    own, m, p = c.options(MambaFlags), c.model, c.parallel
+    tp, cp, groups, heads = p.tensor_model_parallel_size, p.context_parallel_size, own.mamba_num_groups, num_heads(m)
+    if min(own.mamba_head_dim, groups, m.hidden_size, tp, cp) < 1:
+        return
+    if own.mamba_num_heads is None and not divides(own.mamba_head_dim, EXPAND * m.hidden_size):
+        rule = f"must divide {EXPAND} * --hidden-size {m.hidden_size}"
+        near = gcd(own.mamba_head_dim, EXPAND * m.hidden_size)
+        yield Problem(WIDTH, own.mamba_head_dim, rule, f"nearest: {near}, or add {HEADS}")
+    elif heads < 1 or not divides(groups, heads):
+        shown = heads if own.mamba_num_heads is None else None
+        rule = f"must be a multiple of {GROUPS} {groups}"
+        rule = rule if shown is None else f"is {shown} by default, and {rule}"
+        yield Problem(HEADS, own.mamba_num_heads, rule, multiples(heads, groups))
+    elif not divides(tp, groups):
+        yield from unless_multiple(GROUPS, groups, TP, tp)
+    else:
+        yield from _context_parallel(groups // tp, heads // tp, tp, cp)
+        yield from _aligned(c, groups // tp)
+
+
+def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Problem]:
+    """Context ranks share the groups and heads of a tensor-parallel rank: whole groups, or parts of one."""
+    each = f" / {TP} {tp}" if tp > 1 else ""
+    if not divides(cp, groups) and not divides(groups, cp):
+        rule = f"makes {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"
+        yield Problem(GROUPS, groups * tp, rule, f"{multiples(groups * tp, cp * tp)}, or another {CP}")
+    elif not divides(cp, heads):
+        rule = f"makes {heads} heads{each}, which must be a multiple of {CP} {cp}, whose ranks share them"
+        yield Problem(HEADS, heads * tp, rule, f"{multiples(heads * tp, cp * tp)}, or another {CP}")
+
+
+def _aligned(c: RunConfig, groups: int) -> Iterator[Problem]:
+    """Each rank's matrices in another format must have aligned dimensions."""
+    name, tp = linear_format(c.parallel), c.parallel.tensor_model_parallel_size
+    if name is None:
+        return
+    alignment, under = LINEAR_FORMATS.facts(name).alignment(c.parallel, tp)
+    gates, *_ = channels = group_channels(c.model)
+    for features, what in ((groups * sum(channels), "rows of the projection"), (groups * gates, "channels of heads")):
+        if features % alignment:
+            rule = f"under {under}, a rank's {features} {what} must be a multiple of {alignment}"
+            heads = num_heads(c.model)
+            step = alignment * c.options(MambaFlags).mamba_num_groups
+            yield Problem(HEADS, heads, rule, f"{multiples(heads, step)}, which always fits")
+            return
+
+
+LINEAR_ATTENTIONS.register(
+    "mamba2",
+    f"{__package__}.mamba2:Mamba2",
+    parameters=f"{__package__}.parameters:mamba_metas",
+    rules=f"{__name__}:mamba2",
+    described=described,
+    letter="M",
+    whole_sequences=True,
+)
