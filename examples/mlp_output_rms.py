@@ -22,7 +22,8 @@ class MlpOutputs(Callback, Meter):
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.of_step, self.sums = (torch.zeros(2, dtype=torch.float64, device=run.runtime.device) for _ in range(2))
         for layer in (layer for stage in run.stages.values() for layer in stage.decoder.layers):
-            layer.mlp.register_forward_hook(self.count)
+            if hasattr(layer, "mlp"):  # layers of --hybrid-layer-pattern may have none
+                layer.mlp.register_forward_hook(self.count)
         return (self,)
 
     def count(self, mlp: nn.Module, inputs: Any, output: Tensor) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.core.batch import Batch
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import OPTIMIZERS
 from megatron.training.config.flags import sections
 from megatron.training.extensions import load_extensions
 from tests.forked import ROOT, run_forked, run_program
+from tests.gpt_cases import FP64, logits_in_parts, model_of, packed_documents, random_batch
 from tests.tiny import TINY
 
 EXAMPLES = {
@@ -22,6 +26,7 @@ EXAMPLES = {
     "cyclic_wsd.py": "--lr-decay-style cyclic-wsd --lr-warmup-iters 1 --train-iters 3",
     "eager_1f1b.py": "--pipeline-schedule eager-1f1b",
     "lion.py": "--optimizer lion",
+    "moving_average.py": "--experimental-attention-variant moving_average --linear-attention-freq 2",
     "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
     "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
@@ -89,6 +94,21 @@ def test_lion_steps_by_the_sign_of_an_average() -> None:
         expected = expected - 0.1 * ((0.95 * written_out + 0.05 * grad).sign() + 0.3 * expected)
         written_out = 0.98 * written_out + 0.02 * grad
     torch.testing.assert_close((param, average), (expected, written_out))
+
+
+def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
+    """Documents and texts in parts too."""
+    load_extensions([str(ROOT / "examples" / "moving_average.py")])
+    config = replace(model_of("llama"), num_layers=4, hybrid_layer_pattern="A-*A")
+    assert [kind.linear for kind in config.layers] == ["moving_average", None, None, "moving_average"]
+    model, batch = GPTModel(config, FP64).eval(), random_batch(config, **packed_documents(config))
+    whole = model.logits(None, Batch.of_tokens(batch.tokens))
+    torch.testing.assert_close(logits_in_parts(model, batch.tokens, (1, 6, 9))[0], whole, rtol=1e-12, atol=1e-12)
+    packed, ids = model.logits(None, batch), batch.document_ids
+    for sample, document in ((0, 0), (0, 1), (2, 2)):
+        alone = model.logits(None, Batch.of_tokens(batch.tokens[sample : sample + 1, ids[sample] == document]))
+        found = packed[sample : sample + 1, ids[sample] == document]
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 
 def test_planted_wrong_gradient_is_named(tmp_path: Path) -> None:

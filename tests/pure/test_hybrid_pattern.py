@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.stages import pipeline_stages
+from megatron.core.pipeline_parallel.stages import pipeline_stages, stage_costs
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
@@ -68,6 +68,16 @@ def test_more_stages_than_ranks_are_interleaved() -> None:
     config = config_of("--hybrid-layer-pattern *-|*|-|*- --pp 2", 2)
     assert config.parallel.schedule == "interleaved"
     assert [len(stage.layers) for stage in pipeline_stages(config.model, config.parallel)] == [2, 1, 1, 2]
+
+
+def test_the_cost_of_a_stage_is_that_of_its_layers() -> None:
+    """In layers of the mean: an MLP has twice the matrices of attention here, and none of its scores."""
+    config = config_of("--hybrid-layer-pattern ***|--- --pp 2", 2)
+    first, last = stage_costs(config.model, config.parallel)
+    h, s = config.model.hidden_size, config.model.seq_length
+    attention, mlp, head = 4 * h * h + h * s, 8 * h * h, config.model.padded_vocab_size * h
+    mean = (attention + mlp) / 2
+    assert first == pytest.approx(3 * attention / mean) and last == pytest.approx((3 * mlp + head) / mean)
 
 
 def test_modules_without_letters_are_like_the_last_layer() -> None:

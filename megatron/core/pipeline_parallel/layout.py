@@ -108,6 +108,17 @@ def multi_token_cost(config: TransformerConfig) -> float:
 
 
 @lru_cache(maxsize=64)
+def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
+    """Cost of each layer of one sublayer, in layers of the mean, by its FLOPs; layers of two count as equal."""
+    layers, numbers = _layer_costs(config), range(config.num_layers)
+    if not layers or config.hybrid_layer_pattern is None:
+        return (1.0,) * config.num_layers
+    of_layer = (_matrices(parameter_metas(config, [number], first=False, last=False), config) for number in numbers)
+    attention = (_attention_cost(config, number) for number in numbers)
+    return tuple((one + other) * len(numbers) / layers for one, other in zip(of_layer, attention, strict=True))
+
+
+@lru_cache(maxsize=64)
 def _layer_costs(config: TransformerConfig) -> float:
     """Multiplications per token of all layers; 0 without layers."""
     matrices = _matrices(parameter_metas(config, first=False, last=False), config)

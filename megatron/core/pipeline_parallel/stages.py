@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, multi_token_cost, split_layers
+from megatron.core.pipeline_parallel.layout import (
+    PipelineLayout,
+    end_costs,
+    multi_token_cost,
+    relative_costs,
+    split_layers,
+)
 from megatron.core.pipeline_parallel.schedules import layout_of
 
 
@@ -62,11 +68,14 @@ def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 
 
 def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list[float]:
-    """The forward of each stage, in layers, by FLOPs."""
+    """The forward of each stage, in layers of the mean, by FLOPs."""
     first_cost, last_cost = end_costs(model)
     last_cost += multi_token_cost(model)
-    stages = pipeline_stages(model, parallel)
-    return [len(stage.layers) + first_cost * stage.first + last_cost * stage.last for stage in stages]
+    stages, costs = pipeline_stages(model, parallel), relative_costs(model)
+    return [
+        sum(costs[number] for number in stage.layers) + first_cost * stage.first + last_cost * stage.last
+        for stage in stages
+    ]
 
 
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:

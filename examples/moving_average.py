@@ -1,0 +1,49 @@
+"""A mixer of tokens: moving averages of channels, each with a decay that is trained, times gates.
+
+python pretrain_gpt.py --extension examples/moving_average.py --hybrid-layer-pattern A-*-A- ...
+python pretrain_gpt.py --extension examples/moving_average.py --experimental-attention-variant moving_average ...
+
+Its layers see the tokens of their own rank only, so context parallelism is refused (`whole_sequences`).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.config import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.parts import LINEAR_ATTENTIONS
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+
+
+@LINEAR_ATTENTIONS.register("moving_average", letter="A")
+class MovingAverage(nn.Module):
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        h, init, output_init = config.hidden_size, config.init_method_std, config.output_init_std
+        self.layer = ctx.layer
+        # Each tensor-parallel rank has some of the channels: the value and the gate of one lie side by side.
+        self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", h, (h, 2), False, Init("normal", init)), ctx)
+        meta = ParamMeta(f"{name}.decay", (h,), {"tp": 0}, Init("uniform", low=0.0, high=4.0))
+        self.decay = make_parameter(meta, ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", h, h, False, Init("normal", output_init)), ctx)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        value, gate = self.in_proj(x).unflatten(-1, (-1, 2)).unbind(-1)  # [s, b, h/tp]
+        decay, cache = self.decay.sigmoid(), context.cache
+        begins = torch.zeros(*value.shape[:2], 1, dtype=torch.bool, device=x.device)
+        for sample, places in enumerate(context.documents or ()):
+            begins[list(places), sample] = True  # a document does not see the one before
+        state = (cache.states(self.layer) if cache is not None else None) or (torch.zeros_like(value[0]),)
+        averages = [state[0]]
+        for t, new in enumerate(value):
+            before = averages[-1].masked_fill(begins[t], 0.0)
+            after = decay * before + (1 - decay) * new
+            if cache is not None and cache.lengths is not None:  # padding leaves the state as it is
+                after = torch.where((t < cache.lengths)[:, None], after, before)
+            averages.append(after)
+        if cache is not None:
+            cache.set_states(self.layer, averages[-1])
+        return self.out_proj(torch.stack(averages[1:]) * F.silu(gate))
