@@ -113,10 +113,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test marked `grid(name, part, whole)` runs for each value of `part`, or of `whole` under --whole."""
+    """A test marked `grid(name, part, whole)` runs for each value of `part`, or of `whole` under --whole. A function
+    returns a whole that takes long to list."""
     for mark in metafunc.definition.iter_markers("grid"):
         name, part, whole = mark.args
-        metafunc.parametrize(name, whole if metafunc.config.getoption("--whole") else part, ids=str)
+        if metafunc.config.getoption("--whole"):
+            part = list(whole() if callable(whole) else whole)
+        metafunc.parametrize(name, part, ids=str)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -299,15 +299,25 @@ def with_fields(model: TransformerConfig, values: Mapping[str, Any]) -> Transfor
 
 def flat_values(config: RunConfig) -> dict[str, Any]:
     """Field -> value over all sections."""
-    return {flag.field: value_of(config, flag) for flag in all_flags()}
+    values = _values_of_sections(config)
+    return {flag.field: getattr(values[flag.section], flag.field) for flag in all_flags()}
 
 
 def values_by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Section -> field -> value, those of extensions under their titles: what a checkpoint keeps as JSON."""
     values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    own = _values_of_sections(config)
     for flag in all_flags():
-        values[flag.section][flag.field] = value_of(config, flag)
+        values[flag.section][flag.field] = getattr(own[flag.section], flag.field)
     return values
+
+
+def _values_of_sections(config: RunConfig) -> dict[str, Any]:
+    """Section, or title of an extension's flags -> the instance of its dataclass."""
+    return {
+        section: config.options(cls) if section in EXTENSION_SECTIONS else getattr(config, section)
+        for section, cls in sections().items()
+    }
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:

@@ -120,7 +120,7 @@ def one_process(model: str) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.grid("model, world, layout", IN_CI, list(layouts()))
+@pytest.mark.grid("model, world, layout", IN_CI, layouts)
 def test_every_layout_is_one_process(model: str, world: int, layout: str) -> None:
     losses, norms = one_process(model)
     for found, found_norms, begun, planned in run_world(world, trained, config_of(f"{MODELS[model]} {layout}", world)):
