@@ -1,4 +1,4 @@
-"""The parity matrix: most of its choices, and the proof that it can fail. As campaigns, a part of all combinations.
+"""The parity matrix: most of its choices. As campaigns, a part of all combinations and the proof that it can fail.
 
 The whole: --whole, or `python -m tests.parity.matrix` and `python -m tests.parity.mutants` for a line each.
 """
