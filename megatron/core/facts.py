@@ -192,6 +192,21 @@ class UpdateBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ResidualFacts(WhenFacts):
+    """Functions are of the model's configuration, as `when` is."""
+
+    width: Callable[[Any], int]
+    """Channels of the stream between layers, which pipeline stages send to each other."""
+
+    parameters: str
+    """Where the parameters at a sublayer are listed, "module:function" of a module without torch: (name of the
+    sublayer, config, sequence_parallel) -> their ParamMetas."""
+
+    end_parameters: str
+    """The same for the stream's end: (name of the norm behind it, config, sequence_parallel)."""
+
+
+@dataclass(frozen=True)
 class UpdateAheadFacts(WhenFacts):
     kept: Callable[[UpdateBytes], int] = lambda rank: 0
     """Bytes that it keeps on the device."""

@@ -94,6 +94,14 @@ LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts, "name, conf
 
 LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
 
+RESIDUALS: Registry[Any, facts.ResidualFacts] = Registry(
+    "residual stream", facts.ResidualFacts, "name, config, ctx", attributes=("enter", "leave")
+)
+"""A residual stream other than hidden states to which outputs are added; none of the trunk's. `Residual(name, config,
+ctx)`: a module, (x [s, b, w], sublayer, context) -> [s, b, w], which feeds the sublayer of this name and adds its
+output. `Residual.enter(x, config)` makes a stream of hidden states, the module `Residual.leave(name, config, ctx)`
+hidden states of a stream, `name` being that of the norm behind it. `when` is of the model's configuration."""
+
 RECOMPUTED_PARTS: Registry[Any, facts.RecomputedFacts] = Registry(
     "--recompute-modules", facts.RecomputedFacts, "config"
 )

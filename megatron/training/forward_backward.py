@@ -222,9 +222,9 @@ class Pipeline:
 
 
 def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
-    """Shape of the activations that one stage sends to the next: [s, b, h], or [s/tp, b, h] under sequence
+    """Shape of the activations that one stage sends to the next: [s, b, w], or [s/tp, b, w] under sequence
     parallelism."""
     s = config.model.seq_length // config.parallel.context_parallel_size
     if config.parallel.sequence_parallel:
         s //= tp_size
-    return s, config.training.micro_batch_size, config.model.hidden_size
+    return s, config.training.micro_batch_size, config.model.residual_size

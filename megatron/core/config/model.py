@@ -24,7 +24,16 @@ from megatron.core.config.layers import (
 )
 from megatron.core.config.moe import MoEConfig
 from megatron.core.facts import AttentionFacts, MixerFacts
-from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LINEAR_ATTENTIONS, LOSSES, MLPS, NORMALIZATIONS
+from megatron.core.parts import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    LAYERS,
+    LINEAR_ATTENTIONS,
+    LOSSES,
+    MLPS,
+    NORMALIZATIONS,
+    RESIDUALS,
+)
 
 BUILT_IN_NORMS = "--normalization LayerNorm or --normalization RMSNorm; use one of these, or remove it"
 
@@ -245,6 +254,16 @@ class TransformerConfig(
         """Facts about the attention of layer `number`, linear or not, if it has one."""
         linear = self.layer(number).linear
         return LINEAR_ATTENTIONS.facts(linear) if linear else self.attention_facts
+
+    @property
+    def residual(self) -> str | None:
+        """Name of the residual stream; None for hidden states to which outputs are added."""
+        return RESIDUALS.chosen(self)
+
+    @property
+    def residual_size(self) -> int:
+        """Channels of the residual stream between layers."""
+        return self.hidden_size if (name := self.residual) is None else RESIDUALS.facts(name).width(self)
 
     @property
     def head_dim(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LAYERS
+from megatron.core.parts import LAYERS, RESIDUALS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.activation_store import ActivationStore
 from megatron.core.transformer.norm import build_norm
@@ -24,7 +24,7 @@ class Pending(Protocol):
     """A residual stream whose last addition is left to the module that reads it."""
 
     def added(self) -> Tensor:
-        """The sum [s, b, h]."""
+        """The sum [s, b, w]."""
 
 
 Stream = Tensor | Pending
@@ -44,6 +44,8 @@ def takes_pending(module: nn.Module) -> bool:
 class TransformerBlock(nn.Module):
     """The layers `numbers` of the model, and the norm behind the last one if it is here. May be empty of layers.
 
+    The `first` block makes the residual stream of hidden states, the one with the norm hidden states of the stream.
+
     Parameters are named after `layer` with the number filled in, and after `norm`.
     """
 
@@ -53,6 +55,7 @@ class TransformerBlock(nn.Module):
         ctx: TPContext,
         numbers: Sequence[int],
         *,
+        first: bool,
         final_norm: bool,
         layer: str = "decoder.layers.{}",
         norm: str = "decoder.final_layernorm",
@@ -63,6 +66,9 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleList(LAYERS.build(config.layer_module, *of_layer) for of_layer in of_layers)
         for built, number in zip(self.layers, numbers, strict=True):
             built.number = number  # type: ignore[assignment]
+        residual = RESIDUALS[config.residual] if config.residual is not None else None
+        self.enter = partial(residual.enter, config=config) if residual and first else nn.Identity()
+        self.leave = residual.leave(norm, config, ctx) if residual and final_norm else nn.Identity()
         self.final_layernorm = build_norm(norm, config.hidden_size, config, ctx) if final_norm else nn.Identity()
         self.offload, offloaded = offload, offload.num_layers if offload is not None else 0
         self.segments = recompute_segments(config, len(self.layers), offloaded)
@@ -86,14 +92,16 @@ class TransformerBlock(nn.Module):
                 self.rotary[built.rotation] = RotaryEmbedding(config, self.device, self.dtype, rotation)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        """x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. w is `config.residual_size`, or h at the
+        ends of the model."""
         context = self._complete(context, x)
-        stream: Stream = x
+        stream: Stream = (x := self.enter(x))
         if self.offload is not None and self.training and torch.is_grad_enabled():
             stream = self._offloaded(x, context, self.offload)
         else:
             for segment in self.segments:
                 stream = self._run_segment(segment, stream, context)
+        stream = self.leave(stream)
         return self.final_layernorm(stream if takes_pending(self.final_layernorm) else added(stream))
 
     def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationStore) -> Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import dropout
 from megatron.core.init import site_key
 from megatron.core.moe.layer import MoELayer
-from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS, MLPS
+from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS, MLPS, RESIDUALS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import with_input_recomputed
@@ -34,6 +35,16 @@ class HiddenDropout(nn.Module):
         return dropout(x, self.p, self.key, context.sample_index, places, self.compiled)
 
 
+def add_output(x: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext) -> Tensor:
+    """The plain residual stream."""
+    return x + sublayer(x, context)
+
+
+def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> Any:
+    """Adds the output of the sublayer of this name to the residual stream, as an entry of RESIDUALS says."""
+    return add_output if config.residual is None else RESIDUALS.build(config.residual, sublayer, config, ctx)
+
+
 class TransformerLayer(nn.Module):
     """Two sublayers f, attention and an MLP or experts, or one of them, each of which adds dropout(post(f(pre(x)))) to
     the residual stream x. pre and post are norms, or identities, by `--norm-placement`."""
@@ -52,22 +63,26 @@ class TransformerLayer(nn.Module):
             self.self_attention = attention.build(chosen, f"{name}.self_attention", config, ctx)
             self.post_attention_layernorm = norm("post_attention_layernorm", config.norms_outputs)
             self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
+            self.attention_residual = build_residual(f"{name}.self_attention", config, ctx)
         if kind.mlp:
             self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_apart)
             of_mlp = f"{name}.mlp", config, ctx
             self.mlp = MoELayer(*of_mlp) if kind.experts else MLPS.build(config.mlp_module, *of_mlp)
             self.post_mlp_layernorm = norm("post_mlp_layernorm", config.norms_outputs)
             self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
+            self.mlp_residual = build_residual(f"{name}.mlp", config, ctx)
         self.recompute_norms = config.norms_inputs and config.recomputes("layernorm")
         self.parallel, self.multiplier = config.parallel_residual, config.residual_multiplier
         self.shares_norm = config.norms_inputs and not config.norms_apart
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        """x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. w is `config.residual_size`."""
         if self.shares_norm:
             return x + self._of_norm(self.input_layernorm, x, self._side_by_side, context)
-        y = x + self._attention(x, context) if self.mixes else x
-        return y + self._mlp(x if self.parallel else y, context) if self.has_mlp else y
+        y: Tensor = self.attention_residual(x, self._attention, context) if self.mixes else x
+        if self.parallel and self.has_mlp:
+            return y + self._mlp(x, context)
+        return self.mlp_residual(y, self._mlp, context) if self.has_mlp else y
 
     def _attention(self, x: Tensor, context: BatchContext) -> Tensor:
         y = self.post_attention_layernorm(self._of_norm(self.input_layernorm, x, self.self_attention, context))

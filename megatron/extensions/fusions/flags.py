@@ -64,7 +64,7 @@ ATTENTIONS.substitute(
 LAYERS.substitute(
     "transformer_layer",
     f"{_HERE}.layer:FusedTransformerLayer",
-    when=lambda name, config, ctx: fuses(config, ctx),
+    when=lambda name, config, ctx: fuses(config, ctx) and config.residual is None,
 )
 for _norm in ("LayerNorm", "RMSNorm"):
     NORMALIZATIONS.substitute(

@@ -34,6 +34,8 @@ WITHOUT_EQUAL = {
     "fp32_residual_connection": "an fp32 residual stream",
     "apply_query_key_layer_scaling": "query-key layer scaling",
     "experimental_attention_variant": "an experimental attention",
+    "enable_hyper_connections": "hyper-connections",
+    "enable_mhc_connections": "hyper-connections",
 }
 """Argument -> the part of the model it asks for, which this program has not."""
 
@@ -119,6 +121,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--ffn-hidden-size-pattern": model.ffn_hidden_size_pattern,
         "--hybrid-layer-pattern": model.hybrid_layer_pattern,
         "--experimental-attention-variant": any(model.linear_pattern),
+        "--enable-mhc-connections": model.residual is not None,
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }
     if found := [flag for flag, used in unwritten.items() if used]:

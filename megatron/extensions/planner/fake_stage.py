@@ -187,7 +187,7 @@ class FakeStages:
         model = batch.model
         rows = model.seq_length // parallel.context_parallel_size
         rows //= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        self.hidden_shape = rows, batch.samples, model.hidden_size
+        self.hidden_shape = rows, batch.samples, model.residual_size
         self.dtype: torch.dtype = getattr(torch, parallel.params_dtype)
         self.loss_dtype = torch.promote_types(self.dtype, torch.float32)
         tokens = torch.zeros(batch.samples, model.seq_length, dtype=torch.int64)

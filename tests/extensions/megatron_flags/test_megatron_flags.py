@@ -118,14 +118,13 @@ def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture
 
 
 def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest.CaptureFixture[str]) -> None:
-    command = command_line(f"{TINY} --num-residual-streams 4 --lion-beta1 0.9".split(), Launch())
+    command = command_line(f"{TINY} --engram-dim 4 --lion-beta1 0.9".split(), Launch())
     assert command.notes[0] == (
-        "--num-residual-streams 4 has no effect: it is a setting of hyper-connections, which "
-        "--enable-mhc-connections asks for"
+        "--engram-dim 4 has no effect: it is a setting of a memory of n-grams, which --engram-layer-ids asks for"
     )
     assert command.notes[1].startswith("--lion-beta1 0.9 has no effect: it is a setting of the Lion optimizer")
-    lines = failure(f"{TINY} --num-residual-streams 4 --enable-mhc-connections", capsys)
-    assert [line.partition(":")[0] for line in lines] == ["--enable-mhc-connections", "--num-residual-streams 4"]
+    lines = failure(f"{TINY} --engram-dim 4 --engram-layer-ids 1", capsys)
+    assert [line.partition(":")[0] for line in lines] == ["--engram-layer-ids 1", "--engram-dim 4"]
 
 
 def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def _is_there(choice: str) -> bool:
     words = choice.split()
     gone = any(home_of(word) and word not in spelling_table() for word in words)
     gone |= "--data-parallel-sharding-strategy" in words and words[-1] not in SHARDING_STRATEGIES
-    return not gone and ("mla_up_proj" not in words or "mla_up_proj" in RECOMPUTED_PARTS)
+    return not gone and all(part in RECOMPUTED_PARTS for part in ("mla_up_proj", "mhc") if part in words)
 
 
 for _options in (*MODEL_FACTORS.values(), *LAYOUT_FACTORS.values()):

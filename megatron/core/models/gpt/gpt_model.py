@@ -29,10 +29,10 @@ from megatron.core.transformer.block import TransformerBlock
 class GPTModel(nn.Module):
     """One stage: the embedding on the first, `layers` (global numbers), final norm and head on the last.
 
-    Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism; the first stage takes None for them and
-    reads the batch's tokens. Without groups (`ParallelState()`) and with all layers it is an ordinary module.
-    The weights are set from `seed`, unless `initialize` is false because others will be loaded. With `lazy`, parameters
-    have no memory, and no values, until `DistributedDataParallel` takes them over.
+    Hidden states are [s, b, w], or [s/tp, b, w] under sequence parallelism, w being the residual stream's width; the
+    first stage takes None for them and reads the batch's tokens. Without groups (`ParallelState()`) and with all layers
+    it is an ordinary module. The weights are set from `seed`, unless `initialize` is false because others will be
+    loaded. With `lazy`, parameters have no memory, and no values, until `DistributedDataParallel` takes them over.
 
     With tied embeddings or multi-token prediction the last stage needs the embedding too. The stages `tied_stages` hold
     it, if they are on different ranks; a last stage whose rank has the first one too takes over that one's `embedding`.
@@ -85,7 +85,7 @@ class GPTModel(nn.Module):
         self.embedding = (embedding or Embedding(config, ctx, tied_stages)) if needed else None
         known = self.embedding or embedding
         tied_weight = known.word_embeddings.weight if config.tied_embeddings and known is not None else None
-        self.decoder = TransformerBlock(config, ctx, layers, final_norm=last, offload=offload)
+        self.decoder = TransformerBlock(config, ctx, layers, first=first, final_norm=last, offload=offload)
         self.output_layer = Head(config, ctx, tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None

@@ -48,6 +48,7 @@ class MultiTokenLayer(nn.Module):
             config,
             ctx,
             [self.number],
+            first=True,
             final_norm=True,
             layer=f"{name}.transformer_layer",
             norm=f"{name}.final_layernorm",

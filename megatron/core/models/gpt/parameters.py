@@ -13,7 +13,16 @@ from typing import Any
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.parameters import expert_metas, latent_projections, router_metas, router_states, shared_gate_meta
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LINEAR_ATTENTIONS, LOSSES, MLPS, NORMALIZATIONS
+from megatron.core.parts import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    LAYERS,
+    LINEAR_ATTENTIONS,
+    LOSSES,
+    MLPS,
+    NORMALIZATIONS,
+    RESIDUALS,
+)
 from megatron.core.registry import Registry, imported
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
@@ -76,8 +85,7 @@ def parameter_metas(
     for number in range(config.num_layers) if layers is None else layers:
         found += _layer(f"decoder.layers.{number}", number, config, sequence_parallel)
     if last:
-        partial_over = sequence_partial(sequence_parallel)
-        found += _norm("decoder.final_layernorm", config.hidden_size, config, partial_over)
+        found += _end("decoder.final_layernorm", config, sequence_parallel)
         if not (config.tied_embeddings and holds_embedding(config, first, last)):
             found.append(output_meta(config, tied_stages))
         found += output_bias_metas(config)
@@ -117,7 +125,7 @@ def multi_token_metas(depth: int, config: TransformerConfig, sequence_parallel: 
         yield from _norm(f"{name}.{norm}", config.hidden_size, config, partial_over)
     yield from multi_token_projection(name, config).metas()
     yield from _layer(f"{name}.transformer_layer", config.num_layers + depth, config, sequence_parallel)
-    yield from _norm(f"{name}.final_layernorm", config.hidden_size, config, partial_over)
+    yield from _end(f"{name}.final_layernorm", config, sequence_parallel)
 
 
 def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
@@ -167,6 +175,13 @@ def _norm(name: str, size: int, config: TransformerConfig, partial_over: tuple[s
     return norm_metas(name, size, partial_over, config, bias=config.normalization == "LayerNorm")
 
 
+def _end(norm: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    """The parameters behind the last layer: of the residual stream's end, and the norm of this name."""
+    if config.residual is not None:
+        yield from imported(RESIDUALS.facts(config.residual).end_parameters)(norm, config, sequence_parallel)
+    yield from _norm(norm, config.hidden_size, config, sequence_partial(sequence_parallel))
+
+
 def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters, under `name`, of a layer of the kind of layer `number`."""
     config = config.of_layer(number)
@@ -175,16 +190,22 @@ def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel:
     def norm(of: str, present: bool) -> list[ParamMeta]:
         return _norm(f"{name}.{of}", config.hidden_size, config, partial_over) if present else []
 
+    def residual(sublayer: str) -> Any:
+        listed = config.residual and RESIDUALS.facts(config.residual).parameters
+        return imported(listed)(f"{name}.{sublayer}", config, sequence_parallel) if listed else []
+
     kind = config.layer(number)
     if kind.mixes:
         yield from norm("input_layernorm", config.norms_inputs)
         attention = imported(config.mixer_facts(number).parameters or self_attention_metas)
         yield from attention(f"{name}.self_attention", config, sequence_parallel)
         yield from norm("post_attention_layernorm", config.norms_outputs)
+        yield from residual("self_attention")
     if kind.mlp:
         yield from norm("pre_mlp_layernorm", config.norms_apart)
         yield from _channel_mixer(f"{name}.mlp", number, config, sequence_parallel)
         yield from norm("post_mlp_layernorm", config.norms_outputs)
+        yield from residual("mlp")
 
 
 def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:

@@ -77,7 +77,7 @@ class StageRunner:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.multiple = state.tp.size if model.sequence_parallel else 1
         forwards: dict[int, Any] = {stage: partial(_with_cache, model) for stage, model in stages.items()}
-        self.p2p = PipelineP2P(self.pp, (0, 0, self.config.hidden_size), self.dtype, self.device, lanes=state.lanes)
+        self.p2p = PipelineP2P(self.pp, (0, 0, self.config.residual_size), self.dtype, self.device, lanes=state.lanes)
         self.executor = PipelineExecutor(forwards, self.layout, self.p2p)
         self._actions = add_communication(forward_only(self.layout, 1))[self.pp.rank]
         leader, last = self.control.ranks[0], self.layout.rank_of(self.layout.num_stages - 1)
@@ -126,7 +126,7 @@ class StageRunner:
         nothing = torch.zeros_like(tokens)
         positions = cached.positions.clamp(max=self.config.max_positions - 1)  # of padding
         batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
-        with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.hidden_size)):
+        with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
         for hidden in ended:  # on the rank of the last stage

@@ -330,6 +330,7 @@ def _recomputation(run: RunConfig, rung: str) -> dict[str, Any]:
     modules = {
         "core_attn": run.parallel.attention_backend == "unfused",
         "mla_up_proj": model.attention == "multi_latent_attention",
+        "mhc": model.residual == "mhc",
         "layernorm": True,
         "mlp_act": bool(model.dense_layers),
         "moe_act": model.num_experts is not None,

@@ -253,7 +253,7 @@ class Step:
         if self.layout.num_stages == 1:
             return [0.0]
         rows = model.seq_length // self.dims.cp // (self.dims.tp if parallel.sequence_parallel else 1)
-        size = rows * self.config.training.micro_batch_size * model.hidden_size
+        size = rows * self.config.training.micro_batch_size * model.residual_size
         size *= DTYPE_BYTES[parallel.params_dtype]
         nodes = [self.dims.rank(pp=place) // self.network.ranks_per_node for place in range(self.layout.pp)]
         places = [nodes[self.layout.rank_of(stage)] for stage in range(self.layout.num_stages)]

@@ -1,0 +1,79 @@
+"""Flags of hyper-connections, and facts about them before they are imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import RECOMPUTED_PARTS, RESIDUALS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+SWITCH = "--enable-mhc-connections"
+
+
+@extension_flags("hyper-connections", part_of="model")
+@dataclass(frozen=True)
+class HyperConnectionFlags:
+    """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = SWITCH
+
+    enable_mhc_connections: bool = flag(
+        False,
+        "--enable-hyper-connections",
+        excludes="--parallel-residual: each sublayer reads and writes the streams in its turn",
+    )
+    """Several residual streams (mHC, as in DeepSeek-V4): each sublayer reads a weighted sum of them, and a doubly
+    stochastic matrix mixes them before its output is added to each. All weights depend on the token."""
+
+    mhc_num_residual_streams: int = flag(4, "--num-residual-streams", at_least=1)
+    """mHC: residual streams, each as wide as --hidden-size."""
+
+    mhc_sinkhorn_iterations: int = flag(20, at_least=1)
+    """mHC: iterations of Sinkhorn-Knopp, which make rows and columns of the mixing matrix sum to 1."""
+
+    mhc_init_gating_factor: float = 0.01
+    """mHC: initial factor of the part of the weights that depends on the token."""
+
+    mhc_epsilon: float = flag(1e-6, at_least=0)
+    """mHC: added to the weights of what a sublayer reads, and to entries and sums of the mixing matrix."""
+
+    mhc_output_contract: str = flag("learned", choices=("learned", "mean"))
+    """mHC: hidden states behind the last layer are a sum of the streams with weights that depend on the token
+    (learned), or their mean."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if self.enable_mhc_connections and (module := config.model.layer_module) != "transformer_layer":
+            why = "a layer of your own adds outputs to hidden states by itself"
+            yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
+        if self.enable_mhc_connections and config.model.recomputes("mhc") and config.model.num_layers > 0:
+            with suppress(ValueError):  # of a pattern that other rules refuse
+                if not any(kind.mixes and kind.mlp for kind in config.model.layers):
+                    rule = "has no effect where every layer is one sublayer: it acts between two of them"
+                    yield Problem("--recompute-modules", "mhc", rule, "remove it", harmless=True)
+
+
+def is_chosen(config: TransformerConfig) -> bool:
+    return config.options(HyperConnectionFlags).enable_mhc_connections
+
+
+def stream_size(config: TransformerConfig) -> int:
+    """Channels of all streams, side by side."""
+    return config.options(HyperConnectionFlags).mhc_num_residual_streams * config.hidden_size
+
+
+RESIDUALS.register(
+    "mhc",
+    f"{__package__}.hyper_connection:HyperConnection",
+    when=is_chosen,
+    width=stream_size,
+    parameters=f"{__package__}.parameters:connection_metas",
+    end_parameters=f"{__package__}.parameters:contract_metas",
+)
+RECOMPUTED_PARTS.register("mhc", is_chosen, needs=SWITCH)

@@ -1,0 +1,132 @@
+"""Formulas of hyper-connections: weights of streams, and what they mix.
+
+Shapes: x [..., n, h] are n streams. Weights are fp32 where streams have 16 bits, and so are the sums before they are
+rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.compiled_regions import region
+
+
+class Epsilons(NamedTuple):
+    norm: float
+    """Added to the mean square of all streams of a token."""
+
+    weights: float
+    """Added to the weights that a sublayer reads by, and to entries and sums of the mixing matrix."""
+
+
+class Mix(NamedTuple):
+    """What the streams behind a sublayer are made of."""
+
+    x: Tensor
+    """[..., n, h]"""
+
+    post: Tensor
+    """[..., n]: weights of the output in each stream."""
+
+    res: Tensor
+    """[..., n, n]: the mixing matrix, of which column k makes stream k."""
+
+    y: Tensor
+    """[..., h]: the output."""
+
+
+def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """[..., n, n] -> nonnegative matrices whose rows and columns sum to 1, but for rounding and eps: Sinkhorn-Knopp
+    (arXiv 2512.24880, equation 9)."""
+    matrix = logits.softmax(-1) + eps
+    for iteration in range(iterations):
+        if iteration:
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+def weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
+    """weights [..., n], x [..., n, h] -> [..., h]"""
+    return _sum([w.unsqueeze(-1) * stream for w, stream in _pairs(weights, x)]).to(x.dtype)
+
+
+def stream_weights(
+    x: Tensor, projected: Tensor, factors: tuple[Tensor, ...], bias: Tensor, iterations: int, epsilons: Epsilons
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, projected [..., n * (n + 2)] -> the sublayer's input [..., h], `post` and `res` of a `Mix` (arXiv 2512.24880,
+    equations 7 and 8)."""
+    n, dtype = x.shape[-2], projected.dtype
+    normed = projected * _inverse_norm(x, dtype, epsilons.norm)
+    pre, post, res = (
+        part * factor.to(dtype) + of_part
+        for part, factor, of_part in zip(
+            normed.split((n, n, n * n), -1), factors, bias.to(dtype).split((n, n, n * n)), strict=True
+        )
+    )
+    matrix = doubly_stochastic(res.unflatten(-1, (n, n)), iterations, epsilons.weights)
+    return weighted_sum(pre.sigmoid() + epsilons.weights, x), 2 * post.sigmoid(), matrix
+
+
+def contracted(x: Tensor, projected: Tensor, factor: Tensor, bias: Tensor, epsilons: Epsilons) -> Tensor:
+    """x, projected [..., n] -> hidden states [..., h] behind the last layer"""
+    dtype = projected.dtype
+    normed = projected * _inverse_norm(x, dtype, epsilons.norm)
+    return weighted_sum((normed * factor.to(dtype) + bias.to(dtype)).sigmoid() + epsilons.weights, x)
+
+
+def mixed_streams(x: Tensor, post: Tensor, res: Tensor, y: Tensor) -> Tensor:
+    """The streams behind a sublayer: stream k is the sum of res[j, k] x[j] over j, and post[k] y."""
+    streams = (
+        _sum([w.unsqueeze(-1) * stream for w, stream in _pairs(column, x)]) + of_y.unsqueeze(-1) * y
+        for column, of_y in zip(res.unbind(-1), post.unbind(-1), strict=True)
+    )
+    return torch.stack([stream.to(x.dtype) for stream in streams], -2)
+
+
+def mixed_gradients(x: Tensor, post: Tensor, res: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of all operands of `mixed_streams`."""
+    wide, grads = res.dtype, [of_stream.to(res.dtype) for of_stream in grad.unbind(-2)]
+    rows = zip(res.unbind(-2), x.unbind(-2), strict=True)
+    dx, dres = [], []
+    for row, stream in rows:
+        dx.append(_sum([w.unsqueeze(-1) * g for w, g in zip(row.unbind(-1), grads, strict=True)]).to(x.dtype))
+        dres.append(torch.stack([(stream.to(wide) * g).sum(-1) for g in grads], -1))
+    dy = _sum([w.unsqueeze(-1) * g for w, g in zip(post.unbind(-1), grads, strict=True)]).to(y.dtype)
+    dpost = torch.stack([(y.to(wide) * g).sum(-1) for g in grads], -1)
+    return torch.stack(dx, -2), dpost, torch.stack(dres, -2), dy
+
+
+class MixFunction(torch.autograd.Function):
+    """`mixed_streams`, which keeps each operand once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, post: Tensor, res: Tensor, y: Tensor, compiled: bool) -> Tensor:
+        ctx.save_for_backward(x, post, res, y)
+        ctx.compiled = compiled
+        return region(mixed_streams, compiled)(x, post, res, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, post, res, y = ctx.saved_tensors
+        return *region(mixed_gradients, ctx.compiled, static=True)(x, post, res, y, grad), None
+
+
+def _inverse_norm(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
+    """[..., 1]: of all streams of a token"""
+    return torch.rsqrt(x.to(dtype).square().mean((-2, -1)) + eps).unsqueeze(-1)
+
+
+def _pairs(weights: Tensor, x: Tensor) -> zip[tuple[Tensor, Tensor]]:
+    return zip(weights.unbind(-1), x.unbind(-2), strict=True)
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    return reduce(add, terms)
