@@ -272,6 +272,7 @@ LAYOUTS: dict[str, Layout] = {
     # [2 * ffn, h], all gates before all ups (Phi 3, GLM), and the same of all experts (Granite).
     "GateUpRows": Pieces("(pair o) ... -> pair o ...", lambda config: {"pair": 2}),
     "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", lambda config: {"pair": 2}),
+    "RowOfExperts": Pieces("1 e -> e"),
     "TransposedExperts": Pieces("e i o -> e o i"),
     # q [heads * d, ...], k and v [groups * d, ...] as [groups, q_per_group + 2, d, ...]; with gates of the output as q.
     "QueryGroups": Pieces(_GROUPS, _query_groups, 1, _of_group("q", "k", "v")),

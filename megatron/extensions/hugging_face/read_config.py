@@ -98,6 +98,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     try:
         problems = list(_problems(hf, family))
         config = None if problems else _config(hf, family)
+        if config is not None and config.position_embedding_type == "rope" and config.rotary_dim == 1:
+            problems = [f"1 of {config.head_dim} channels of a head is rotated, and two rotate together"]
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         problems = [f"a value has the wrong type or is missing ({type(error).__name__}: {error})"]
     if problems or config is None:
@@ -141,6 +143,8 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
         first, layers = hf["first_k_dense_replace"], hf.get("num_hidden_layers")
         if type(first) is not int or type(layers) is not int or not 0 <= first < layers:
             yield f"first_k_dense_replace = {first!r} must be at least 0 and below num_hidden_layers = {layers!r}"
+    if hf.get("moe_layer_end_index", -1) not in (-1, hf.get("num_hidden_layers", 0) - 1):
+        yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
     if "n_group" in family.keys and type(hf.get("num_experts_per_tok")) is int:
         topk, groups, best = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
         if topk == 1:

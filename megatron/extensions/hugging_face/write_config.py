@@ -238,7 +238,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name in OF_WINDOWS and not any(config.local_pattern)]
     idle += ["window_rotary_percent"] if not rotary else []
     idle += ["parallel_residual_shared_norm"] if not config.parallel_residual else []
-    idle += ["qk_layernorm_scope"] if not config.qk_layernorm else []
+    idle += ["qk_layernorm_scope", "qk_layernorm_after_rotary"] if not config.qk_layernorm else []
     idle += ["latent_norm_epsilon"] if config.attention != "multi_latent_attention" or not config.qk_layernorm else []
     idle += ["attention_temperature_floor"] if not config.attention_temperature_coeff else []
     return {name: value for name, value in fields.items() if name not in idle}

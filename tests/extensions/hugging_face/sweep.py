@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,26 @@ def tiny(model_type: str) -> dict[str, Any]:
 def verdict(model_type: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """How a model of transformers compares with ours, and the details."""
     try:
-        theirs = model_with(model_type, settings)
+        stated = transformers.AutoConfig.for_model(model_type, **settings).to_dict()
     except Exception as error:
         return ILLEGAL, _line(error)
     try:
-        config = config_from_hf(theirs.config.to_dict())
+        config = config_from_hf(stated)
     except ValueError as error:
         return REFUSED, _line(error).partition(": ")[2]
     try:
-        tokens = torch.randint(settings.get("vocab_size", 83), (2, 24))
-        mine = model_of(there_and_back(weights(theirs), config, model_type), config)
+        theirs, tokens = model_with(model_type, settings), torch.randint(settings.get("vocab_size", 83), (2, 24))
         with torch.no_grad():
             expected = theirs(tokens, use_cache=False).logits
+    except Exception as error:
+        return ILLEGAL, _line(error)
+    try:
+        read = there_and_back(weights(theirs), config, model_type)
+    except ValueError as error:
+        return REFUSED, _line(error).partition(": ")[2]
+    try:
+        mine = model_of(read, config)
+        with torch.no_grad():
             error = (mine.logits(None, Batch.of_tokens(tokens)) - expected).norm() / expected.norm()
         if not error < 1e-9:
             return WRONG, f"logits differ by {error:.1e}"
@@ -107,7 +116,7 @@ def draws(model_type: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
 def _values(key: str, usual: Any) -> list[Any]:
     """Other values of a key of config.json."""
     if key in TABLES["values"]:
-        return [value for value in TABLES["values"][key] if value != usual]
+        return deepcopy([value for value in TABLES["values"][key] if value != usual])
     if isinstance(usual, bool):
         return [not usual]
     return [usual * 0.75, usual * 1.5] if isinstance(usual, float) else []
