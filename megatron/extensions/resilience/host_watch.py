@@ -112,8 +112,8 @@ class HostWatch(Watch):
         self._store, self._timeout, self._run = AskedStore(board.store), timeout, ""
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
-        self._excused = set[int]()
-        """Hosts from which no heartbeat has ever arrived, though they live."""
+        self._excused = dict[int, float]()
+        """Hosts from which no heartbeat has ever arrived, though they live -> the age at which each last answered."""
 
         self._lost = False
         """Whether this rank ends because hosts are lost."""
@@ -237,7 +237,7 @@ class HostWatch(Watch):
             return {int(host): float(age) for host, age in found.get(kind, {}).items()}
 
         lost = {(host, kind): age for kind in ("silent", "deaf") for host, age in ages(kind).items()}
-        unheard = {host: age for host, age in ages("unheard").items() if host not in self._excused}
+        unheard = {h: age for h, age in ages("unheard").items() if age - self._excused.get(h, 0.0) > self._timeout}
         if not lost and unheard:
             lost |= {(host, "silent"): age for host, age in unheard.items() if not self._lives(host, age)}
         if lost:
@@ -270,13 +270,13 @@ class HostWatch(Watch):
         """Whether a host from which no heartbeat ever came answers over TCP: then something keeps its UDP away."""
         if host not in self._links or not _answers((self._address(host), self._links[host].port), ANSWER):
             return False
-        self._excused.add(host)
-        if self._launch.local_rank == 0:
+        first, self._excused[host] = host not in self._excused, age
+        if first and self._launch.local_rank == 0:
             here = self._links[self._launch.rank]
             print(
                 f"no heartbeat of {self._named(host)} has arrived on {here.host} in {age:.0f} s, though it is there: "
-                f"does a firewall block UDP to port {here.port}? Without heartbeats, a lost host is noticed when "
-                "--distributed-timeout-minutes are over",
+                f"does a firewall block UDP to port {here.port}? Without heartbeats, connections that are not answered "
+                "show that a host is lost, and --distributed-timeout-minutes that its ranks are",
                 flush=True,
             )
         return True

@@ -113,9 +113,13 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, earl
     assert not (tmp_path / "save" / ".lease").exists()
 
 
-def test_a_host_whose_heartbeats_a_firewall_blocks_is_not_taken_for_lost(tmp_path: Path) -> None:
-    program = tmp_path / "mute_heartbeat.py"
+@pytest.mark.parametrize("pulled", [False, True])
+def test_a_host_whose_heartbeats_a_firewall_blocks_is_lost_only_without_connections(
+    tmp_path: Path, pulled: bool
+) -> None:
+    program, screen = tmp_path / "mute_heartbeat.py", tmp_path / "screen"
     program.write_text(host_watch.PROGRAM.read_text().replace("self._network.sendto(data, address)", "pass"))
+    lines = [f"no heartbeat of host{rank} (rank {rank} of 2) has arrived on host{1 - rank} in " for rank in range(2)]
     train_step = training.train_step
 
     def slow_step(run: training.TrainingRun, *args: Any) -> None:
@@ -130,9 +134,16 @@ def test_a_host_whose_heartbeats_a_firewall_blocks_is_not_taken_for_lost(tmp_pat
             host_watch.PROGRAM = program
             training.train_step = slow_step
 
-        with forked_ranks(2, [*MODEL, "--exit-interval", "14"], tmp_path / "screen", enter) as ranks:
-            assert join(ranks) == [0, 0]
-    text = (tmp_path / "screen").read_text()
-    for rank in range(2):
-        line = f"no heartbeat of host{rank} (rank {rank} of 2) has arrived on host{1 - rank} in "
-        assert text.count(line) == 1 and "does a firewall block UDP to port " in text, text
+        end = [] if pulled else ["--exit-interval", "14"]
+        with forked_ranks(2, [*MODEL, *end], screen, enter) as ranks:
+            limit = time.monotonic() + HANG
+            while pulled and not all(line in screen.read_text() for line in lines):
+                assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), screen.read_text()
+                time.sleep(0.05)
+            if pulled:
+                pull(box)
+            assert join(ranks) == ([1, 1] if pulled else [0, 0])
+    text = screen.read_text()
+    assert all(text.count(line) == 1 for line in lines) and "does a firewall block UDP to port " in text, text
+    if pulled:
+        assert text.count("host0 (rank 0 of 2) has heard nothing from host1 (rank 1 of 2) for ") == 1, text
