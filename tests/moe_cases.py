@@ -78,7 +78,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     own = "sigmoid" if sinkhorn and k == 1 else config.moe_router_score_function
     scores = functions.get(own, lambda logits: logits.softmax(-1))(logits)
     bias = layer.router.balance.expert_bias
-    ranked = scores if bias is None else scores + bias
+    ranked = scores if bias is None else (logits if config.moe_expert_bias_on_logits else scores) + bias
     if sinkhorn:
         ranked = torch.stack([sinkhorn_matrix(logits[:, j].detach()) for j in range(b)], 1)
     summed = logits if config.moe_router_scores == "softmax" and bias is None else scores
@@ -116,6 +116,10 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     if shared is not None:
         of_shared = mlp(config, shared, x)
         out = out + (of_shared * (x @ shared.gate_weight.T).sigmoid() if config.moe_shared_expert_gate else of_shared)
+    if config.moe_output_norm:
+        out = (
+            out / torch.sqrt(out.square().mean(-1, keepdim=True) + config.norm_epsilon) * layer.output_layernorm.weight
+        )
     probabilities = scores / scores.sum(-1, keepdim=True)
     auxiliary = config.moe_z_loss_coeff * logits.logsumexp(-1).square().mean()
     for kind, coefficient in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True):

@@ -23,6 +23,7 @@ SIDE_BY_SIDE: dict[str, Any] = {"parallel_residual": True, "parallel_residual_sh
 MODELS = {
     "one norm": replace(BASE, **SIDE_BY_SIDE),
     "one norm, norms of outputs": replace(BASE, **SIDE_BY_SIDE, norm_placement="sandwich", residual_multiplier=0.7),
+    "norms of sums": replace(BASE, norm_placement="sum", residual_multiplier=0.7),
     "LayerNorm without bias": replace(BASE, norm_parameters="weight"),
     "LayerNorm without parameters": replace(BASE, norm_parameters="none", qk_layernorm=True),
     "RMSNorm without parameters": replace(BASE, norm_parameters="none", normalization="RMSNorm"),
@@ -113,13 +114,15 @@ def literal_logits(config: TransformerConfig, weights: dict[str, Tensor], tokens
             function = F.relu if config.activation == "relu" else F.gelu
             return linear(weights, f"{name}.mlp.linear_fc2", function(linear(weights, f"{name}.mlp.linear_fc1", x)))
 
-        behind, before = config.norm_placement == "sandwich", normed("input_layernorm", x)
+        behind, sums = config.norm_placement == "sandwich", config.norm_placement == "sum"
+        before = normed("input_layernorm", x, not sums)
         attended = attention(config, weights, f"{name}.self_attention", before)
         attended = normed("post_attention_layernorm", attended, behind)
-        after = x + config.residual_multiplier * attended
-        of_mlp = before if config.parallel_residual else normed("pre_mlp_layernorm", after)
+        after = normed("post_attention_layernorm", x + config.residual_multiplier * attended, sums)
+        of_mlp = before if config.parallel_residual else normed("pre_mlp_layernorm", after, not sums)
         x = after + config.residual_multiplier * normed("post_mlp_layernorm", mlp(of_mlp), behind)
-    x = norm(config, weights, "decoder.final_layernorm", x)
+        x = normed("post_mlp_layernorm", x, sums)
+    x = x if config.norms_sums else norm(config, weights, "decoder.final_layernorm", x)
     head = "embedding.word_embeddings" if config.tied_embeddings else "output_layer"
     logits = x @ weights[f"{head}.weight"].t()
     return (logits + weights.get("output_layer.bias", 0.0)) / config.logits_scaling

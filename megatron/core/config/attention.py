@@ -92,6 +92,16 @@ class RotaryConfig:
     """YaRN: the same factor for all channels of queries and keys: it scales the softmax and is divided out of the
     rotated channels (DeepSeek). Scales the softmax of multi-latent attention only."""
 
+    @property
+    def position_table(self) -> bool:
+        """Whether a vector of its position is added to the embedding of each token."""
+        return self.position_embedding_type in TABLES
+
+    @property
+    def alibi(self) -> bool:
+        """Whether attention scores have ALiBi's biases."""
+        return self.position_embedding_type == "alibi"
+
 
 @dataclass(frozen=True)
 class SelfAttentionConfig:

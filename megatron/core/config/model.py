@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import log, sqrt
 from typing import Any
 
-from megatron.core.config.attention import LOCAL, TABLES, RotaryConfig, SelfAttentionConfig
+from megatron.core.config.attention import LOCAL, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.hybrid import EXPERTS, HybridConfig, read_pattern
 from megatron.core.config.layers import (
@@ -35,6 +35,7 @@ from megatron.core.parts import (
     RESIDUALS,
 )
 
+NO_NORMS_OF_INPUTS = "--norm-placement output", "--norm-placement sum"
 BUILT_IN_NORMS = "--normalization LayerNorm or --normalization RMSNorm; use one of these, or remove it"
 
 
@@ -95,15 +96,16 @@ class TransformerConfig(
     normalization: str = flag("LayerNorm", choices=NORMALIZATIONS)
     """Normalization before attention, before the MLP, and after the last layer."""
 
-    norm_placement: str = flag("pre", choices=("pre", "output", "sandwich"))
+    norm_placement: str = flag("pre", choices=("pre", "output", "sandwich", "sum"))
     """Norms of each sublayer: of its input (pre), of its output before it is added to the residual stream (output, as
-    OLMo 2 has it), or of both (sandwich, as Gemma 3 has it)."""
+    OLMo 2 has it), of both (sandwich, as Gemma 3 has it), or of the stream behind the addition, without a norm behind
+    the last layer (sum, as the first GPT has it)."""
 
     parallel_residual: bool = False
     """Attention and MLP of a layer read the same input and their outputs are added to it together (GPT-NeoX)."""
 
     parallel_residual_shared_norm: bool = flag(
-        False, no_effect_without="--parallel-residual", excludes="--norm-placement output: it has no norms of inputs"
+        False, no_effect_without="--parallel-residual", excludes=NO_NORMS_OF_INPUTS
     )
     """One norm of the input of attention and MLP of a layer with --parallel-residual (GPT-J, Falcon, Command R)."""
 
@@ -442,7 +444,12 @@ class TransformerConfig(
     @property
     def norms_inputs(self) -> bool:
         """Whether a norm precedes each sublayer."""
-        return self.norm_placement != "output"
+        return self.norm_placement in ("pre", "sandwich")
+
+    @property
+    def norms_sums(self) -> bool:
+        """Whether a norm follows each addition to the residual stream."""
+        return self.norm_placement == "sum"
 
     @property
     def norms_apart(self) -> bool:
@@ -451,7 +458,7 @@ class TransformerConfig(
 
     @property
     def norms_outputs(self) -> bool:
-        """Whether a norm follows each sublayer."""
+        """Whether a norm follows each sublayer, before or behind the addition."""
         return self.norm_placement != "pre"
 
     @property
@@ -464,16 +471,6 @@ class TransformerConfig(
     def attends_in_tiles(self) -> bool:
         """Whether kernels of tiles compute all attention: biases, sinks or caps of scores, which torch's has not."""
         return self.alibi or self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
-
-    @property
-    def position_table(self) -> bool:
-        """Whether a vector of its position is added to the embedding of each token."""
-        return self.position_embedding_type in TABLES
-
-    @property
-    def alibi(self) -> bool:
-        """Whether attention scores have ALiBi's biases."""
-        return self.position_embedding_type == "alibi"
 
     @property
     def max_positions(self) -> int:

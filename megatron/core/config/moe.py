@@ -38,6 +38,9 @@ class MoEConfig:
     moe_shared_expert_gate: bool = flag(False, no_effect_without="--moe-shared-expert-intermediate-size")
     """Multiply the shared expert's output by a sigmoid of the token, a linear map to one number (Qwen2-MoE)."""
 
+    moe_output_norm: bool = False
+    """Normalize the sum of the outputs of experts and shared expert (A.X K1)."""
+
     moe_router_topk: int = 2
     """Experts k that each token is routed to."""
 
@@ -81,6 +84,9 @@ class MoEConfig:
     """Choose experts by score plus a bias that rises while an expert receives less than its share: load balancing
     without a loss (arXiv 2408.15664). It is added to scores of sigmoid or sqrtsoftplus, or to the softmax over all
     experts (ERNIE 4.5, LongCat-Flash)."""
+
+    moe_expert_bias_on_logits: bool = flag(False, no_effect_without="--moe-router-enable-expert-bias")
+    """Add the expert bias to the router's logits in place of scores (Kolibri)."""
 
     moe_router_bias_update_rate: float = flag(1e-3, no_effect_without="--moe-router-enable-expert-bias")
     """Update step of the expert bias per iteration."""

@@ -13,6 +13,7 @@ from megatron.core.moe.parameters import latent_projections, shared_gate_meta
 from megatron.core.moe.router import RouterFunction, TopKRouter
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, make_parameter
 from megatron.core.transformer.mlp import SharedExpert
+from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recomputed
 
 
@@ -54,6 +55,8 @@ class MoELayer(nn.Module):
         shared = config.moe_shared_expert_intermediate_size
         expert = GatedSharedExpert if config.moe_shared_expert_gate else SharedExpert
         self.shared_experts = expert(f"{name}.shared_experts", config, ctx) if shared else None
+        of_output = f"{name}.output_layernorm", config.hidden_size, config, ctx
+        self.output_layernorm = build_norm(*of_output) if config.moe_output_norm else nn.Identity()
         self.recompute = config.recomputes("moe")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -69,4 +72,4 @@ class MoELayer(nn.Module):
         latent = self.fc1_latent_proj(x)
         rows, weights = routes.dispatch(latent.flatten(0, 1), choice.weights.flatten())
         out = self.fc2_latent_proj(routes.combine(self.experts(rows, weights, routes.segments)).view_as(latent))
-        return out if shared is None else out + shared
+        return self.output_layernorm(out if shared is None else out + shared)

@@ -167,7 +167,7 @@ class TopKRouter(nn.Module):
         self.scores: Scores = SCORES[config.moe_router_scores](config)
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
         self.group_score_topk = config.moe_router_group_score_topk or self.topk // (self.group_topk or 1)
-        self.sinkhorn = config.moe_sinkhorn
+        self.sinkhorn, self.biased_logits = config.moe_sinkhorn, config.moe_expert_bias_on_logits
         forced = config.moe_router_force_load_balancing
         self.random_logits = RandomLogits(f"{name}.random_logits", ctx.seed) if forced else None
         self.scaling = config.moe_router_topk_scaling_factor
@@ -213,7 +213,7 @@ class TopKRouter(nn.Module):
         """The choice [s, b, k] with expert bias and within groups of experts; `unbiased` is the one without both."""
         bias, summed = self.balance.expert_bias, None
         if bias is not None:
-            ranked = summed = self.scores.positive(logits) + bias
+            ranked = summed = (logits if self.biased_logits else self.scores.positive(logits)) + bias
         if self.groups is not None and self.group_topk is not None:
             summed = self.scores.summed(logits) if summed is None else summed
             outside = outside_best_groups(summed, self.groups, self.group_topk, self.group_score_topk)

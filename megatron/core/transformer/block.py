@@ -69,6 +69,7 @@ class TransformerBlock(nn.Module):
         residual = RESIDUALS[config.residual] if config.residual is not None else None
         self.enter = partial(residual.enter, config=config) if residual and first else nn.Identity()
         self.leave = residual.leave(norm, config, ctx) if residual and final_norm else nn.Identity()
+        final_norm = final_norm and not config.norms_sums
         self.final_layernorm = build_norm(norm, config.hidden_size, config, ctx) if final_norm else nn.Identity()
         self.offload, offloaded = offload, offload.num_layers if offload is not None else 0
         self.segments = recompute_segments(config, len(self.layers), offloaded)

@@ -47,7 +47,8 @@ def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> 
 
 class TransformerLayer(nn.Module):
     """Two sublayers f, attention and an MLP or experts, or one of them, each of which adds dropout(post(f(pre(x)))) to
-    the residual stream x. pre and post are norms, or identities, by `--norm-placement`."""
+    the residual stream x. pre and post are norms, or identities, by `--norm-placement`. Norms of sums make x
+    post(x + dropout(f(x)))."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -74,9 +75,12 @@ class TransformerLayer(nn.Module):
         self.recompute_norms = config.norms_inputs and config.recomputes("layernorm")
         self.parallel, self.multiplier = config.parallel_residual, config.residual_multiplier
         self.shares_norm = config.norms_inputs and not config.norms_apart
+        self.norms_sums = config.norms_sums
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. w is `config.residual_size`."""
+        if self.norms_sums:
+            return self._with_norms_of_sums(x, context)
         if self.shares_norm:
             return x + self._of_norm(self.input_layernorm, x, self._side_by_side, context)
         y: Tensor = self.attention_residual(x, self._attention, context) if self.mixes else x
@@ -91,6 +95,14 @@ class TransformerLayer(nn.Module):
     def _mlp(self, x: Tensor, context: BatchContext) -> Tensor:
         y = self.post_mlp_layernorm(self._of_norm(self.pre_mlp_layernorm, x, self.mlp, context))
         return self._scaled(self.mlp_dropout(y, context))
+
+    def _with_norms_of_sums(self, x: Tensor, context: BatchContext) -> Tensor:
+        if self.mixes:
+            attended = self.attention_dropout(self.self_attention(x, context), context)
+            x = self.post_attention_layernorm(x + self._scaled(attended))
+        if self.has_mlp:
+            x = self.post_mlp_layernorm(x + self._scaled(self.mlp_dropout(self.mlp(x, context), context)))
+        return x
 
     def _side_by_side(self, normed: Tensor, context: BatchContext) -> Tensor:
         """What attention and MLP add to the residual stream, both of `normed` [s, b, h]."""

@@ -92,6 +92,8 @@ class FusedTransformerLayer(TransformerLayer):
     def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With `pending` the last addition is left
         to what reads the stream."""
+        if self.norms_sums:
+            return super().forward(added(x), context)
         stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)
         return stream if pending else stream.added()
 

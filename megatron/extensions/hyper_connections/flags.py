@@ -27,7 +27,10 @@ class HyperConnectionFlags:
     enable_mhc_connections: bool = flag(
         False,
         "--enable-hyper-connections",
-        excludes="--parallel-residual: each sublayer reads and writes the streams in its turn",
+        excludes=(
+            "--parallel-residual: each sublayer reads and writes the streams in its turn",
+            "--norm-placement sum: there is no sum of a stream with an output",
+        ),
     )
     """Several residual streams (mHC, as in DeepSeek-V4): each sublayer reads a weighted sum of them, and a doubly
     stochastic matrix mixes them before its output is added to each. All weights depend on the token."""

@@ -179,7 +179,8 @@ def _end(norm: str, config: TransformerConfig, sequence_parallel: bool) -> Itera
     """The parameters behind the last layer: of the residual stream's end, and the norm of this name."""
     if config.residual is not None:
         yield from imported(RESIDUALS.facts(config.residual).end_parameters)(norm, config, sequence_parallel)
-    yield from _norm(norm, config.hidden_size, config, sequence_partial(sequence_parallel))
+    if not config.norms_sums:
+        yield from _norm(norm, config.hidden_size, config, sequence_partial(sequence_parallel))
 
 
 def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
@@ -223,6 +224,8 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
         if config.moe_shared_expert_gate:
             yield shared_gate_meta(f"{name}.shared_experts", config, sequence_parallel)
         yield from _mlp(f"{name}.shared_experts", config, shared, sequence_parallel)
+    if config.moe_output_norm:
+        yield from _norm(f"{name}.output_layernorm", config.hidden_size, config, sequence_partial(sequence_parallel))
 
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:

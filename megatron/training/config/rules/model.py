@@ -111,6 +111,12 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.norm_parameters == "weight" and m.normalization == "RMSNorm":
         rule = "has no effect with --normalization RMSNorm, which has a weight alone"
         yield Problem("--norm-parameters", "weight", rule, "remove it", harmless=True)
+    if m.norms_sums and m.parallel_residual:
+        why = "the MLP reads the norm of the sum with attention's output"
+        yield Problem.exclusive("--parallel-residual", None, "--norm-placement sum", why)
+    if m.norms_sums and m.mtp_depths:
+        why = "its modules end in a norm of their own"
+        yield Problem.exclusive(DEPTHS, m.mtp_depths, "--norm-placement sum", why)
     if not m.qk_layernorm or scope == "head":
         return
     legal = ("RMSNorm",) if scope == "all" else ("LayerNorm", "RMSNorm")
