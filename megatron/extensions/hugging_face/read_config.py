@@ -143,12 +143,15 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
         first, layers = hf["first_k_dense_replace"], hf.get("num_hidden_layers")
         if type(first) is not int or type(layers) is not int or not 0 <= first < layers:
             yield f"first_k_dense_replace = {first!r} must be at least 0 and below num_hidden_layers = {layers!r}"
+    of_topk = next((key for key, ours in family.keys.items() if ours == "moe_router_topk"), "")
+    normalized = "norm_topk_prob" not in family.keys or hf["norm_topk_prob"]
+    sigmoid = family.fixed.get("moe_router_score_function") == "sigmoid" and of_topk not in family.only
+    if sigmoid and normalized and hf.get(of_topk) == 1:
+        yield f"{of_topk} = 1 with norm_topk_prob; supported: 2 or more"
     if hf.get("moe_layer_end_index", -1) not in (-1, hf.get("num_hidden_layers", 0) - 1):
         yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
     if "n_group" in family.keys and type(hf.get("num_experts_per_tok")) is int:
         topk, groups, best = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
-        if topk == 1:
-            yield "num_experts_per_tok = 1 with norm_topk_prob; supported: 2 or more"
         if groups != 1 and topk != 2 * best:
             yield f"num_experts_per_tok = {topk}, supported with n_group: 2 * topk_group = {2 * best}"
 
