@@ -40,6 +40,7 @@ class HybridConfig:
 
     hybrid_layer_pattern: str | None = flag(
         None,
+        "--hybrid-override-pattern",
         excludes=(
             "--experimental-attention-variant: letters say which layers have linear attention",
             Condition(

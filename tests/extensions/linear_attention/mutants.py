@@ -11,6 +11,7 @@ from megatron.core.batch import BatchContext
 from megatron.core.collectives import swap_blocks
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_state import Axis
+from megatron.core.transformer import layer
 from megatron.extensions.linear_attention import gated_delta_net
 from megatron.extensions.linear_attention.parameters import DeltaNetParameters
 from tests.parity.mutants.common import mutant, plant
@@ -76,3 +77,12 @@ plant(
     cp="2gather",
     layers="delta nets",
 )
+
+
+@mutant(layer.TransformerLayer, "forward", world="2", pp="2", layers="sublayers")
+def _without_the_stream(self: layer.TransformerLayer, x: Tensor, context: BatchContext) -> Tensor:
+    """Layers without an MLP do not add to the residual stream."""
+    return _true_forward(self, x, context) - (0 if self.has_mlp else x)
+
+
+_true_forward = layer.TransformerLayer.forward

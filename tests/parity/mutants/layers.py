@@ -74,12 +74,3 @@ plant(
     tp="2",
     block="wide norms",
 )
-
-
-@mutant(layer.TransformerLayer, "forward", world="2", pp="2", layers="sublayers")
-def _without_the_stream(self: layer.TransformerLayer, x: Tensor, context: BatchContext) -> Tensor:
-    """Layers without an MLP do not add to the residual stream."""
-    return _true_forward(self, x, context) - (0 if self.has_mlp else x)
-
-
-_true_forward = layer.TransformerLayer.forward
