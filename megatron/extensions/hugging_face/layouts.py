@@ -55,6 +55,9 @@ class Pieces(Layout):
     section: int | None = None
     """The dim of their single tensor along which pieces lie one behind the other, each in proportion to its count."""
 
+    sections: int | None = None
+    """Pieces that lie so in the first of several tensors, where each of the others is a piece."""
+
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         pieces: Sequence[Tensor] = (parameter,)
         if self.joined is not None:
@@ -62,17 +65,23 @@ class Pieces(Layout):
         sizes = self.sizes(config)
         sides = [self._sides(at) for at in range(len(pieces))]
         found = [rearranged(each, ours, theirs, sizes) for each, (theirs, ours) in zip(pieces, sides, strict=True)]
-        return tuple(each.contiguous() for each in found) if self.section is None else (cat(found, dim=self.section),)
+        if self.section is not None:
+            first = self.sections or len(found)
+            found = [cat(found[:first], dim=self.section), *found[first:]]
+        return tuple(each.contiguous() for each in found)
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
         if self.joined is None:
             return self._piece(config, 0, tensors[0], box)
         found, start, counts = [], 0, self._counts(config, len(tensors))
-        wanted = box[self.joined]
+        wanted, first = box[self.joined], 0 if self.section is None else self.sections or len(counts)
         for at, count in enumerate(counts):
             inside = slice(max(wanted.start - start, 0), min(wanted.stop - start, count))
             if inside.start < inside.stop:
-                tensor = tensors[at] if self.section is None else _Section(tensors[0], self.section, start, counts, at)
+                if at < first:
+                    tensor: Sliceable = _Section(tensors[0], self.section or 0, start, counts[:first], at)
+                else:
+                    tensor = tensors[at - max(first - 1, 0)]
                 of_piece = (*box[: self.joined], inside, *box[self.joined + 1 :])
                 found.append(self._piece(config, at, tensor, of_piece))
             start += count
@@ -287,6 +296,12 @@ LAYOUTS: dict[str, Layout] = {
     "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
     # BLOOM, GPT-NeoX: head by head its query, key and value: our order, three dims as one.
     "GroupByGroup": Pieces(_GROUPS, _query_groups),
+    # CodeGen: four blocks of heads, each with all of its queries, then values, then keys.
+    "BlocksOfHeads": Reordered(
+        Pieces("(m p n d) ... -> (m n) p d ...", lambda config: {"m": 4, "p": 3, "d": config.head_dim}),
+        1,
+        lambda config: [0, 2, 1],
+    ),
     "Heads": Pieces("(g d) ... -> g d ...", lambda config: {"g": config.num_attention_heads}),
     # Heads, and a latent, whose last channels are rotated as two halves; ours as pairs (MiniCPM 3).
     "HeadsOfHalves": Reordered(
@@ -311,6 +326,10 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # The same for the two projections of a gated delta net, by key heads (Qwen3-Next).
     "KeyHeads": Pieces("(g n) ... -> g n ...", _key_heads, 1, _of_key_heads),
+    # The same for the rows of all queries, keys and values, of all gates, and of both numbers of each head (Qwen3.5).
+    "KeyHeadsApart": Pieces(
+        "(g n) ... -> g n ...", _key_heads, 1, lambda config: delta_nets(config).linear_channels, section=0, sections=3
+    ),
     # [channels, 1, taps], those of all queries, keys and values, as [key heads, channels of each, taps].
     "ConvolvedHeads": Pieces(
         "(g n) 1 t -> g n t", _key_heads, 1, lambda config: delta_nets(config).linear_channels[:3], section=0
