@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -182,6 +183,13 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["moe_layer_freq"] = _experts_from_hf(hf)
     if fields["position_embedding_type"] == "rope":
         fields |= _rotary_from_hf(hf, family)
+    if hf.get("layer_rope_theta"):
+        fields |= _bases_from_hf(hf, family)
+    if hf.get("num_attention_heads_per_layer"):
+        full, local = _by_kind(hf, family, "num_attention_heads_per_layer")
+        fields |= {"num_attention_heads": full or local, "window_num_attention_heads": local}
+    if "topk_method" in family.only and hf["topk_method"] != "greedy":
+        fields |= _groups_from_hf(hf)
     if "no_rope_layers" in family.defaults:
         fields["no_rope_freq"] = pattern_text([not rotated for rotated in _rotated_layers(hf)], usual=False)
     if family.rotary_layers != "all" and hf.get("sliding_window"):
@@ -197,7 +205,8 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["attention_temperature_coeff"] = float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
     if "moe_layers" in family.defaults:
         fields["moe_layer_freq"] = _moe_layers_from_hf(hf)
-    fields = _window_from_hf(hf, family) | fields
+    if "window_size" not in family.fixed:
+        fields |= _window_from_hf(hf, family)
     if family.window_groups > 1 and fields.get("window_size"):
         groups = fields["num_query_groups"] or fields["num_attention_heads"]
         fields["window_num_query_groups"] = groups * family.window_groups
@@ -260,6 +269,42 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return fields
 
 
+def _bases_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Rotary bases of layers, 0 for those without rotary embedding."""
+    listed, (full, local) = hf["layer_rope_theta"], _by_kind(hf, family, "layer_rope_theta", without=0)
+    scaled = (hf.get("rope_scaling") or hf.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    if scaled and full and local and full != local:
+        raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
+    fields: dict[str, Any] = {"rotary_base": float(full or local)} if full or local else {}
+    fields["window_rotary_base"] = float(local) if full and local and full != local else None
+    return fields | {"no_rope_freq": pattern_text([not base for base in listed], usual=False)}
+
+
+def _by_kind(hf: Mapping[str, Any], family: Family, key: str, without: Any = None) -> tuple[Any, Any]:
+    """From a list by layer, the value of layers that see all earlier tokens, and of those with a sliding window; None
+    if there are none, apart from those with the value `without`."""
+    local = _windows(hf, family) if hf.get("sliding_window") else [False] * hf["num_hidden_layers"]
+    if len(hf[key]) != len(local):
+        raise ValueError(f"config.json: {key} has {len(hf[key])} entries for {len(local)} layers")
+    found = []
+    for kind in (False, True):
+        values = {value for value, each in zip(hf[key], local, strict=True) if each == kind and value != without}
+        if len(values) > 1:
+            raise ValueError(
+                f"config.json: {key} = {hf[key]} differs among layers {'with' if kind else 'without'} a window"
+            )
+        found.append(next(iter(values), None))
+    return found[0], found[1]
+
+
+def _groups_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups of experts, of which the best ones are those of the largest score (DeepSeek-V2)."""
+    for key in ("n_group", "topk_group"):
+        _check_count(key, hf.get(key))
+    fields = {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
+    return fields | {"moe_router_group_score_topk": 1}
+
+
 def _rotated_fraction(hf: Mapping[str, Any], family: Family) -> float:
     """Fraction of a head's channels that are rotated; MiniMax M2 and GPT-J count them."""
     if not hf.get("rotary_dim"):
@@ -318,6 +363,10 @@ def _windows(hf: Mapping[str, Any], family: Family) -> list[bool]:
             return family.layer_types[number % len(family.layer_types)] == LOCAL
         return bool(number >= first and not (period and not (number + 1) % period))
 
+    if "attention_types" in family.defaults:
+        kinds = (kind for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds)
+        listed = {**hf, "attention_types": list(islice(kinds, hf["num_hidden_layers"] + 1))}
+        return _listed(listed, "attention_types", ("global", "local"))
     return _listed(hf, "layer_types", (FULL, LOCAL), usual)
 
 

@@ -76,6 +76,9 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         if "use_sliding_window" in family.defaults:
             hf["use_sliding_window"] = config.window_size is not None
             hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
+        if "attention_types" in family.defaults:
+            hf["sliding_window"] = config.window_size or family.defaults["sliding_window"]
+            hf["attention_types"] = [[["local" if local else "global" for local in config.local_pattern], 1]]
         usual = family.layer_types or "sliding_window_pattern" in family.defaults
         if usual or 0 < sum(config.local_pattern) < config.num_layers:
             hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
@@ -87,6 +90,15 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if "attn_temperature_tuning" in family.defaults:
         coeff = config.attention_temperature_coeff
         hf |= {"attn_temperature_tuning": coeff > 0, "attn_scale": coeff or family.defaults["attn_scale"]}
+    if "layer_rope_theta" in family.defaults:
+        bases = [(config.window_rotary_base if local else None) or config.rotary_base for local in config.local_pattern]
+        hf["layer_rope_theta"] = [base * rotated for base, rotated in zip(bases, config.rope_pattern, strict=True)]
+    if "num_attention_heads_per_layer" in family.defaults:
+        heads = [config.of_layer(layer).num_attention_heads for layer in range(config.num_layers)]
+        hf["num_attention_heads_per_layer"] = heads
+    if "topk_method" in family.only and (config.moe_router_num_groups or 1) > 1:
+        groups = {"n_group": config.moe_router_num_groups, "topk_group": config.moe_router_group_topk}
+        hf |= {"topk_method": "group_limited_greedy", **groups}
     if "moe_layers" in family.defaults:
         hf["moe_layers"] = list(config.moe_layers)
     if "no_rope_layers" in family.defaults:
@@ -97,7 +109,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         if name:
             found.setdefault(outer, {})[name] = value
         elif key not in family.unwritten:
-            found[family.spelling.get(key, key)] = value
+            name = family.spelling.get(key, key)
+            found[name] = found.get(name, {}) | value if isinstance(value, dict) else value
     return found
 
 

@@ -26,7 +26,9 @@ transformers = pytest.importorskip("transformers")
 
 EXACT = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
 EAGER = {"attn_implementation": "eager"}
-OPTIONS = dict.fromkeys(("bloom", "gemma2", "gpt_oss", "mimo_v2_flash", "vaultgemma"), EXACT | EAGER)
+OPTIONS = dict.fromkeys(
+    ("bloom", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"), EXACT | EAGER
+)
 """Attention with caps, sinks or biases of scores is eager."""
 
 
