@@ -199,7 +199,7 @@ def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
     table = _whole(own)
     if missing := [key for key in ("architecture", "prefix", "weights", "keys", "fixed") if key not in table]:
         raise ValueError(f"{file}: {missing[0]}: is missing; state it, or say which base this family is like")
-    booleans = {"true": True, "false": False}  # JSON has texts only as keys
+    booleans = {"true": True, "false": False, "null": None}  # JSON has texts only as keys
     values = {
         key: {booleans.get(theirs, theirs): ours for theirs, ours in each.items()}
         for key, each in table.pop("values", {}).items()

@@ -243,6 +243,19 @@ def delta_nets(config: TransformerConfig) -> Any:
     return next(options for options in config.extension_options if hasattr(options, "linear_num_key_heads"))
 
 
+def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
+    """Rows of a group in the projection of Mamba-2: gates, inputs, B, C and step sizes. Its shape is options of
+    whichever extension states it."""
+    own: Any = next(options for options in config.extension_options if hasattr(options, "mamba_num_groups"))
+    heads = (own.mamba_num_heads or 2 * config.hidden_size // own.mamba_head_dim) // own.mamba_num_groups
+    width, states = heads * own.mamba_head_dim, own.mamba_state_dim
+    return width, width, states, states, heads
+
+
+def _mamba_groups(config: TransformerConfig) -> dict[str, int]:
+    return {"g": next(each.mamba_num_groups for each in config.extension_options if hasattr(each, "mamba_num_groups"))}
+
+
 def _query_groups(config: TransformerConfig) -> dict[str, int]:
     return {"g": config.query_groups, "d": config.head_dim, "pair": 2}
 
@@ -334,5 +347,10 @@ LAYOUTS: dict[str, Layout] = {
     "ConvolvedHeads": Pieces(
         "(g n) 1 t -> g n t", _key_heads, 1, lambda config: delta_nets(config).linear_channels[:3], section=0
     ),
+    # Mamba-2: one tensor with the gates of all groups, then their inputs, B, C and step sizes; and the convolutions of
+    # inputs, B and C, weights [channels, 1, taps] and biases.
+    "GroupsOfHeads": Pieces("(g n) ... -> g n ...", _mamba_groups, 1, mamba_channels, section=0),
+    "ConvolvedGroups": Pieces("(g n) 1 t -> g n t", _mamba_groups, 1, lambda c: mamba_channels(c)[1:4], section=0),
+    "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, lambda c: mamba_channels(c)[1:4], section=0),
     "WithConstantsOfXIELU": WithConstantsOfXIELU(),
 }

@@ -95,7 +95,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     }
     hf_config = {**hf_config, **inner}
     names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
-    hf = {**family.defaults, **{names.get(key, key): value for key, value in hf_config.items()}}
+    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in hf_config.items()}
+    hf = {**family.defaults, **{names.get(key, key): value for key, value in listed.items()}}
     try:
         problems = list(_problems(hf, family))
         config = None if problems else _config(hf, family)
@@ -197,8 +198,9 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     elif family.rotary_layers == "windows":
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     if "full_attention_interval" in family.defaults:
-        linear = _listed(hf, "layer_types", (FULL, LINEAR), lambda n: (n + 1) % hf["full_attention_interval"])
-        fields["linear_attention_freq"] = pattern_text(linear, usual=True)
+        fields["linear_attention_freq"] = pattern_text(_linear_layers(hf), usual=True)
+    if "hybrid_layer_pattern" in fields:
+        fields["hybrid_layer_pattern"] *= fields["num_layers"]
     if "attention_chunk_size" in family.defaults:
         fields |= _chunks_from_hf(hf)
     if "attn_temperature_tuning" in family.defaults:
@@ -211,6 +213,18 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         groups = fields["num_query_groups"] or fields["num_attention_heads"]
         fields["window_num_query_groups"] = groups * family.window_groups
     return with_fields(TransformerConfig(), fields)
+
+
+def _linear_layers(hf: Mapping[str, Any]) -> list[bool]:
+    """By layer, whether it has linear attention: by a list, by one of the others, or all but each N-th."""
+    interval, others = hf["full_attention_interval"], hf.get("attn_layer_indices") or ()
+    legacy = {"mamba": LINEAR, "attention": FULL}
+    listed = [legacy.get(each, each) for each in hf.get("layer_types") or ()]
+
+    def usual(number: int) -> bool:
+        return number not in others and bool(not interval or (number + 1) % interval)
+
+    return _listed({**hf, "layer_types": listed}, "layer_types", (FULL, LINEAR), usual)
 
 
 def _product(hf: Mapping[str, Any], powers: Mapping[str, float]) -> float | None:

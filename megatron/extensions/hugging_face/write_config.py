@@ -69,7 +69,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
     if family.multi_token_key and config.mtp_depths:
         hf[family.multi_token_key] = config.mtp_depths
-    if family.fixed["position_embedding_type"] == "rope":
+    if family.fixed.get("position_embedding_type", config.position_embedding_type) == "rope":
         hf |= _rotary_to_hf(config, family)
     if "window_size" not in family.fixed:
         hf["sliding_window"] = config.window_size
@@ -84,6 +84,10 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
             hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
     if "full_attention_interval" in family.defaults:
         hf["layer_types"] = [LINEAR if linear else FULL for linear in config.linear_pattern]
+    if "attn_layer_indices" in family.defaults:
+        hf["attn_layer_indices"] = [layer for layer, linear in enumerate(config.linear_pattern) if not linear]
+    if "mamba_expand" in family.defaults:
+        hf["mamba_expand"] = stated["mamba_num_heads"] * stated["mamba_head_dim"] // config.hidden_size
     if "attention_chunk_size" in family.defaults:
         hf["attention_chunk_size"] = config.attention_chunk_size
         hf["layer_types"] = [CHUNKED if local else FULL for local in config.local_pattern]
@@ -226,13 +230,14 @@ def _with_derived(config: TransformerConfig) -> dict[str, Any]:
         "window_num_query_groups": config.window_num_query_groups or config.query_groups,
         "window_softmax_type": config.window_softmax_type or config.softmax_type,
         "window_rotary_percent": config.window_rotary_percent or config.rotary_percent,
+        "mamba_num_heads": fields.get("mamba_num_heads") or 2 * config.hidden_size // fields.get("mamba_head_dim", 64),
     }
 
 
 def settings_of(config: TransformerConfig) -> dict[str, Any]:
     """Fields that affect the model's outputs, with derived values. Fields without effect are left out."""
     fields = _with_derived(config)
-    rotary = config.position_embedding_type == "rope"
+    rotary, attends = config.position_embedding_type == "rope", any(layer.attends for layer in config.layers)
     if not rotary:
         fields |= {"no_rope_freq": None, "window_rotary_base": None}
     idle = ["swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # of activation_func
@@ -245,7 +250,9 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
     idle += ["max_position_embeddings"] if config.position_embedding_type != "learned_absolute" else []
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
-    idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
+    idle += ["ffn_hidden_size"] if not config.dense_layers else []
+    idle += ["num_attention_heads", "num_query_groups", "kv_channels", "softmax_scale"] if not attends else []
+    idle += [name for name in fields if name.startswith("mamba_") and "mamba2" not in config.linear_attentions]
     idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
     idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]
     idle += [name for name in fields if name in OF_WINDOWS and not any(config.local_pattern)]

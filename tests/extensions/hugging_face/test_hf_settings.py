@@ -24,6 +24,7 @@ from megatron.extensions.hugging_face.read_config import config_from_hf, text_mo
 from megatron.extensions.hugging_face.weights import HFWeights, placements
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import flags_of
 from tests.extensions.hugging_face import sweep
 from tests.extensions.hugging_face.hf_exact import model_with, random_model, weights
 from tests.extensions.hugging_face.hf_models import BASES, CASES, SIZES, TABLES, YARN, assert_same_weights
@@ -71,11 +72,14 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
     ("family", "name", "box"),
     [
         ("qwen3_5_text", "in_proj", (slice(1, 2), slice(4, 40), slice(3, 9))),
+        ("mamba2", "in_proj", (slice(1, 2), slice(3, 45), slice(2, 9))),
         ("codegen", "linear_qkv", (slice(1, 3), slice(1, 3), slice(2, 5), slice(0, 9))),
     ],
 )
 def test_a_part_of_a_parameter(family: str, name: str, box: tuple[slice, ...]) -> None:
     """Of several pieces in one of their tensors, and of blocks of heads."""
+    if not {*HF_FAMILIES[family].keys.values()} <= {flag.field for flag in flags_of("model")}:
+        pytest.skip("the extension with its layers is not installed")
     theirs, name = model_with(family, sweep.tiny(family)), f"decoder.layers.0.self_attention.{name}.weight"
     whole = HFWeights(weights(theirs), config_from_hf(theirs.config.to_dict()), family)
     assert torch.equal(whole.read(name, box), whole.read(name)[box])
