@@ -78,6 +78,9 @@ class Family:
     earlier_tokens: str | None = None
     """Key with the earlier tokens in a sliding window, where that is given: one less than --window-size."""
 
+    width_without_experts: str | None = None
+    """Key with the width of the MLP of a model of 0 experts, beside experts that of the shared expert."""
+
     rotary_layers: str = "all"
     """Layers with a rotary embedding: "all", those with sliding "windows", or these "windows, if any"."""
 

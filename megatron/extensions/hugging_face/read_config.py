@@ -130,6 +130,8 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{key} needs the extension {home_of(dashed(ours))}, which is not installed"
         elif key not in hf:
             yield f"{key} is missing"
+        elif ours == "num_experts" and family.width_without_experts and hf[key] == 0:
+            continue
         elif key not in family.values and (rule := _broken_rule(hf[key], hints[ours])):
             yield f"{key} = {hf[key]!r} must be {rule}"
     yield from _problems_of_experts(hf, family)
@@ -152,10 +154,6 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
         yield f"{of_topk} = 1 with norm_topk_prob; supported: 2 or more"
     if hf.get("moe_layer_end_index", -1) not in (-1, hf.get("num_hidden_layers", 0) - 1):
         yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
-    if "n_group" in family.keys and type(hf.get("num_experts_per_tok")) is int:
-        topk, groups, best = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
-        if groups != 1 and topk != 2 * best:
-            yield f"num_experts_per_tok = {topk}, supported with n_group: 2 * topk_group = {2 * best}"
 
 
 def _broken_rule(value: Any, hint: Any) -> str | None:
@@ -180,6 +178,11 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     if fields.get("num_query_groups") == fields["num_attention_heads"]:
         fields["num_query_groups"] = None
     fields["group_query_attention"] = fields.get("num_query_groups") is not None
+    if fields.get("num_experts") == 0:
+        width = {"ffn_hidden_size": fields["moe_shared_expert_intermediate_size"]}
+        fields |= {"num_experts": None, "moe_shared_expert_intermediate_size": None, **width}
+    if "n_group" in family.keys and hf["n_group"] != 1 and fields["moe_router_topk"] != 2 * hf["topk_group"]:
+        fields["moe_router_group_score_topk"] = 2
     if "first_k_dense_replace" in hf:
         fields["moe_layer_freq"] = _experts_from_hf(hf)
     if fields["position_embedding_type"] == "rope":

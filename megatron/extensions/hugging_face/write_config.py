@@ -67,6 +67,9 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["first_k_dense_replace"] = config.moe_layers[0]
     if "mlp_layer_types" in family.defaults:
         hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
+    if family.width_without_experts and config.num_experts is None:
+        key = next(key for key, ours in family.keys.items() if ours == "num_experts")
+        hf |= {key: 0, family.width_without_experts: config.ffn_size}
     if family.multi_token_key and config.mtp_depths:
         hf[family.multi_token_key] = config.mtp_depths
     if family.fixed.get("position_embedding_type", config.position_embedding_type) == "rope":
@@ -222,6 +225,9 @@ def _with_derived(config: TransformerConfig) -> dict[str, Any]:
         else None,
         "moe_router_num_groups": config.moe_router_num_groups or 1,
         "moe_router_group_topk": config.moe_router_group_topk or 1,
+        "moe_router_group_score_topk": None
+        if (config.moe_router_num_groups or 1) == 1
+        else config.moe_router_group_score_topk or config.moe_router_topk // (config.moe_router_group_topk or 1),
         "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
         "attention_module": config.attention,
         "rope_type": "yarn" if _stretches(config) else "rope",

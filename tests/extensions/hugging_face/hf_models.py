@@ -16,7 +16,7 @@ TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-
 BASES: dict[str, dict[str, Any]] = TABLES["bases"] | {"NONE": {}}
 SIZES, GPT2_SIZES, MIXTURE, YARN = (BASES[name] for name in ("SIZES", "GPT2_SIZES", "MIXTURE", "YARN"))
 
-NEEDS = {"deepseek": "latent_attention", "qwen3-next": "linear_attention"}
+NEEDS = {"deepseek": "latent_attention", "qwen3-next": "linear_attention", "granite4": "mamba"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (model_type, BASES[base] | changes)
     for name, (model_type, base, changes) in TABLES["cases"].items()

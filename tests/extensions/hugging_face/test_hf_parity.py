@@ -71,7 +71,17 @@ def test_cached_keys_change_no_logits(case: str) -> None:
 
 GRADIENTS = (
     *("deepseek-v3", "deepseek-v3-yarn", "llama-yarn", "glm4-moe", "minimax-m2", "exaone-moe", "afmoe"),
-    *("deepseek-v2-groups", "qwen3-next", "apertus", "gemma2", "gpt-oss", "llama4", "mimo-v2-flash"),
+    *(
+        "granite4-dense",
+        "deepseek-v3-groups",
+        "deepseek-v2-groups",
+        "qwen3-next",
+        "apertus",
+        "gemma2",
+        "gpt-oss",
+        "llama4",
+        "mimo-v2-flash",
+    ),
 )
 
 
