@@ -185,11 +185,16 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["moe_router_group_score_topk"] = 2
     if "first_k_dense_replace" in hf:
         fields["moe_layer_freq"] = _experts_from_hf(hf)
+    if "mlp_only_layers" in family.defaults:
+        dense, step = hf["mlp_only_layers"] or (), hf["decoder_sparse_step"]
+        _check_count("decoder_sparse_step", step)
+        experts = [layer not in dense and not (layer + 1) % step for layer in range(hf["num_hidden_layers"])]
+        fields["moe_layer_freq"] = pattern_text(experts, usual=True) or "1"
     if fields["position_embedding_type"] == "rope":
         fields |= _rotary_from_hf(hf, family)
-    if hf.get("layer_rope_theta"):
+    if "layer_rope_theta" in family.defaults and hf["layer_rope_theta"]:
         fields |= _bases_from_hf(hf, family)
-    if hf.get("num_attention_heads_per_layer"):
+    if "num_attention_heads_per_layer" in family.defaults and hf["num_attention_heads_per_layer"]:
         full, local = _by_kind(hf, family, "num_attention_heads_per_layer")
         fields |= {"num_attention_heads": full or local, "window_num_attention_heads": local}
     if "topk_method" in family.only and hf["topk_method"] != "greedy":

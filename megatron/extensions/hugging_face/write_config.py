@@ -65,6 +65,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf |= _factor(hf, stated[ours], powers)
     if "first_k_dense_replace" in family.defaults and config.moe_layers:
         hf["first_k_dense_replace"] = config.moe_layers[0]
+    if "mlp_only_layers" in family.defaults:
+        hf |= {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
     if "mlp_layer_types" in family.defaults:
         hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
     if family.width_without_experts and config.num_experts is None:

@@ -27,7 +27,8 @@ transformers = pytest.importorskip("transformers")
 EXACT = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
 EAGER = {"attn_implementation": "eager"}
 OPTIONS = dict.fromkeys(
-    ("bloom", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"), EXACT | EAGER
+    ("bloom", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"),
+    EXACT | EAGER,
 )
 """Attention with caps, sinks or biases of scores is eager."""
 
