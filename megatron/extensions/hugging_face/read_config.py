@@ -152,7 +152,7 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
     sigmoid = family.fixed.get("moe_router_score_function") == "sigmoid" and of_topk not in family.only
     if sigmoid and normalized and hf.get(of_topk) == 1:
         yield f"{of_topk} = 1 with norm_topk_prob; supported: 2 or more"
-    if hf.get("moe_layer_end_index", -1) not in (-1, hf.get("num_hidden_layers", 0) - 1):
+    if hf.get("moe_layer_end_index", -1) != -1 and hf["moe_layer_end_index"] != hf.get("num_hidden_layers", 0) - 1:
         yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
 
 
