@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
-from math import lcm
+from math import inf, lcm
 
 import numpy as np
 
 from megatron.core.distributed.param_layout import ALIGNMENT, plan_buffers
+from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import update_ahead
 from megatron.core.pipeline_parallel.layout import PipelineLayout
@@ -21,8 +22,8 @@ from megatron.core.pipeline_parallel.stages import Stage, pipeline_stages, whole
 from megatron.extensions.planner.activations import ActivationPlan, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
-from megatron.extensions.planner.memory import RankMemory, buffer_bytes, memory_of_ranks
-from megatron.extensions.planner.suggest.space import Family, Layout, Pipeline, Saving, SearchedRun
+from megatron.extensions.planner.memory import RankMemory, buffer_bytes, memory_of_ranks, states_of_rank
+from megatron.extensions.planner.suggest.space import RECOMPUTATION, Family, Layout, Pipeline, Saving, SearchedRun
 from megatron.extensions.planner.time.events import Attention, Move, PassEvents, Product, StageMemory
 from megatron.extensions.planner.time.replay import Network, Replay
 from megatron.extensions.planner.time.step_time import (
@@ -41,6 +42,10 @@ FULLEST = 5
 """The fullest rank is looked for among this many first ones and the last: the first holds fewer layers than the
 second where the embedding counts as some, and dense layers often come before those with experts."""
 
+SAME_LAYERS = 0.98
+"""Layers that compute more again, or weight gradients apart, take no less than this share of the time of those that do
+not: kernels that are the same may follow each other in another order."""
+
 lists_of = lru_cache(maxsize=4096)(build_schedule)
 
 
@@ -49,7 +54,7 @@ class LayoutCosts:
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run, self.device, self.gpus_per_node = run, device, gpus_per_node
-        self.cache = PlannerCache()
+        self.cache, self._times = PlannerCache(), dict[Family, list[StageTimes]]()
 
     # Exact
 
@@ -77,7 +82,35 @@ class LayoutCosts:
             seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
         if ep > 1 and self.run.given.parallel.pass_pair is None:
             seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
-        return self.run.space.global_batch_size / self.run.world_size * seconds
+        bound = self.run.space.global_batch_size / self.run.world_size * seconds
+        plain = family._replace(recompute=RECOMPUTATION[0], split=False)
+        if plain not in self._times or plain == family:
+            return bound
+        more = self._ideal(1, family.recompute, family.split) - self._ideal(1, plain.recompute, plain.split)
+        more *= self.run.space.global_batch_size / self.run.world_size
+        return max(bound, SAME_LAYERS * (self._mean_work(plain) + max(0.0, more)))
+
+    def _mean_work(self, family: Family) -> float:
+        """Seconds that the layers of a family take of a step of each rank."""
+        samples = self.run.space.global_batch_size / family.micro_batch * family.tp * family.cp
+        return samples / self.run.world_size * sum(part.every.total for part in self.times(family))
+
+    def untimed_bound(self, layout: Layout, seconds: float) -> float:
+        """Seconds below which a layout's step cannot go, before its layers are timed: by what its replicas exchange,
+        beside passes whose bound on a step is `seconds`."""
+        if self.run.given.optimizer.freeze:  # nothing is said of frozen parameters
+            return seconds
+        each, microbatches = self._elements_of_ranks(layout), self.microbatches(layout)
+        fewest = {expert: min(elements[expert] for elements in each) for expert in (False, True)}
+        step = self._replicas(layout)
+        beside = seconds + step.least_exchanged(fewest, inf, inf, microbatches)
+        return max(beside, step.least_exchanged(fewest, 0.0, 0.0, microbatches)) if self._passes_alone else beside
+
+    @property
+    def _passes_alone(self) -> bool:
+        """Whether the passes of a rank follow each other. In turns with others, or across steps, they are longer than
+        what it waits for."""
+        return self.run.given.parallel.pass_pair is None and update_ahead(self.run.given.optimizer) is None
 
     @cache  # noqa: B019
     def _ideal(self, cp: int, recompute: str, split: bool) -> float:
@@ -117,11 +150,13 @@ class LayoutCosts:
         schedule = next(filter(splits_backward, self.run.space.schedules)) if family.split else "1f1b"
         return replace(config, parallel=replace(config.parallel, pipeline_schedule=schedule))
 
-    @cache  # noqa: B019
     def times(self, family: Family) -> list[StageTimes]:
         """Of the embedding, each layer and the head. Raises ValueError as `predict_step`."""
-        config = self._probe(family)
-        return Step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache).part_times()
+        if family not in self._times:
+            config = self._probe(family)
+            step = Step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
+            self._times[family] = step.part_times()
+        return self._times[family]
 
     def time_bound(self, layout: Layout) -> float:
         """Seconds below which a layout's step cannot go, by the times of its layers."""
@@ -138,9 +173,30 @@ class LayoutCosts:
                 for stage in self.stages(layout.pipeline)
             ]
         )
+        more = self._exchanged(layout, stages if self._passes_alone else np.full_like(stages, inf))
         if update_ahead(self.run.given.optimizer) is not None:  # steps overlap
             stages = np.array([[0.0, 0.0, total] for total in stages.sum(1)])
-        return step_bound(stages, layout.place, self.microbatches(layout))
+        return step_bound(stages, layout.place, self.microbatches(layout), more)
+
+    def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
+        """Seconds by pipeline rank that gradients and parameters add at least to the passes of its `stages`."""
+        if self.run.given.optimizer.freeze:  # nothing is said of frozen parameters
+            return [0.0] * layout.pipeline.ranks
+        step = self._replicas(layout)
+        passes = (stages[list(layout.place.stages_of(rank))].sum(0) for rank in range(layout.pipeline.ranks))
+        return [
+            step.least_exchanged(elements, forward, backward + weight, self.microbatches(layout))
+            for elements, (forward, backward, weight) in zip(self._elements_of_ranks(layout), passes, strict=True)
+        ]
+
+    def _replicas(self, layout: Layout) -> Step:
+        """What the replicas of a layout exchange; schedules and micro-batches change none of it."""
+        family, pipeline = Family(*layout.family[:4]), Pipeline(ranks=layout.pipeline.ranks)
+        return self._step(Layout(family, pipeline, layout.dp, Saving(layout.saving.sharding)))
+
+    @cache  # noqa: B019
+    def _step(self, layout: Layout) -> Step:
+        return Step(self.run.with_layout(layout), self.run.world_size, self.device, self.gpus_per_node, self.cache)
 
     def microbatches(self, layout: Layout) -> int:
         return self.run.space.global_batch_size // (layout.dp * layout.family.micro_batch)
@@ -155,18 +211,32 @@ class LayoutCosts:
     def memory_bound(self, layout: Layout) -> int:
         """Bytes that the fullest rank of a layout has at least: states in shards without padding, and activations of
         one rank's model divided evenly over TP and CP. It costs next to nothing."""
-        family, pipeline, saving = layout.family, layout.pipeline, layout.saving
+        family, saving = layout.family, layout.saving
         shards = {False: layout.replicas}
         shards[True] = max(1, layout.replicas * family.tp // (family.ep * family.expert_tp))
         states = [
             sum(count * self._bytes_each(saving, shards[expert], expert) for expert, count in elements.items())
             for elements in self._elements_of_ranks(layout)
         ]
-        microbatches = min(self.microbatches(layout), 2 * pipeline.ranks)
-        alone = Family(family.tp * family.cp, 1, 1, 1, *family[4:])
-        for rank, peak in self._peaks(alone, pipeline, microbatches, saving.offload == "activations").items():
+        for rank, peak in self._peaks_of(layout).items():
             states[rank] += peak
         return int(max(states))
+
+    def close_memory_bound(self, layout: Layout) -> int:
+        """The same with the states as they are planned, and whole units beside them where they are sharded."""
+        return max(self._states(_of_states(layout), rank) + peak for rank, peak in self._peaks_of(layout).items())
+
+    @cache  # noqa: B019
+    def _states(self, layout: Layout, rank: int) -> int:
+        config = self.run.with_layout(layout)
+        plan = states_of_rank(config, ParallelDims.from_config(config.parallel, self.run.world_size), rank)
+        return plan.memory.total + plan.in_flight.total
+
+    def _peaks_of(self, layout: Layout) -> dict[int, int]:
+        family, pipeline = layout.family, layout.pipeline
+        microbatches = min(self.microbatches(layout), 2 * pipeline.ranks)
+        alone = Family(family.tp * family.cp, 1, 1, 1, *family[4:])
+        return self._peaks(alone, pipeline, microbatches, layout.saving.offload == "activations")
 
     def _elements_of_ranks(self, layout: Layout) -> list[dict[bool, float]]:
         """Parameters of each pipeline rank at least, by whether they are experts': all cut like matrices."""
@@ -223,6 +293,12 @@ class LayoutCosts:
         return _state_bytes(found[0], shards, config) / (shards * ELEMENTS)
 
 
+def _of_states(layout: Layout) -> Layout:
+    """One with the same states: micro-batches and recomputation change none of them."""
+    family = Family(*layout.family[:4], split=layout.family.split)
+    return layout._replace(family=family)
+
+
 MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copies")
 
 
@@ -242,9 +318,11 @@ def step_bound(
     stages: Sequence[Sequence[float]] | np.ndarray,
     layout: PipelineLayout,
     microbatches: int,
+    more: Sequence[float] | None = None,
 ) -> float:
     """Seconds that no schedule of these stages can go below. Of each stage: seconds of a micro-batch in the forward, in
-    the backward (or the gradient of the input alone), and in the deferred weight gradient.
+    the backward (or the gradient of the input alone), and in the deferred weight gradient. `more` is what each rank
+    does beside its passes.
 
     The first forward of a rank waits for the stages before its own, and after the last backward of its own first stage
     those before it have theirs to do. Between the two a rank does all its work, except that deferred weight gradients
@@ -256,7 +334,8 @@ def step_bound(
         start, after, _ = times[: own[0]].sum(0)
         forward, backward, weights = times[list(own)].sum(0)
         passes = microbatches * (forward + backward)
-        longest = max(longest, start + passes + max(after, microbatches * weights))
+        beside = 0.0 if more is None else more[rank]
+        longest = max(longest, start + passes + max(after, microbatches * weights) + beside)
     return float(longest)
 
 

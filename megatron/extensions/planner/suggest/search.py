@@ -139,6 +139,9 @@ class LayoutSearch:
     effort: Effort = field(default_factory=Effort)
     _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
     _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
+    _fitting: dict[Family, list[Layout]] = field(default_factory=dict)
+    """The layouts of a family that may fit, until they are taken."""
+
     _sizes: dict[Layout, float] = field(default_factory=dict)
     """Layouts that were tried, with the bytes that they have at least; infinite if the host's memory does not do."""
 
@@ -194,31 +197,47 @@ class LayoutSearch:
         elif self.effort.interrupted or (self.most_timed is not None and self.effort.predicted >= MOST_PREDICTED):
             self._leave_out(bound)
         elif isinstance(item, Family):
-            yield from self._layouts(item, bound)
+            yield from self._layouts(item, candidate)
         elif item.shape not in self._found:
             if self.most_timed is not None and self._of_shape[item.shape] >= MOST_OF_A_SHAPE:
                 self._leave_out(bound)
             else:
                 yield from self._predicted(item)
 
-    def _layouts(self, family: Family, bound: float) -> Iterator[Candidate[Item]]:
-        """The layouts of a family that may fit, each with the least saving that lets it."""
-        if self.effort.traced == self.most_timed:
-            self._leave_out(bound)
-            return
-        fitting = [each for layout in self.costs.run.space.layouts(family) for each in self._may_fit(layout)]
-        self.effort.traced += bool(fitting)
-        for layout in fitting:
-            yield Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
+    def _layouts(self, family: Family, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
+        """The layouts of a family that may fit, each with the least saving that lets it; the family alone if its bound
+        is higher by now."""
+        again = self.costs.family_bound(family)
+        if again <= candidate.bound:
+            if family not in self._fitting:
+                every = self.costs.run.space.layouts(family)
+                self._fitting[family] = [each for layout in every for each in self._may_fit(layout)]
+            again = min((self.costs.untimed_bound(each, again) for each in self._fitting[family]), default=inf)
+        if candidate.bound < again < inf:
+            yield replace(candidate, bound=again)
+        elif self._fitting[family]:
+            if self.effort.traced == self.most_timed:
+                self._leave_out(candidate.bound)
+                return
+            self.effort.traced += 1
+            yield from map(self._bounded, self._fitting.pop(family))
+
+    def _bounded(self, layout: Layout) -> Candidate[Item]:
+        return Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
 
     def _predicted(self, layout: Layout) -> Iterator[Candidate[Item]]:
-        """The layout with its predicted step, if it is legal."""
+        """The layout with its predicted step if it is legal and its states may fit, otherwise what saves more."""
         config = self.costs.run.with_layout(layout)
-        if self.costs.legal(config):
-            self._of_shape[layout.shape] += 1
-            self.effort.predicted += 1
-            timed = Found(layout, config, self.costs.step(config))
-            yield Candidate(timed.step.seconds, (2, layout.order), timed)
+        if not self.costs.legal(config):
+            return
+        self._sizes[layout] = self.costs.close_memory_bound(layout)
+        if self._sizes[layout] > self.limit:
+            yield from map(self._bounded, self._savings(layout))
+            return
+        self._of_shape[layout.shape] += 1
+        self.effort.predicted += 1
+        timed = Found(layout, config, self.costs.step(config))
+        yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
         """The layout if the bound on its memory allows it, otherwise what saves more, in the same way."""

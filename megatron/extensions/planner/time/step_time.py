@@ -7,7 +7,7 @@ is modelled and how close predictions are to published runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
@@ -295,6 +295,30 @@ class Step:
             gathered = 0.0
         return Exposed(reduced, gathered, self._update(states))
 
+    def least_exchanged(
+        self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int
+    ) -> float:
+        """Seconds of a step that reducing and gathering these numbers of trained parameters, by whether of experts,
+        adds at least to a rank's passes, if those of a micro-batch take `forward` and `backward`, or to longer ones and
+        what they are longer.
+
+        Of collectives of T seconds behind C of computation at least T - C is exposed, and what is hidden slows the
+        computation.
+        """
+        slowdown = min(1.0, self.device.overlap_slowdown)
+        reduce = sum(time for expert, count in elements.items() for time in self._reductions(count, expert, 1))
+        gather = sum(time for expert, count in elements.items() for time in self._gathers(count, expert, 1))
+
+        def added(time: float, compute: float) -> float:
+            return (1 - slowdown) * max(0.0, time - compute) + slowdown * time
+
+        if self.config.ddp.shards_parameters:  # a longer backward hides more of a reduction and of a gather
+            longer = max(0.0, min(reduce, gather) - backward)
+            both = added(reduce, backward + longer) + added(gather, backward + longer)
+            return microbatches * (longer + both + added(gather, forward))
+        reductions = microbatches if self.config.ddp.shards_gradients else 1
+        return reductions * added(reduce, backward) + added(gather, forward)
+
     def _overhead(self) -> float:
         """Fixed time, and the sums over all ranks of a number or two: loss, tokens and gradient norm."""
         world = Placement(self.dims.world_size, self.network.ranks_per_node)
@@ -309,18 +333,18 @@ class Step:
         exposed = max(0.0, clock - compute) if times else 0.0
         return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
 
-    def _reductions(self, numel: int, expert: bool, units: int) -> list[float]:
+    def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
         """Times of the buckets of gradients; of the layers where every micro-batch's gradients are reduced."""
         main = 2 if self.config.ddp.grad_reduce_in_bf16 or self.config.optimizer.gradients_dtype == "bfloat16" else None
         size = main or DTYPE_BYTES[self.config.parallel.main_dtype]
         kind = "reduce_scatter" if self.config.optimizer.use_distributed_optimizer else "all_reduce"
         return self._buckets(numel, size, expert, kind, units if self.config.ddp.shards_gradients else 1)
 
-    def _gathers(self, numel: int, expert: bool, units: int) -> list[float]:
+    def _gathers(self, numel: float, expert: bool, units: int) -> list[float]:
         size = DTYPE_BYTES[self.config.parallel.params_dtype] if param_gather(self.config.parallel) is None else 1
         return self._buckets(numel, size, expert, "all_gather", units if self.config.ddp.shards_parameters else 1)
 
-    def _buckets(self, numel: int, size: int, expert: bool, kind: str, least: int) -> list[float]:
+    def _buckets(self, numel: float, size: int, expert: bool, kind: str, least: int) -> list[float]:
         if not numel:
             return []
         within, across = self._groups(expert)
