@@ -29,7 +29,7 @@ from tests.pure.test_model_math import PUBLISHED, STYLES, WITH_EXPERTS, shape
 def test_flops_agree_with_torch(style: str) -> None:
     """Linear layers exactly. Attention multiplies the whole square here, twice what the causal count says, and a
     kernel that computes the scores again in the backward one product more."""
-    config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), (STYLES | WITH_EXPERTS)[style])
+    config = with_fields(TransformerConfig(**shape(4, 32, 4, 64, 128, 16)), (STYLES | WITH_EXPERTS)[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 16), sample_index=torch.arange(3))

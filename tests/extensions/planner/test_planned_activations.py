@@ -94,7 +94,9 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int,
     given += [x.untyped_storage()._cdata for part in scaling for x in (part.amax, part.multiplier)]
     with LiveMemory() as live:
         on_host = live.count_apart(offload.pool) if offload is not None else []
-        hidden = None if stage.first else torch.zeros(rows, batch.samples, model.hidden_size, dtype=dtype, **of_device)
+        hidden = (
+            None if stage.first else torch.zeros(rows, batch.samples, model.residual_size, dtype=dtype, **of_device)
+        )
         if hidden is not None:
             hidden.requires_grad_()
         output = built(hidden, local)
