@@ -21,6 +21,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.extensions.linear_attention import gated_delta_net
 from megatron.extensions.linear_attention.gated_delta_net import short_convolution
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
+from tests.extensions.recurrences import documents, weighted
 from tests.gpt_cases import DELTA_NET, FP64, logits_in_parts, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -37,18 +38,6 @@ def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5
     g, beta = -decay * normal(length, 2, 6).exp(), normal(length, 2, 6).sigmoid()
     found = [q, k, normal(length, 2, 6, 7), g, beta, normal(2, 6, 5, 7)]
     return [x.to(dtype).requires_grad_() for x in found]
-
-
-def documents(length: int) -> Tensor:
-    """[s, 2]: documents of all kinds, one that begins with the sample, one of one token, some over several chunks."""
-    starts = torch.zeros(length, 2, dtype=torch.int64)
-    for sample, places in enumerate(((0, 3, 4, 15, 16, 17, 40), (5, 31, 32))):
-        starts[[place for place in places if place < length], sample] = 1
-    return starts.cumsum(0)
-
-
-def weighted(results: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([(x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in results]).sum()
 
 
 @pytest.mark.parametrize("packed", [False, True])

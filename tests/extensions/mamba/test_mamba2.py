@@ -23,6 +23,7 @@ from megatron.extensions.mamba.flags import MambaFlags, group_channels, num_head
 from megatron.extensions.mamba.mamba2 import gated_group_norm, mamba_operands
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
 from megatron.extensions.planner.flops import model_flops
+from tests.extensions.recurrences import documents, weighted
 from tests.gpt_cases import FP64, logits_in_parts, model_of, packed_documents, random_batch
 from tests.pure import test_regions as regions
 from tests.pure.test_regions import compiles
@@ -41,18 +42,6 @@ def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5
     x, dt, a = normal(length, 2, 6, 7), F.softplus(normal(length, 2, 6)), -decay * normal(6).exp()
     found = [x, dt, a, normal(length, 2, 2, 5), normal(length, 2, 2, 5), normal(2, 6, 5, 7)]
     return [t.to(dtype).requires_grad_() for t in found]
-
-
-def documents(length: int) -> Tensor:
-    """[s, 2]: documents of all kinds, one that begins with the sample, one of one token, some over several chunks."""
-    starts = torch.zeros(length, 2, dtype=torch.int64)
-    for sample, places in enumerate(((0, 3, 4, 15, 16, 17, 40), (5, 31, 32))):
-        starts[[place for place in places if place < length], sample] = 1
-    return starts.cumsum(0)
-
-
-def weighted(results: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([(x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in results]).sum()
 
 
 @pytest.mark.parametrize("packed", [False, True])
