@@ -31,4 +31,5 @@ def test_kept_is_the_plans(name: str, kind: str) -> None:
     memory of compiled regions is not seen."""
     model = replace(MODELS[name], **RECOMPUTE[kind])
     batch = MicroBatch(model, ModelParallelConfig(bf16=True, compile=False), 2, "cuda")
-    assert kept_by(batch, WHOLE, ParallelState()) == pytest.approx(ActivationPlan(batch).stage(WHOLE).kept, rel=0.01)
+    kept, on_host = kept_by(batch, WHOLE, ParallelState())
+    assert kept == pytest.approx(ActivationPlan(batch).stage(WHOLE).kept, rel=0.01) and on_host == 0

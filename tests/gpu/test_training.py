@@ -72,6 +72,7 @@ def test_losses_are_those_of_the_cpu(
 
 
 GRAPHS, STATES = "--cuda-graph-impl local", "--optimizer-cpu-offload --optimizer-offload-fraction 0.6"
+FUSIONS = "--attention-backend auto"
 ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1024"
 
 
@@ -80,6 +81,7 @@ ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-te
     [
         ("--fp32", GRAPHS, 0),
         ("--bf16", GRAPHS, 0),
+        ("--bf16", f"{GRAPHS} {FUSIONS}", 1e-3),
         ("--fp16 --initial-loss-scale 4096", GRAPHS, 0),
         ("--bf16 --hidden-dropout 0.1", GRAPHS, 0),
         ("--fp32", STATES, 1e-4),
@@ -92,8 +94,8 @@ ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-te
 def test_graphs_and_offloading_train_alike(flags: str, more: str, tolerance: float, tmp_path: Path) -> None:
     """Graphs and offloaded activations to the bit."""
     shared = [*flags.split(), "--micro-batch-size", "2", "--train-iters", "8", "--global-batch-size", "8"]
-    if "--fp32" not in flags:  # each process would take the kernel that is the fastest at its start
-        shared += ["--attention-backend", "flash"]
+    if FUSIONS not in more:  # each process would take what is the fastest at its start
+        shared += ["--no-fusions", *([] if "--fp32" in flags else ["--attention-backend", "flash"])]
     plain = losses(tmp_path / "plain.jsonl", 1, *shared)
     assert losses(tmp_path / "other.jsonl", 1, *shared, *more.split()) == pytest.approx(plain, rel=tolerance, abs=0)
 

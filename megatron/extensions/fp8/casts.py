@@ -234,15 +234,15 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
     rows = a.values.shape[0]
     if rows % ALIGNMENT:  # of an expert
         a = Scaled(_in_whole_tiles(a.values, ALIGNMENT), F.pad(a.scale, (0, 0, 0, -rows % ALIGNMENT)))
-    y = F.scaled_mm(
-        _in_whole_tiles(a.values, 1),
-        _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t(),
-        _tiles_as_columns(a.scale),
-        ScalingType.BlockWise1x128,
-        _blocks_as_columns(b.scale) if b.in_blocks else _tiles_as_columns(b.scale),
-        ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128,
-        output_dtype=out_dtype,
-    )
+    values, others = _in_whole_tiles(a.values, 1), _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t()
+    scale = _tiles_as_columns(a.scale)
+    if values.dtype == others.dtype == E4M3:
+        kind = ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128
+        of_b = _blocks_as_columns(b.scale) if b.in_blocks else _tiles_as_columns(b.scale)
+        y = F.scaled_mm(values, others, scale, ScalingType.BlockWise1x128, of_b, kind, output_dtype=out_dtype)
+    else:  # F.scaled_mm takes e4m3 alone, and the older entry no blocks in general
+        tiles = b.scale.repeat_interleave(TILE, 0) if b.in_blocks else b.scale
+        y = torch._scaled_mm(values, others, scale, _tiles_as_columns(tiles).t(), out_dtype=out_dtype)
     y = y[:rows, : b.values.shape[0]].contiguous()
     return y if bias is None else y.add_(bias)
 

@@ -13,7 +13,7 @@ The rows of experts, whose numbers only the device knows: torch's grouped GEMM c
 of inputs. Weight gradients are added in fp32 to their sums, which it does not do; and it leaves rows that belong to no
 expert as the memory was.
 
-The fastest kernel depends on the GPU, the shape and the versions of libraries. None of these has run on a GPU yet."""
+The fastest kernel depends on the GPU, the shape and the versions of libraries."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from megatron.core.moe.experts import Segments, add_products_grouped_, clear_row
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, residual_gemm
-from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, dequantized_mm, scaled_mm
-from megatron.extensions.fp8.casts import add_fp8_product_ as in_torch
+from megatron.extensions.fp8 import casts
+from megatron.extensions.fp8.casts import E4M3, TILE, Scaled, scaled_mm
 from megatron.extensions.fp8.recipes import Fp8Gemms
 from megatron.extensions.fusions.kernel_choice import (
     SLOWER,
@@ -115,7 +115,7 @@ WEIGHT_GRADS = WeightGradKernel()
 def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
     """out [o, i] += dy x^T by a kernel: "torch" or one of `KERNELS`."""
     if kernel == TORCH:
-        in_torch.__wrapped__(out, dy, x, overwrite)  # type: ignore[attr-defined]
+        casts.add_fp8_product_.__wrapped__(out, dy, x, overwrite)  # type: ignore[attr-defined]
     else:
         KERNELS[kernel](out, dy.values, x.values, dy.scale, x.scale, overwrite)
 
@@ -167,7 +167,7 @@ def weight_grad_runs(
         return out
 
     def expected(part: slice) -> Tensor:
-        return 2 * dequantized_mm(_rows(dy, part), _rows(x, part), torch.float32)
+        return 2 * casts.dequantized_mm(_rows(dy, part), _rows(x, part), torch.float32)
 
     return {
         kernel: _checked(partial(add_product_, kernel, out, dy, x), partial(twice, kernel), expected, kernel)
@@ -200,9 +200,9 @@ def _rows(x: Scaled, part: slice) -> Scaled:
 
 
 def adds_residual(x: Tensor | None, weight: Tensor, *_: Any) -> bool:
-    """Whether products with a `weight` [m, k] in 16 bits may be `residual_gemm`, for their operands' device and
+    """Whether products with a `weight` [m, k] in 16 bits or fp8 may be `residual_gemm`, for their operands' device and
     sizes."""
-    return weight.is_cuda and weight.itemsize == 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
+    return weight.is_cuda and weight.itemsize <= 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
 
 
 def _computed(

@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,9 +41,10 @@ Clock = Callable[[Callable[[], object]], float]
 @dataclass(frozen=True)
 class Choice:
     """Seconds of a forward and backward by kernel; infinite for a kernel that does not support the shape, or is not
-    installed."""
+    installed. `errors` say why, where this rank knows it."""
 
     seconds: Mapping[str, float]
+    errors: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def winner(self) -> str | None:
@@ -55,9 +56,12 @@ class Choice:
     def times(self) -> str:
         """All times, for a log."""
         return ", ".join(
-            f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unavailable"
+            f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unavailable{self._why(name)}"
             for name, seconds in self.seconds.items()
         )
+
+    def _why(self, name: str) -> str:
+        return f": {self.errors[name]}" if name in self.errors else ""
 
 
 @dataclass(frozen=True)
@@ -192,19 +196,24 @@ def _copied(value: Any) -> Any:
 def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
     """Times each run on every rank; the slowest rank counts. Timed kernels are removed from `runs`, so that their
     operands are freed. Collective over the world."""
-    names = list(runs)
-    found = [_time(runs.pop(name), clock) for name in names]
+    names, errors = list(runs), dict[str, str]()
+    found = [_time(name, runs.pop(name), clock, errors) for name in names]
     seconds = torch.tensor(found, dtype=torch.float64, device=device)
     all_reduce_(seconds, world, dist.ReduceOp.MAX)
-    return Choice(dict(zip(names, seconds.tolist(), strict=True)))
+    return Choice(dict(zip(names, seconds.tolist(), strict=True)), errors)
 
 
-def _time(run: Callable[[], object], clock: Clock) -> float:
-    """Seconds of a run; infinite if it raises: torch and Triton do for shapes that they do not support, and a package
-    may be missing or take other arguments."""
+LONGEST_ERROR = 120
+"""Characters of a message in a log line."""
+
+
+def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, str]) -> float:
+    """Seconds of a run; infinite if it raises, with the reason in `errors`: torch and Triton do for shapes that they do
+    not support, and a package may be missing or take other arguments."""
     try:
         return clock(run)
-    except Exception:
+    except Exception as raised:
+        errors[name] = f"{type(raised).__name__}: {' '.join(str(raised).split())}"[:LONGEST_ERROR]
         return math.inf
 
 

@@ -119,7 +119,7 @@ def check_heads(device: str = "cpu") -> None:
     if interpreted:
         run_on_cpu(heads._heads)
     generator = torch.Generator().manual_seed(2)
-    shapes = (75, 2, 2, 3, 64, torch.bfloat16), (7, 1, 3, 1, 128, torch.float32)
+    shapes = (75, 2, 2, 3, 64, torch.bfloat16), (7, 1, 3, 1, 128, torch.bfloat16)
     for number, ((s, b, groups, q, d, dtype), turns) in enumerate(product(shapes, (True, False))):
 
         def made(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -150,6 +150,8 @@ def check_heads(device: str = "cpu") -> None:
                 assert (one is None) == (two is None) and (one is None or two is None or same_bits(one, two))
     assert not heads.casts_heads(grads, (angles[..., :1], angles[..., :1])), "a part of the channels is rotated"
     assert not heads.casts_heads((*grads, grads[0]), ()), "gates"
+    wide = tuple(grad.float() for grad in grads)
+    assert heads.casts_heads(wide, ()) != heads.runs_triton(wide[0])
 
 
 def check_interpreted() -> None:
@@ -204,12 +206,15 @@ def compiled_forward(h: int, centered: bool, capability: int, fp8: str) -> Any:
     return compiled(kernels.norm_cast_rows, norm_types(fp8, centered), constants, capability, num_warps=kernels.WARPS)
 
 
-def compiled_backward(case: Backward, capability: int, fp8: str) -> Any:
+def compiled_backward(case: Backward, capability: int, fp8: str, columns: bool = True) -> Any:
     from megatron.extensions.fusions.kernels import norms_triton as kernels
 
     chunked, tile = kernels.gradient_tile(case.h, case.casts)
     kernel = kernels.norm_gradient_chunks if chunked else kernels.norm_gradient_rows
     types, constants = norm_types(fp8, case.centered, case.casts), {"ONE_PLUS": False, "SUMS": case.sums, "TILE": tile}
+    constants |= {"CASTS": case.casts} if chunked else {}
+    if not columns:
+        types["casts"] = types["casts"]._replace(columns=None)
     return compiled(kernel, types, constants, capability, num_warps=kernels.WARPS)
 
 
@@ -219,6 +224,7 @@ def check_compiled_norms() -> None:
     for capability, fp8 in CAPABILITIES:
         forward = compiled_forward(4096, capability == 80, capability, fp8)
         backward = compiled_backward(NAMED[0], capability, fp8)
+        assert compiled_backward(NAMED[0], capability, fp8, columns=False).asm["cubin"]
         whole = compiled_backward(NAMED[1], capability, fp8)
         # A thread has 64 elements of each operand, in a backward 16: loads of 8 elements. By chunks it reads gamma for
         # each row, and all but the gradient of the sum twice.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init
@@ -244,7 +245,9 @@ def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.M
     assert list(found) == [small, large]
     inf = float("inf")
     assert found[small].seconds == {"triton": inf, "cublaslt": 0.1, "torch": 0.2}
+    assert "triton unavailable: NotImplementedError: Could not run" in found[small].times
     assert found[large].seconds == {"triton": inf, "cublaslt": inf, "torch": 0.3}
+    assert "cublaslt adds wrong sums, with a relative error of" in found[large].errors["cublaslt"]
     assert gemm_choice.WEIGHT_GRADS.chosen == {small: "cublaslt", large: "torch"}
     gemm_choice.WEIGHT_GRADS.chosen.clear()
 
@@ -259,3 +262,10 @@ def test_sums_that_a_kernel_cannot_take_are_left_to_torch(monkeypatch: pytest.Mo
         kernel = WeightGradKernel({ProductShape(16, 8, 32): chosen})
         assert [kernel.suits(out, dy, x, False) for out in sums] == [n < taken for n in range(4)]
     assert WeightGradKernel().suits(odd, dy, x, False), "Triton's where nothing was timed"
+
+
+def test_operands_in_16_bits_and_in_fp8_are_added_to_the_residual_stream() -> None:
+    with FakeTensorMode():
+        for dtype, fits in ((torch.bfloat16, True), (torch.float16, True), (E4M3, True), (torch.float32, False)):
+            assert gemm_choice.adds_residual(None, torch.empty(32, 64, dtype=dtype, device="cuda")) == fits
+        assert not gemm_choice.adds_residual(None, torch.empty(40, 64, dtype=E4M3, device="cuda"))

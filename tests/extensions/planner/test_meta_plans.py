@@ -15,6 +15,7 @@ from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
 from megatron.extensions.planner.time.events import PassEvents, StageMemory
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from tests.apart import python_apart
 
 BASE = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 512 --mock-data --lr 1e-4 "
@@ -104,3 +105,23 @@ def test_what_fails_on_both_says_what_fake_tensors_say() -> None:
 
     with pytest.raises(ValueError, match="on fake tensors"):
         fake_stage.planned(batch_of(CASES["gpt"]), fails)
+
+
+PLANNED_FIRST = """
+import sys
+from megatron.extensions.planner import as_on_gpus
+from tests.extensions.planner.test_meta_plans import CASES, batch_of, plans_of
+
+for name in ("delayed", "window", "fp8 experts"):
+    plans_of(batch_of(CASES[name]))
+import megatron.extensions.fusions.hooks
+for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
+    kept = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == as_on_gpus.__name__]
+    assert not kept or module.__name__.startswith("megatron.extensions.planner."), (module, kept)
+"""
+
+
+def test_a_run_after_a_plan_computes_with_its_own_functions() -> None:
+    """A module that is first imported while a plan is made must not keep the plan's stand-ins."""
+    done = python_apart("-c", PLANNED_FIRST)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -171,9 +171,19 @@ def _add_rows(place, values, in_j, again):
 
 @triton.jit
 def norm_gradient_chunks(
-    given, dx, part_sums, casts, n, h, steps, ONE_PLUS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr
+    given,
+    dx,
+    part_sums,
+    casts,
+    n,
+    h,
+    steps,
+    ONE_PLUS: tl.constexpr,
+    SUMS: tl.constexpr,
+    CASTS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """`norm_gradient_rows` by chunks of columns, with the `casts` of dx if there are any. Its amax is then noted.
+    """`norm_gradient_rows` by chunks of columns, with the `casts` of dx if `CASTS`. Its amax is then noted.
 
     The first pass over a block's chunks sums up rows, the second one makes gradients, from the last chunk back: these
     are the ones that caches have. The sums over rows are in `part_sums` between steps."""
@@ -213,11 +223,11 @@ def norm_gradient_chunks(
             grad = rounded.to(tl.float32)
             if SUMS:
                 _add_rows(sums + (1 + CENTERED) * h + j, grad, in_j, step > 0)
-            if casts is not None:
+            if CASTS:  # Triton 3.6 compares no tuple with a None in it
                 cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
                 bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
         tl.debug_barrier()  # the next step's threads read sums of other threads
-    if casts is not None:
+    if CASTS:
         note_amax(tl.max(bits), casts)
 
 
@@ -290,7 +300,8 @@ def norm_gradients(
     part_sums = torch.empty(programs, len(statistics) + sums, h, device=x.device)
     rest = n, h, triton.cdiv(blocks, programs), one_plus, sums
     if chunked:
-        norm_gradient_chunks[(programs,)](given, dx, part_sums, casts, *rest, tile, num_warps=WARPS)
+        order = casts, *rest, casts is not None, tile
+        norm_gradient_chunks[(programs,)](given, dx, part_sums, *order, num_warps=WARPS)
     else:
         norm_gradient_rows[(programs,)](given, dx, part_sums, *rest, tile, num_warps=WARPS)
     summed = torch.empty(part_sums.shape[1:], dtype=weight.dtype, device=x.device)
