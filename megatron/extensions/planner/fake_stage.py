@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import compiled_regions
@@ -409,7 +410,9 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
         kernels: AbstractContextManager[Any] = as_on_gpus(batch.model, batch.parallel, "meta" if meta else None)
     else:
         kernels = torch.device("meta") if meta else nullcontext()
-    with fake_state(batch.parallel) as state, tensors, NoValues(), kernels:
+    # A run on a GPU may have switched off the kernel by which a plan sees attention: the flag is that of all devices.
+    seen = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    with fake_state(batch.parallel) as state, tensors, NoValues(), kernels, seen:
         fakes = FakeStages(batch, state, "meta" if meta else "cpu")
         live = fakes.recorder
         launches = (gpus, "launched", live.attention), (gpus, "multiplied", live.product), (gpus, "unseen", live.unseen)
