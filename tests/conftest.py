@@ -1,11 +1,13 @@
 """Settings of all tests."""
 
 import gc
+import getpass
 import importlib.util
 import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -32,6 +34,10 @@ flags.load_built_in()  # before a test could forget what it registers
 # Tests start many programs, and what these import (torch is large) need not be compiled each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Libraries that torch has compiled for wider vectors do not load where these are switched off.
+vectors = torch.backends.cpu.get_cpu_capability().replace(" ", "-").lower()
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{getpass.getuser()}-{vectors}")
 
 # A machine with a GPU may have no hypothesis, which only tests without one use.
 if importlib.util.find_spec("hypothesis") is not None:
