@@ -379,7 +379,7 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
     """What is counted as activations, and how much of it a layer has."""
     model = batch.model
     even = ", tokens even over the experts" if model.num_experts is not None else ""
-    on_gpus = ", and with those of GPUs for norms and attention (not yet compared with a GPU)"
+    on_gpus = ", and with those of GPUs for norms and attention"
     kernels = "" if batch.device == "cpu" else on_gpus
     yield (
         f"activations: saved for backward, measured on fake tensors with the kernels of CPUs{kernels}{even}; "
