@@ -23,6 +23,7 @@ from megatron.core.config.layers import (
     layer_pattern,
 )
 from megatron.core.config.moe import MoEConfig
+from megatron.core.config.norms import NormConfig
 from megatron.core.facts import AttentionFacts, MixerFacts
 from megatron.core.parts import (
     ACTIVATIONS,
@@ -31,12 +32,8 @@ from megatron.core.parts import (
     LINEAR_ATTENTIONS,
     LOSSES,
     MLPS,
-    NORMALIZATIONS,
     RESIDUALS,
 )
-
-NO_NORMS_OF_INPUTS = "--norm-placement output", "--norm-placement sum"
-BUILT_IN_NORMS = "--normalization LayerNorm or --normalization RMSNorm; use one of these, or remove it"
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -46,6 +43,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class TransformerConfig(
+    NormConfig,
     MoEConfig,
     RotaryConfig,
     SelfAttentionConfig,
@@ -92,34 +90,6 @@ class TransformerConfig(
 
     scale_word_embeddings: bool = False
     """Multiply word embeddings by the square root of hidden-size, as Gemma does."""
-
-    normalization: str = flag("LayerNorm", choices=NORMALIZATIONS)
-    """Normalization before attention, before the MLP, and after the last layer."""
-
-    norm_placement: str = flag("pre", choices=("pre", "output", "sandwich", "sum"))
-    """Norms of each sublayer: of its input (pre), of its output before it is added to the residual stream (output, as
-    OLMo 2 has it), of both (sandwich, as Gemma 3 has it), or of the stream behind the addition, without a norm behind
-    the last layer (sum, as the first GPT has it)."""
-
-    parallel_residual: bool = False
-    """Attention and MLP of a layer read the same input and their outputs are added to it together (GPT-NeoX)."""
-
-    parallel_residual_shared_norm: bool = flag(
-        False, no_effect_without="--parallel-residual", excludes=NO_NORMS_OF_INPUTS
-    )
-    """One norm of the input of attention and MLP of a layer with --parallel-residual (GPT-J, Falcon, Command R)."""
-
-    norm_parameters: str = flag("all", choices=("all", "weight", "none"), needs=BUILT_IN_NORMS)
-    """Parameters of norms: a weight and, in LayerNorm, a bias (all), a weight alone (weight, as in Command R), or none
-    (OLMo)."""
-
-    apply_layernorm_1p: bool = flag(
-        False, needs=BUILT_IN_NORMS, excludes="--norm-parameters none: there are no weights"
-    )
-    """Multiply by 1 + weight in norms, whose weights start at 0."""
-
-    norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
-    """Added to the variance in norms."""
 
     swiglu: bool = False
     """Gated MLP with SiLU instead of GeLU."""
@@ -440,26 +410,6 @@ class TransformerConfig(
     def mtp_depths(self) -> int:
         """Depths of multi-token prediction; 0 without it."""
         return self.mtp_num_layers or 0
-
-    @property
-    def norms_inputs(self) -> bool:
-        """Whether a norm precedes each sublayer."""
-        return self.norm_placement in ("pre", "sandwich")
-
-    @property
-    def norms_sums(self) -> bool:
-        """Whether a norm follows each addition to the residual stream."""
-        return self.norm_placement == "sum"
-
-    @property
-    def norms_apart(self) -> bool:
-        """Whether the MLP has a norm of its input, beside that of attention."""
-        return self.norms_inputs and not (self.parallel_residual and self.parallel_residual_shared_norm)
-
-    @property
-    def norms_outputs(self) -> bool:
-        """Whether a norm follows each sublayer, before or behind the addition."""
-        return self.norm_placement != "pre"
 
     @property
     def attention_scale(self) -> float:
