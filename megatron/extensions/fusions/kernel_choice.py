@@ -31,6 +31,10 @@ WARM_UP, REPEATS = 3, 10
 SLOWER = 1.1
 """How many times as long as torch a kernel may take: runs are not to differ in their last bits because of noise."""
 
+OF_FP8 = 4
+"""How many times as far results in fp8 may be off: torch's compiler leaves out the rounding to 16 bits before that to
+fp8, by which they differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
+
 NOT_A_NUMBER = 1e9
 """The error of a kernel whose result is NaN where torch's is not."""
 
@@ -180,9 +184,10 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
         raise RuntimeError(f"its result is {list(found.shape)}, and torch's {list(expected.shape)}")
     wide = torch.float64 if expected.itemsize == 8 else torch.float32
+    allowed = OF_FP8 if expected.is_floating_point() and expected.itemsize == 1 else 1
     found, expected = found.to(wide), expected.to(wide)
     error = (found - expected).norm().item() / (expected.norm().item() or 1.0)
-    return NOT_A_NUMBER if math.isnan(error) else error
+    return NOT_A_NUMBER if math.isnan(error) else error / allowed
 
 
 def _copied(value: Any) -> Any:

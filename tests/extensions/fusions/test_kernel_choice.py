@@ -15,6 +15,7 @@ from megatron.core.parts import KERNELS, LEFT_OUT, kernel_for, operation
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.extensions.fusions.hooks import KernelChoice
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, choose_kernels
+from megatron.extensions.fusions.kernels.casts import TOLERANCE
 from megatron.extensions.fusions.layer import FusedTransformerLayer
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
@@ -120,6 +121,17 @@ def test_a_kernel_that_loses_is_left_out_with_one_line(
     run: Callable[..., Tensor], slow: float, line: str | None
 ) -> None:
     assert chosen(run, slow) == ([] if line is None else [f" kernel doubled_ left out: {line}"])
+
+
+@pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (1.06, False)])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_casts_of_values_in_16_bits_may_be_casts_of_those_in_32(dtype: torch.dtype, factor: float, kept: bool) -> None:
+    """As torch's compiler makes them."""
+    x, said = torch.randn(4000, generator=torch.Generator().manual_seed(1)), list[str]()
+    own, compiled = (lambda x: (factor * x.bfloat16()).to(dtype)), (lambda x: x.to(dtype))
+    cast = FusedKernel(own, compiled, lambda x: True, lambda shapes: [(x,)], TOLERANCE)
+    choose_kernels(shapes(), Axis(), None, said.append, {"cast": cast})
+    assert (not said) == kept, said
 
 
 def test_nothing_is_timed_in_deterministic_runs() -> None:
