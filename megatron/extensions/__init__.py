@@ -90,6 +90,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "Mamba-2, a state-space layer, as in Nemotron-H.",
         needs=("context_parallel", "linear_attention"),
     ),
+    BuiltIn(
+        "short_convolution",
+        "Short convolutions between two gates, as in LFM2.",
+        needs=("context_parallel", "linear_attention"),
+    ),
     BuiltIn("hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),
     BuiltIn("xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),
 )

@@ -1,9 +1,17 @@
-"""What tests of linear attentions share: packed documents, and a scalar of all results."""
+"""What tests of linear attentions share: packed documents, a scalar of all results, whole models and greedy text."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
+
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from tests.gpt_cases import FP64, packed_documents, random_batch
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def documents(length: int) -> Tensor:
@@ -16,3 +24,33 @@ def documents(length: int) -> Tensor:
 
 def weighted(results: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([(x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in results]).sum()
+
+
+def check_recomputation_and_documents(config: TransformerConfig, packed: bool) -> None:
+    """Asserts that the logits of packed documents are those of each document alone, and that loss and gradients are the
+    same where activations are kept."""
+    batch = random_batch(config, **(packed_documents(config) if packed else {}))
+    gradients = []
+    for training in (True, False):
+        model = GPTModel(config, FP64).train(training)
+        loss = model(None, batch)
+        gradients.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+    torch.testing.assert_close(*gradients, **EXACT)
+    if packed:
+        logits = model.logits(None, batch)
+        for sample, ids in enumerate(batch.document_ids):
+            for document in ids.unique():
+                alone = model.logits(None, Batch.of_tokens(batch.tokens[sample : sample + 1, ids == document]))
+                torch.testing.assert_close(logits[sample : sample + 1, ids == document], alone, **EXACT)
+
+
+def greedy_text(model: GPTModel, tokens: Tensor, count: int) -> list[list[int]]:
+    """Texts tokens [b, s] and the `count` likeliest next tokens, one by one behind a cache. Skips the test where
+    generation is deleted."""
+    kv_cache = pytest.importorskip("megatron.extensions.inference.generation.kv_cache", reason="inference is deleted")
+    cache, text, new = kv_cache.KeyValueCache(), tokens, tokens
+    for _ in range(count):
+        logits = model.logits(None, Batch.of_tokens(new), cache.extend([new.shape[1]] * len(new), new.device))
+        new = logits[:, -1:].argmax(-1)
+        text = torch.cat((text, new), 1)
+    return text.tolist()

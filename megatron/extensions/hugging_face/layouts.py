@@ -352,5 +352,7 @@ LAYOUTS: dict[str, Layout] = {
     "GroupsOfHeads": Pieces("(g n) ... -> g n ...", _mamba_groups, 1, mamba_channels, section=0),
     "ConvolvedGroups": Pieces("(g n) 1 t -> g n t", _mamba_groups, 1, lambda c: mamba_channels(c)[1:4], section=0),
     "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, lambda c: mamba_channels(c)[1:4], section=0),
+    # Three projections of one width, one behind the other (the short convolution of LFM2).
+    "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
     "WithConstantsOfXIELU": WithConstantsOfXIELU(),
 }

@@ -96,7 +96,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     hf_config = {**hf_config, **inner}
     names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
     listed = {key: list(value) if isinstance(value, tuple) else value for key, value in hf_config.items()}
-    hf = {**family.defaults, **{names.get(key, key): value for key, value in listed.items()}}
+    given = sorted(listed.items(), key=lambda item: item[0] in family.aliases)  # which come before usual keys
+    hf = {**family.defaults, **{names.get(key, key): value for key, value in given}}
     try:
         problems = list(_problems(hf, family))
         config = None if problems else _config(hf, family)
@@ -181,6 +182,8 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     if fields.get("num_experts") == 0:
         width = {"ffn_hidden_size": fields["moe_shared_expert_intermediate_size"]}
         fields |= {"num_experts": None, "moe_shared_expert_intermediate_size": None, **width}
+    if hf.get("block_auto_adjust_ff_dim") and "block_auto_adjust_ff_dim" in family.defaults:
+        fields["ffn_hidden_size"] = _adjusted_width(hf, fields["ffn_hidden_size"])
     if "n_group" in family.keys and hf["n_group"] != 1 and fields["moe_router_topk"] != 2 * hf["topk_group"]:
         fields["moe_router_group_score_topk"] = 2
     if "first_k_dense_replace" in hf:
@@ -225,14 +228,20 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
 
 def _linear_layers(hf: Mapping[str, Any]) -> list[bool]:
     """By layer, whether it has linear attention: by a list, by one of the others, or all but each N-th."""
-    interval, others = hf["full_attention_interval"], hf.get("attn_layer_indices") or ()
-    legacy = {"mamba": LINEAR, "attention": FULL}
+    interval, others = hf["full_attention_interval"], hf.get("attn_layer_indices")
+    legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(each, each) for each in hf.get("layer_types") or ()]
 
     def usual(number: int) -> bool:
-        return number not in others and bool(not interval or (number + 1) % interval)
+        return bool(not interval or (number + 1) % interval) if others is None else number not in others
 
     return _listed({**hf, "layer_types": listed}, "layer_types", (FULL, LINEAR), usual)
+
+
+def _adjusted_width(hf: Mapping[str, Any], width: int) -> int:
+    """The width of the MLPs of LFM2: two thirds of that given, times a factor, up to the next multiple."""
+    width, factor, multiple = int(2 * width / 3), hf["block_ffn_dim_multiplier"], hf["block_multiple_of"]
+    return width if factor is None else math.ceil(int(factor * width) / multiple) * multiple
 
 
 def _product(hf: Mapping[str, Any], powers: Mapping[str, float]) -> float | None:

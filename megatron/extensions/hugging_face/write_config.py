@@ -91,6 +91,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["layer_types"] = [LINEAR if linear else FULL for linear in config.linear_pattern]
     if "attn_layer_indices" in family.defaults:
         hf["attn_layer_indices"] = [layer for layer, linear in enumerate(config.linear_pattern) if not linear]
+    if "block_auto_adjust_ff_dim" in family.defaults:
+        hf["block_auto_adjust_ff_dim"] = False
     if "mamba_expand" in family.defaults:
         hf["mamba_expand"] = stated["mamba_num_heads"] * stated["mamba_head_dim"] // config.hidden_size
     if "attention_chunk_size" in family.defaults:
@@ -260,7 +262,8 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     idle += ["ffn_hidden_size"] if not config.dense_layers else []
     idle += ["num_attention_heads", "num_query_groups", "kv_channels", "softmax_scale"] if not attends else []
-    idle += [name for name in fields if name.startswith("mamba_") and "mamba2" not in config.linear_attentions]
+    for start, mixer in (("mamba_", "mamba2"), ("short_conv_", "short_convolution")):
+        idle += [name for name in fields if name.startswith(start) and mixer not in config.linear_attentions]
     idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
     idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]
     idle += [name for name in fields if name in OF_WINDOWS and not any(config.local_pattern)]

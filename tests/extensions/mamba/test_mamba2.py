@@ -23,12 +23,17 @@ from megatron.extensions.mamba.flags import MambaFlags, group_channels, num_head
 from megatron.extensions.mamba.mamba2 import gated_group_norm, mamba_operands
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
 from megatron.extensions.planner.flops import model_flops
-from tests.extensions.recurrences import documents, weighted
-from tests.gpt_cases import FP64, logits_in_parts, model_of, packed_documents, random_batch
+from tests.extensions.recurrences import (
+    EXACT,
+    check_recomputation_and_documents,
+    documents,
+    greedy_text,
+    weighted,
+)
+from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
 from tests.pure import test_regions as regions
 from tests.pure.test_regions import compiles
 
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 MAMBA = model_of("mamba")
 
 
@@ -83,21 +88,7 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_recomputation_and_packed_documents(packed: bool) -> None:
-    """The loss of packed documents is that of each document alone; it and all gradients are the same where activations
-    are kept."""
-    batch = random_batch(MAMBA, **(packed_documents(MAMBA) if packed else {}))
-    gradients = []
-    for training in (True, False):
-        model = GPTModel(MAMBA, FP64).train(training)
-        loss = model(None, batch)
-        gradients.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
-    torch.testing.assert_close(*gradients, **EXACT)
-    if packed:
-        logits = model.logits(None, batch)
-        for sample, ids in enumerate(batch.document_ids):
-            for document in ids.unique():
-                alone = model.logits(None, Batch.of_tokens(batch.tokens[sample : sample + 1, ids == document]))
-                torch.testing.assert_close(logits[sample : sample + 1, ids == document], alone, **EXACT)
+    check_recomputation_and_documents(MAMBA, packed)
 
 
 @pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
@@ -240,15 +231,9 @@ def test_nemotron_h(exact: Any) -> None:
 
 def test_greedy_text_of_nemotron_h(exact: Any) -> None:
     """Token by token behind a cache."""
-    model, tokens = loaded(exact).eval(), random_batch(MAMBA).tokens[:2, :5]
+    tokens = random_batch(MAMBA).tokens[:2, :5]
     expected = exact.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    kv_cache = pytest.importorskip("megatron.extensions.inference.generation.kv_cache", reason="inference is deleted")
-    cache, text, new = kv_cache.KeyValueCache(), tokens, tokens
-    for _ in range(8):
-        logits = model.logits(None, Batch.of_tokens(new), cache.extend([new.shape[1]] * 2, new.device))
-        new = logits[:, -1:].argmax(-1)
-        text = torch.cat((text, new), 1)
-    assert text.tolist() == expected.tolist()
+    assert greedy_text(loaded(exact).eval(), tokens, 8) == expected.tolist()
 
 
 def test_flops() -> None:

@@ -1,0 +1,54 @@
+"""Flags of short convolutions, their rules, and facts about them before they are imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.hybrid import has_linear_attention
+from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("short convolutions", part_of="model")
+@dataclass(frozen=True)
+class ShortConvolutionFlags:
+    """The shape of short convolutions (LFM2, arXiv 2511.23404)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("short_convolution", "C")
+
+    short_conv_kernel_dim: int = flag(3, above=0)
+    """Short convolution: tokens that it spans, its own included."""
+
+    short_conv_bias: bool = False
+    """Short convolution: biases of the convolution and of both projections."""
+
+
+def convolutions(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with short convolutions."""
+    hidden, p = c.model.hidden_size, c.parallel
+    tp, cp, name = p.tensor_model_parallel_size, p.context_parallel_size, linear_format(p)
+    ranks = f"--tensor-model-parallel-size {tp}" + (f" * --context-parallel-size {cp} = {tp * cp}" if cp > 1 else "")
+    if not divides(tp * cp, hidden):
+        rule = f"must be a multiple of {ranks}, as these ranks share the channels of short convolutions"
+        yield Problem("--hidden-size", hidden, rule, multiples(hidden, max(tp * cp, 1)))
+    elif name is not None:
+        alignment, under = LINEAR_FORMATS.facts(name).alignment(p, tp)
+        if hidden // tp % alignment:
+            rule = f"under {under}, a rank's {hidden // tp} channels of a short convolution must be a multiple of"
+            yield Problem("--hidden-size", hidden, f"{rule} {alignment}", multiples(hidden, alignment * tp))
+
+
+LINEAR_ATTENTIONS.register(
+    "short_convolution",
+    f"{__package__}.short_convolution:ShortConvolution",
+    parameters=f"{__package__}.parameters:convolution_metas",
+    rules=f"{__name__}:convolutions",
+    described=lambda config: f", of {config.options(ShortConvolutionFlags).short_conv_kernel_dim} tokens",
+    letter="C",
+    whole_sequences=True,
+)

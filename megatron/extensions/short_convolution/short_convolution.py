@@ -1,0 +1,73 @@
+"""The short convolution of LFM2 (arXiv 2511.23404), between two gates.
+
+One projection gives gates B and C and inputs x of each channel. B x passes a causal convolution of each channel with
+itself, of a few taps, and C times its output is projected back. Each tensor-parallel rank has some of the channels.
+
+Under context parallelism an all-to-all trades sequence shards of B x for channels, and another one trades the outputs
+back: each rank convolves whole sequences of its channels. Both gates stay where they are.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import local_slice
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.transformer.recompute import recomputed
+from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
+from megatron.extensions.linear_attention.gated_delta_net import documents_begun, last_rows, short_convolution
+from megatron.extensions.short_convolution.parameters import convolution_parameters
+
+
+class ShortConvolution(nn.Module):
+    """Projection, gate, convolution, gate, projection back. What lies between the projections is computed again in the
+    backward."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        parameters = convolution_parameters(name, config)
+        self.cp, self.layer = ctx.state.cp, ctx.layer
+        self.conv_weight = make_parameter(parameters.conv_weight, ctx)
+        self.conv_bias = None if parameters.conv_bias is None else make_parameter(parameters.conv_bias, ctx)
+        self.in_proj = column_parallel(parameters.in_proj, ctx)
+        self.out_proj = row_parallel(parameters.out_proj, ctx)
+        self.convolved = region(convolved, ctx.compiled)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        mixed = self.in_proj(x)
+        length, documents, cache = len(mixed) * self.cp.size, context.documents, context.cache
+        number = None if documents is None else documents_begun(documents, length, mixed.device)
+        if self.training and cache is None:
+            y = recomputed(self._mix, mixed, number, None)
+        else:
+            y = self._mix(mixed, number, cache)
+        return self.out_proj(y)
+
+    def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
+        """mixed [s/cp, b, 3 * h/tp] -> [s/cp, b, h/tp]"""
+        before_gate, behind_gate, x = mixed.unflatten(-1, (3, -1)).unbind(-2)
+        x = sequence_to_heads((before_gate * x).unflatten(-1, (self.cp.size, -1)), self.cp)
+        weight = local_slice(self.conv_weight, self.cp)
+        bias = None if self.conv_bias is None else local_slice(self.conv_bias, self.cp)
+        states = None if cache is None else cache.states(self.layer)
+        before = None if states is None else states[0].transpose(0, 1)
+        y, last = self.convolved(x, weight, bias, number, before)
+        if cache is not None:  # whose next tokens follow the last one that is no padding
+            last = last if cache.lengths is None else last_rows(x, before, cache.lengths, len(last))
+            cache.set_states(self.layer, last.transpose(0, 1))
+        return behind_gate * heads_to_sequence(y, self.cp).flatten(2)
+
+
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x [s, b, c], weight [c, 1, taps], bias [c], number [s, b], before [taps - 1, b, c] -> the convolution [s, b, c],
+    and its last inputs [taps - 1, b, c]; see `short_convolution`. 16 bits are computed in fp32."""
+    before = None if before is None else before.unsqueeze(-1)
+    y, last = short_convolution(x.unsqueeze(-1), weight, number, before)
+    y = y.squeeze(-1)
+    return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype), last.squeeze(-1)

@@ -1,0 +1,111 @@
+"""Short convolutions: the formula, packed documents, generation, and greedy text of LFM2. The tests of Hugging Face
+families compare logits and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.batch import Batch, BatchContext
+from megatron.core.compiled_regions import region
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
+from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.short_convolution.short_convolution import convolved
+from tests.extensions.recurrences import check_recomputation_and_documents, greedy_text
+from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
+from tests.pure import test_regions as regions
+from tests.pure.test_regions import compiles
+
+CONVOLUTION = model_of("convolution")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recomputation_and_packed_documents(packed: bool) -> None:
+    check_recomputation_and_documents(CONVOLUTION, packed)
+
+
+def test_formula() -> None:
+    """torch's convolution of channels apart, between two gates."""
+    mixer = GPTModel(CONVOLUTION, FP64).decoder.layers[0].self_attention
+    x, context = torch.randn(9, 2, 32, dtype=torch.float64), BatchContext.of(Batch.of_tokens(torch.zeros(2, 9).long()))
+    B, C, values = F.linear(x, mixer.in_proj.weight.flatten(0, 1), mixer.in_proj.bias.flatten()).chunk(3, -1)
+    inputs = F.pad((B * values).permute(1, 2, 0), (2, 0))
+    y = F.conv1d(inputs, mixer.conv_weight, mixer.conv_bias, groups=32).permute(2, 0, 1)
+    expected = F.linear(C * y, mixer.out_proj.weight, mixer.out_proj.bias)
+    torch.testing.assert_close(mixer(x, context), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
+def test_generation(lengths: tuple[int, ...]) -> None:
+    """The last inputs of the convolution are cached, and nothing for each token: the logits of the whole text."""
+    model, tokens = GPTModel(CONVOLUTION, FP64).eval(), random_batch(CONVOLUTION).tokens
+    found, cache = logits_in_parts(model, tokens, lengths)
+    torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
+    assert cache._states.keys() == {0, 3} and cache._layers.keys() == {2}
+    (last,) = cache._states[0]
+    assert last.shape == (3, 2, 32)
+
+
+def test_half_precision_follows_single() -> None:
+    losses = [
+        GPTModel(CONVOLUTION, parallel)(None, random_batch(CONVOLUTION)).item()
+        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
+    ]
+    assert abs(losses[0] / losses[1] - 1) < 0.01
+
+
+def test_greedy_text_of_lfm2() -> None:
+    pytest.importorskip("transformers")
+    whole_models = pytest.importorskip("tests.extensions.hugging_face.whole_models", reason="hugging_face is deleted")
+    from tests.extensions.hugging_face import hf_exact, sweep
+
+    with hf_exact.fp64():
+        theirs = hf_exact.model_with("lfm2", sweep.tiny("lfm2"))
+        tokens = torch.randint(83, (2, 5))
+        expected = theirs.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        config = hf_exact.config_from_hf(theirs.config.to_dict())
+        read = whole_models.there_and_back(hf_exact.weights(theirs), config, "lfm2")
+    assert greedy_text(whole_models.model_of(read, config), tokens, 8) == expected.tolist()
+
+
+def test_parameters_of_lfm2() -> None:
+    """As many as transformers makes of the published sizes of LFM2-1.2B, whose MLPs are 8,192 wide."""
+    transformers = pytest.importorskip("transformers")
+    read_config = pytest.importorskip("megatron.extensions.hugging_face.read_config", reason="hugging_face is deleted")
+    theirs = transformers.Lfm2Config(
+        hidden_size=2048, num_hidden_layers=16, block_ff_dim=12288, full_attn_idxs=[2, 5, 8, 10, 12, 14]
+    )
+    config = read_config.config_from_hf(theirs.to_dict())
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert config.ffn_size == 8192 and config.linear_pattern.count(False) == 6
+    assert count_parameters(config).total == sum(each.numel() for each in model.parameters()) == 1170340608
+
+
+def test_flops() -> None:
+    """Products of both projections; a convolution has none."""
+    one = replace(CONVOLUTION, num_layers=1, hybrid_layer_pattern="C")
+    none = replace(one, hybrid_layer_pattern="-")
+    found = model_flops(one).matmul - model_flops(none).matmul
+    assert found == 6 * (4 * one.hidden_size**2 - 3 * one.hidden_size * one.ffn_size)
+    assert model_flops(one).attention == 0
+
+
+def region_of_convolution(x: Tensor, compiled: bool) -> Tensor:
+    number = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]).t()
+    weight = torch.linspace(-1, 1, 3 * x.shape[-1], dtype=x.dtype).view(-1, 1, 3)
+    return region(convolved, compiled)(x, weight, weight[:, 0, 1], number, None)[0]
+
+
+regions.REGIONS["convolution"] = region_of_convolution
+
+
+@compiles
+def test_the_compiled_region_is_the_plain_one() -> None:
+    regions.test_a_compiled_region_is_the_plain_one("convolution")
