@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from megatron.core.config.hybrid import DENSE, EXPERTS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family
@@ -38,6 +39,14 @@ LLAMA3_SCALING = {
 FULL, LOCAL, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 """In layer_types of config.json, a layer that sees all earlier tokens, and those with a sliding window, chunked
 attention or linear attention."""
+
+
+LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
+"""In layers_block_type of config.json, layers of one sublayer, and the letter of each."""
+
+
+FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
+"""Letter of a layer -> what fields begin with that only such layers have."""
 
 
 MULTIMODAL = {"llama4": "language_model."}
@@ -99,6 +108,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     given = sorted(listed.items(), key=lambda item: item[0] in family.aliases)  # which come before usual keys
     hf = {**family.defaults, **{names.get(key, key): value for key, value in given}}
     try:
+        if "hybrid_override_pattern" in family.keys:
+            hf |= _pattern_from_hf(hf)
         problems = list(_problems(hf, family))
         config = None if problems else _config(hf, family)
         if config is not None and config.position_embedding_type == "rope" and config.rotary_dim == 1:
@@ -210,8 +221,11 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     if "full_attention_interval" in family.defaults:
         fields["linear_attention_freq"] = pattern_text(_linear_layers(hf), usual=True)
-    if "hybrid_layer_pattern" in fields:
+    if "hybrid_layer_pattern" in family.fixed:
         fields["hybrid_layer_pattern"] *= fields["num_layers"]
+    if "hybrid_override_pattern" in family.keys:
+        absent = [parts for letter, parts in FIELDS_OF.items() if letter not in fields["hybrid_layer_pattern"]]
+        fields = {name: value for name, value in fields.items() if not name.startswith(tuple(chain(*absent)))}
     if "attention_chunk_size" in family.defaults:
         fields |= _chunks_from_hf(hf)
     if "attn_temperature_tuning" in family.defaults:
@@ -224,6 +238,15 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         groups = fields["num_query_groups"] or fields["num_attention_heads"]
         fields["window_num_query_groups"] = groups * family.window_groups
     return with_fields(TransformerConfig(), fields)
+
+
+def _pattern_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's letters of layers, which newer files state as a list of kinds, and their number."""
+    kinds = hf.get("layers_block_type")
+    letters = hf["hybrid_override_pattern"] if kinds is None else [LETTERS.get(kind, kind) for kind in kinds]
+    if unknown := {*letters} - {*LETTERS.values()}:
+        raise ValueError(f"config.json: layers {', '.join(map(repr, sorted(unknown)))} are not supported")
+    return {"hybrid_override_pattern": "".join(letters), "num_hidden_layers": len(letters)}
 
 
 def _linear_layers(hf: Mapping[str, Any]) -> list[bool]:

@@ -114,6 +114,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["moe_layers"] = list(config.moe_layers)
     if "no_rope_layers" in family.defaults:
         hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
+    if "hybrid_override_pattern" in family.keys:  # keys of kinds of layers that the model lacks
+        hf = {key: value for key, value in hf.items() if value is not None}
     found: dict[str, Any] = {}
     for key, value in hf.items():
         outer, _, name = key.partition(".")

@@ -43,6 +43,10 @@ class MambaFlags:
     mamba_conv_kernel_dim: int = flag(4, above=0)
     """Mamba-2: tokens that the convolution spans, its own included."""
 
+    mamba_min_step_size: float = flag(0.0, at_least=0)
+    """Mamba-2: smallest step size, which replaces smaller ones: 0.001 in transformers' Nemotron-H, none in
+    Megatron-LM."""
+
     mamba_chunk_size: int = flag(128, above=0)
     """Mamba-2: tokens that are mixed at a time by products of their scores. It affects speed and memory, no result."""
 

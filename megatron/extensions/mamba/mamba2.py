@@ -49,6 +49,7 @@ class Mamba2(nn.Module):
         super().__init__()
         parameters, own = mamba_parameters(name, config), config.options(MambaFlags)
         self.cp, self.layer, self.eps, self.chunk = ctx.state.cp, ctx.layer, config.norm_epsilon, own.mamba_chunk_size
+        self.min_step = own.mamba_min_step_size
         self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
         self.gates, *self.channels = group_channels(config)
         self.conv_weight = make_parameter(parameters.conv_weight, ctx)
@@ -113,7 +114,8 @@ class Mamba2(nn.Module):
         """The operands of the state-space model, and the last inputs of the convolution."""
         weight, bias = (self._of_ranks(each, 0)[self.cp.rank] for each in (self.conv_weight, self.conv_bias))
         widths = weight.shape[1] - 2 * self.channels[1], self.channels[1], self.head_dim
-        return self.prepare(mixed, weight, bias, local_slice(self.dt_bias, self.cp), widths, number, before)
+        dt_bias = local_slice(self.dt_bias, self.cp)
+        return self.prepare(mixed, weight, bias, dt_bias, widths, self.min_step, number, before)
 
     def _decay(self) -> Tensor:
         """a [heads/(tp*cp)], which step sizes multiply"""
@@ -131,12 +133,13 @@ def mamba_operands(
     bias: Tensor,
     dt_bias: Tensor,
     widths: tuple[int, int, int],
+    min_step: float,
     number: Tensor | None,
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
     """mixed [s, b, groups, x, B, C and a dt for each head], number [s, b], before [taps - 1, b, groups, x, B and C] ->
     the operands of the state-space model, and the last inputs of the convolution. `widths` are those of x and B of a
-    group, and of a head.
+    group, and of a head. No step size is below `min_step`.
 
     dt is fp32 where the rest has 16 bits: it is summed over tokens.
     """
@@ -147,6 +150,7 @@ def mamba_operands(
     x, B, C = y.split((inputs, state, state), dim=-1)
     wide = torch.promote_types(mixed.dtype, torch.float32)
     dt = F.softplus(dt.flatten(2).to(wide) + dt_bias.to(wide))
+    dt = dt.clamp(min=min_step) if min_step else dt
     return (x.unflatten(-1, (-1, head)).flatten(2, 3), dt, B, C), last
 
 

@@ -34,6 +34,8 @@ def test_every_recipe_is_listed() -> None:
 
 def published_model(settings: Any) -> torch.nn.Module:
     """The model of a configuration of transformers. Of Step-3.5 there is one of text without a head."""
+    if settings.model_type == "nemotron_h":
+        settings.time_step_min = settings.time_step_max  # initial step sizes need one above 0
     if settings.model_type != "step3p5":
         return transformers.AutoModelForCausalLM.from_config(settings)
     from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel

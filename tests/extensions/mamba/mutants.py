@@ -85,3 +85,13 @@ def _norm_summed(name: str, config: TransformerConfig) -> MambaParameters:
 
 
 _true_parameters = mamba2.mamba_parameters
+
+
+@mutant(mamba2, "mamba_operands", world="2", tp="2", layers="mamba and MLP")
+def _no_smallest_step(*operands: Any) -> Any:
+    """Step sizes of Mamba-2 without a lower limit on some ranks."""
+    *before, min_step, number, cached = operands
+    return _true_operands(*before, 0.0 if torch.distributed.get_rank() else min_step, number, cached)
+
+
+_true_operands = mamba2.mamba_operands
