@@ -60,6 +60,9 @@ class LinearAttentionFacts(MixerFacts):
     whole_sequences: bool = False
     """Whether it sees the tokens of all context-parallel ranks."""
 
+    attends: bool = False
+    """Whether it is the model's attention with something added, whose flags and positions it has."""
+
 
 @dataclass(frozen=True)
 class AttentionFacts(MixerFacts):

@@ -95,6 +95,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "Short convolutions between two gates, as in LFM2.",
         needs=("context_parallel", "linear_attention"),
     ),
+    BuiltIn(
+        "sparse_attention",
+        "DeepSeek sparse attention (DSA), as in DeepSeek-V3.2.",
+        needs=("context_parallel", "latent_attention"),
+    ),
     BuiltIn("hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),
     BuiltIn("xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),
 )

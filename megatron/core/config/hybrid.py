@@ -20,7 +20,7 @@ class Sublayers:
     """Whether it has the model's attention."""
 
     linear: str | None = None
-    """Name of its linear attention, in place of the model's attention."""
+    """Name of its entry of LINEAR_ATTENTIONS, in place of the module of the model's attention."""
 
     mlp: bool = False
     """Whether it has an MLP, dense or of experts."""
@@ -109,10 +109,15 @@ def has_linear_attention(name: str, letter: str) -> Condition:
 
 def letters(config: Any) -> dict[str, Sublayers]:
     """Letter -> the layer that it stands for in this model."""
-    linear = {LINEAR_ATTENTIONS.facts(name).letter: Sublayers(linear=name) for name in LINEAR_ATTENTIONS}
-    found = {config.attention_facts.letter: Sublayers(attends=True)} | linear
+    variants = {LINEAR_ATTENTIONS.facts(name).letter: with_attention(name) for name in LINEAR_ATTENTIONS}
+    found = {config.attention_facts.letter: Sublayers(attends=True)} | variants
     found |= {DENSE: Sublayers(mlp=True), EXPERTS: Sublayers(mlp=True, experts=True)}
     return {letter: sublayers for letter, sublayers in found.items() if letter}
+
+
+def with_attention(variant: str | None, *mlp: bool) -> Sublayers:
+    """A layer with the model's attention or a variant, and the MLP that the last fields of `Sublayers` state."""
+    return Sublayers(variant is None or LINEAR_ATTENTIONS.facts(variant).attends, variant, *mlp)
 
 
 def hybrid_layers(config: Any) -> tuple[Sublayers, ...]:
@@ -121,8 +126,7 @@ def hybrid_layers(config: Any) -> tuple[Sublayers, ...]:
     known, pattern = letters(config), read_pattern(config.hybrid_layer_pattern)
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:
-        what = "sparse attention, which is not built" if unknown == "D" else "which is no layer of this model"
-        raise ValueError(f"has {unknown}, {what}; use {' '.join(known)}")
+        raise ValueError(f"has {unknown}, which is no layer of this model; use {' '.join(known)}")
     if not pattern.layers:
         raise ValueError(f"has no layers; use for example {config.attention_facts.letter or '*'}{DENSE}")
     if len(pattern.layers) != config.num_layers:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.config.hybrid import Sublayers, hybrid_layers
+from megatron.core.config.hybrid import Sublayers, hybrid_layers, with_attention
 from megatron.core.parts import RECOMPUTED_PARTS
 
 
@@ -204,7 +204,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         whole = zip(config.expert_pattern, config.linear_pattern, strict=True)
         variant = config.experimental_attention_variant
         sublayers = as_last(
-            tuple(Sublayers(not linear, variant if linear else None, True, experts) for experts, linear in whole)
+            tuple(with_attention(variant if linear else None, True, experts) for experts, linear in whole)
         )
     return tuple(
         LayerKind(**vars(parts), own=_own_width(config, parts, ffn))

@@ -118,8 +118,8 @@ class TransformerConfig(
     """Attention sublayer of each layer."""
 
     experimental_attention_variant: str | None = flag(None, choices=LINEAR_ATTENTIONS)
-    """Linear attention in the layers of --linear-attention-freq: gated_delta_net is that of Qwen3-Next. Default: every
-    layer has --attention-module."""
+    """Linear attention in the layers of --linear-attention-freq (gated_delta_net is that of Qwen3-Next), or DeepSeek
+    sparse attention (dsa). Default: every layer has --attention-module."""
 
     linear_attention_freq: str | None = flag(None, no_effect_without="--experimental-attention-variant")
     """Layers with linear attention beside layers with --attention-module: N for the latter in layers N - 1, 2N - 1,

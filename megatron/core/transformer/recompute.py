@@ -22,7 +22,7 @@ from megatron.core.transformer.activation_store import nothing_saved, packed, un
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), of which only the arguments are kept; it runs again, whole, when its backward begins."""
-    contexts = lambda: (nothing_saved(), _again())  # noqa: E731
+    contexts = lambda: (nothing_saved(), again())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
@@ -37,7 +37,8 @@ _running = _Running()
 
 
 @contextmanager
-def _again() -> Iterator[None]:
+def again() -> Iterator[None]:
+    """What runs in this block is computed a second time, for a backward pass."""
     _running.depth += 1
     try:
         yield

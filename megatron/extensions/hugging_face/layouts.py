@@ -233,6 +233,14 @@ def _pairs_of_halves(first: int, rotated: int) -> list[int]:
     return [*range(first), *(first + half + at for at in range(rotated // 2) for half in (0, rotated // 2))]
 
 
+def _indexer_channels(config: TransformerConfig, heads: bool) -> list[int]:
+    """Those of the heads of a sparse attention's indexer, or of its key. The first ones of each rotate."""
+    own: Any = next(options for options in config.extension_options if hasattr(options, "dsa_indexer_head_dim"))
+    width, rotated = own.dsa_indexer_head_dim, config.rotary_dim
+    of_head = [*_pairs_of_halves(0, rotated), *range(rotated, width)]
+    return [width * head + at for head in range(own.dsa_indexer_n_heads if heads else 1) for at in of_head]
+
+
 def latent_rank(config: TransformerConfig) -> int:
     """The width of the latent of keys and values: an option of whichever extension states it."""
     return next(options.kv_lora_rank for options in config.extension_options if hasattr(options, "kv_lora_rank"))
@@ -323,6 +331,9 @@ LAYOUTS: dict[str, Layout] = {
         lambda config: _pairs_of_halves(config.head_dim - config.rotary_dim, config.rotary_dim),
     ),
     "LatentOfHalves": Reordered(Pieces(), 0, lambda config: _pairs_of_halves(latent_rank(config), config.rotary_dim)),
+    # The heads of an indexer, and its key, whose first channels are rotated as two halves (DeepSeek-V3.2).
+    "IndexerHeadsOfHalves": Reordered(Pieces(), 0, lambda config: _indexer_channels(config, heads=True)),
+    "IndexerKeyOfHalves": Reordered(Pieces(), 0, lambda config: _indexer_channels(config, heads=False)),
     # Heads that are rotated the other way round, so that their halves change places (nanochat).
     "SwappedQueryGroups": Reordered(
         Pieces(_GROUPS, _query_groups, 1, _of_group("q", "k", "v")),

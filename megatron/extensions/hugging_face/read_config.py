@@ -146,6 +146,8 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             continue
         elif key not in family.values and (rule := _broken_rule(hf[key], hints[ours])):
             yield f"{key} = {hf[key]!r} must be {rule}"
+    if "shared" in (hf.get("indexer_types") or ()):
+        yield "indexer_types has 'shared', supported: 'full'; another value needs selected keys that layers share"
     yield from _problems_of_experts(hf, family)
     if type(hf["tie_word_embeddings"]) is not bool:
         yield f"tie_word_embeddings = {hf['tie_word_embeddings']!r} must be true or false"
@@ -155,7 +157,7 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
     """DeepSeek's routing where ours differs from it."""
     if "n_shared_experts" in family.defaults and (rule := _broken_rule(hf["n_shared_experts"], int)):
         yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
-    if "first_k_dense_replace" in family.defaults:
+    if "first_k_dense_replace" in family.defaults and not hf.get("mlp_layer_types"):
         first, layers = hf["first_k_dense_replace"], hf.get("num_hidden_layers")
         if type(first) is not int or type(layers) is not int or not 0 <= first < layers:
             yield f"first_k_dense_replace = {first!r} must be at least 0 and below num_hidden_layers = {layers!r}"

@@ -264,7 +264,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     idle += ["ffn_hidden_size"] if not config.dense_layers else []
     idle += ["num_attention_heads", "num_query_groups", "kv_channels", "softmax_scale"] if not attends else []
-    for start, mixer in (("mamba_", "mamba2"), ("short_conv_", "short_convolution")):
+    for start, mixer in (("mamba_", "mamba2"), ("short_conv_", "short_convolution"), ("dsa_", "dsa")):
         idle += [name for name in fields if name.startswith(start) and mixer not in config.linear_attentions]
     idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
     idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]

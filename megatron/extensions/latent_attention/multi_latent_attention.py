@@ -141,12 +141,17 @@ class MultiLatentAttention(nn.Module):
         if cached is None:
             return self._attend(latents, context)
         (k,) = cached
+        q, up_value = self._absorbed(latents, context)
+        out = self.core.behind_cache(q, k, k[..., : self.kv_rank], cache).unflatten(-1, (-1, self.kv_rank))
+        return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
+
+    def _absorbed(self, latents: Latents, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """Queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim] of latents in place of keys, and the projection
+        [heads/tp, v_head_dim, kv_lora_rank] of what they attend to, up to values."""
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
         q, rotary = self._queries(latents, context).split((self.key_width, self.rotary_width), dim=-1)
         rotary = rotated(rotary, *self._tables(context))
-        q = torch.cat((torch.einsum("sbnd,ndr->sbnr", q, up_key), rotary), dim=-1)
-        out = self.core.behind_cache(q, k, k[..., : self.kv_rank], cache).unflatten(-1, (-1, self.kv_rank))
-        return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
+        return torch.cat((torch.einsum("sbnd,ndr->sbnr", q, up_key), rotary), dim=-1), up_value
 
 
 def rotated(x: Tensor, *tables: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class FakeStages:
         whole = replace(
             Batch.of_tokens(tokens),
             position_ids=torch.zeros_like(tokens) if batch.own_positions else None,
-            aux_scale=torch.ones((), dtype=torch.float64) if model.num_experts is not None else None,
+            aux_scale=torch.ones((), dtype=torch.float64),
         )
         self.micro_batch = whole.with_future(model.mtp_depths).local_to(state.cp)
 

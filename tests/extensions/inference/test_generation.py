@@ -67,6 +67,7 @@ def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
         "chunks-in-some",
         "gpt-oss",
         needs("latent_attention", "latent"),
+        needs("sparse_attention", "sparse"),
         needs("linear_attention", "delta-net"),
         needs("mamba", "mamba"),
         needs("short_convolution", "convolution"),

@@ -251,7 +251,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not any(linear):
         rule = "leaves no layer with linear attention"
         yield Problem(flag, m.linear_attention_freq, rule, "use another pattern", harmless=True)
-    if all(linear):
+    if all(linear) and not any(LINEAR_ATTENTIONS.facts(variant).attends for variant in variants):
         yield from _without_attention(c, "where every layer has linear attention", flag)
 
 

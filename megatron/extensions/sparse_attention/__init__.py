@@ -1,0 +1,8 @@
+"""DeepSeek sparse attention (DSA) of DeepSeek-V3.2 and GLM-5: an indexer selects the keys that each query sees.
+
+Flags: --experimental-attention-variant dsa, on top of --multi-latent-attention, or D in --hybrid-layer-pattern. The
+indexer's shape is --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk, its loss
+--dsa-indexer-loss-coeff and --dsa-indexer-use-sparse-loss.
+
+Read first: `sparse_attention.py`, the module; `selection.py`, selection, attention and loss in chunks of queries.
+"""

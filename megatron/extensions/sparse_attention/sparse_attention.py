@@ -1,0 +1,188 @@
+"""DeepSeek sparse attention (DSA): DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
+
+Multi-latent attention whose queries see only the keys that an indexer selects. Attention is computed with latents: the
+projection up to keys is applied to the queries instead, and that up to values to the output, so that all heads share
+the keys that are gathered for a query.
+
+Every tensor-parallel rank holds the indexer whole. Under sequence parallelism it selects for the queries of its tokens,
+and ranks gather what each has selected. Under context parallelism ranks gather latents and the indexer's keys of the
+whole sequence, whatever --cp-comm-type other layers have: both are narrow.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.attention.tile_kernels import TorchKernel
+from megatron.core.attention.tiles import Documents, rank_spans
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import all_gather, all_gather_sequence, local_slice
+from megatron.core.config.model import TransformerConfig
+from megatron.core.host_to_device import copied_to
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
+from megatron.core.tensor_parallel.parameters import sequence_partial
+from megatron.core.transformer.norm import LayerNorm
+from megatron.extensions.context_parallel.attention import from_rank_order
+from megatron.extensions.latent_attention.multi_latent_attention import Latents, MultiLatentAttention, rotated
+from megatron.extensions.sparse_attention.flags import SparseAttentionFlags
+from megatron.extensions.sparse_attention.parameters import indexer_linears, of_key_norm
+from megatron.extensions.sparse_attention.selection import (
+    CHUNK,
+    AttachLoss,
+    AttentionToSelected,
+    Index,
+    Loss,
+    Queries,
+    chunks_of,
+    selected,
+)
+
+
+class Indexer(nn.Module):
+    """Queries of its own heads, one key for all of them, and weights of heads. No gradient leaves it."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        linears, own = indexer_linears(name, config), config.options(SparseAttentionFlags)
+        self.heads, self.width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
+        self.linear_wq_b, self.linear_wk, self.linear_weights_proj = (
+            ReplicatedParallelLinear(linear, ctx) for linear in (linears.q, linears.k, linears.weights)
+        )
+        partial_over = sequence_partial(ctx.sequence_parallel)
+        self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
+
+    def forward(self, x: Tensor, q: Tensor) -> Index:
+        """x [s, b, h], and q [s, b, q_lora_rank] or x again; [s/tp, ...] under sequence parallelism. Nothing is rotated
+        yet."""
+        x, q = x.detach(), q.detach()
+        weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
+        return Index(
+            self.linear_wq_b(q).unflatten(-1, (self.heads, self.width)), self.k_norm(self.linear_wk(x)), weights
+        )
+
+
+class SparseLatents(NamedTuple):
+    """`Latents`, and the operands of the indexer's scores."""
+
+    q: Tensor
+    kv: Tensor
+    key: Tensor
+    index_q: Tensor
+    index_k: Tensor
+    index_weights: Tensor
+
+
+class SelectedKeys(CoreAttention):
+    """Attention to the keys that the indexer selects, and the projection up to values."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, kv_rank: int) -> None:
+        super().__init__(name, config, ctx)
+        own, self.kv_rank, self.tp, self.layer = config.options(SparseAttentionFlags), kv_rank, ctx.tp, ctx.layer
+        self.topk, self.coeff = own.dsa_indexer_topk, own.dsa_indexer_loss_coeff
+        self.sparse_loss, self.num_heads = own.dsa_indexer_use_sparse_loss, config.num_attention_heads
+        self.rows = ctx.tp if ctx.sequence_parallel else Axis()
+        """The ranks that have other rows of the indexer's operands."""
+        self.kernel = self.varlen_kernel = TorchKernel(self.scale)
+        self.always_tiles, self.sink_heads = True, slice(0, self.local_heads)
+        self.tally = torch.zeros(2, dtype=torch.float64, device=ctx.device)
+        """Sum of divergences and number of tokens in the step so far."""
+
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        k: Tensor,
+        up_value: Tensor,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        context: BatchContext,
+    ) -> Tensor:
+        """q [s, b, heads/tp, w], k [s, b, w], up_value [heads/tp, v_head_dim, kv_lora_rank], index_q
+        [s, b, indexer heads, d], index_k [s, b, d], index_weights [s, b, indexer heads] ->
+        [s, b, heads/tp * v_head_dim]. s/cp under context parallelism; the indexer's s/(cp * tp) under sequence
+        parallelism."""
+        index_k = all_gather_sequence(index_k, self.rows)
+        cached = (
+            None if context.cache is None else context.cache.append(self.layer, k.unsqueeze(2), index_k.unsqueeze(2))
+        )
+        if cached is not None:
+            k, index_k = (x.squeeze(1).transpose(0, 1) for x in cached)
+        else:
+            k, index_k = (from_rank_order(all_gather_sequence(x, self.cp), self.cp.size) for x in (k, index_k))
+        queries = self._queries(q, k, index_q, None if cached is None else context.cache, context)
+        rows = len(index_q)
+        own = range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
+        index, picked = Index(index_q, index_k, index_weights), None
+        if max(chunk.keys for chunk in queries.chunks) > self.topk:
+            mine = tuple(chunk.moved(own.start) for chunk in queries.chunks if chunk.rows.start in own)
+            of_own = Queries(queries.first[own.start : own.stop], queries.last[own.start : own.stop], mine)
+            picked = all_gather(selected(index, of_own, self.topk), self.rows)
+        note = None if self.max_logits is None else self._note
+        out = AttentionToSelected.apply(q, k, picked, queries, self.scale, self.kv_rank, note)
+        if self.training:
+            trained = index_q.requires_grad and self.coeff > 0 and context.aux_scale is not None
+            of_loss = q.detach(), k.detach(), picked if self.sparse_loss else None, queries, self.scale
+            loss = Loss(*of_loss, self.tp, self.num_heads, own) if trained else None
+            scale = None if context.aux_scale is None else context.aux_scale * self.coeff
+            out = AttachLoss.apply(out, loss, scale, self.tally, *index)
+        return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
+
+    def _queries(
+        self, q: Tensor, k: Tensor, index_q: Tensor, cache: EarlierTokens | None, context: BatchContext
+    ) -> Queries:
+        """The keys that the queries of this rank's part of the sequence could see."""
+        (n, b, heads, width), length = q.shape, len(k)
+        of_query = b * max(index_q.shape[2] * length, max(heads, width) * min(self.topk, length))
+        if cache is not None:
+            chunks = chunks_of((range(n),), self.rows.size, max(1, CHUNK // of_query), length)
+            return Queries(q.new_zeros((n, 1), dtype=torch.int64), cache.positions.t(), chunks)
+        chunks = chunks_of(rank_spans(length, self.cp.rank, self.cp.size), self.rows.size, max(1, CHUNK // of_query))
+        last = context.places_of(q, 0)
+        if context.documents is None:
+            return Queries(torch.zeros_like(last)[:, None], last[:, None], chunks)
+        return Queries(document_begins(context.documents, length, q.device)[last], last[:, None], chunks)
+
+
+@lru_cache(maxsize=64)
+def document_begins(documents: Documents, length: int, device: torch.device) -> Tensor:
+    """[s, b]: position at which the document of each token of whole samples of `length` tokens begins."""
+    begins = np.zeros((length, len(documents)), dtype=np.int64)
+    for sample, places in enumerate(documents):
+        begins[list(places), sample] = places
+    return copied_to(torch.from_numpy(np.maximum.accumulate(begins)), device)
+
+
+class SparseAttention(MultiLatentAttention):
+    """Multi-latent attention to the keys that an indexer selects.
+
+    Neighbouring rotary channels form a pair in the indexer too, where they are the first ones of a head.
+    """
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(name, config, ctx)
+        self.indexer = Indexer(f"{name}.indexer", config, ctx)
+        self.core = core = SelectedKeys(name, config, ctx, self.kv_rank)
+        self.rows = core.rows
+
+    def _latents(self, x: Tensor) -> SparseLatents:  # type: ignore[override]
+        latents = super()._latents(x)
+        return SparseLatents(*latents, *self.indexer(x, latents.q))
+
+    def _heads(self, latents: SparseLatents, context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The operands of `SelectedKeys`."""
+        tables = self._tables(context)
+        own = tuple(local_slice(table, self.rows) for table in tables)
+        q, up_value = self._absorbed(Latents(*latents[:3]), context)
+        k = torch.cat((self.to_heads(latents.kv, self.tp), rotated(latents.key, *tables).squeeze(2)), dim=-1)
+        index_k = rotated(latents.index_k.unsqueeze(2), *own).squeeze(2)
+        return q, k, up_value, rotated(latents.index_q, *own), index_k, latents.index_weights
+
+    def _behind_cache(self, latents: SparseLatents, cache: EarlierTokens, context: BatchContext) -> Tensor:  # type: ignore[override]
+        return self._attend(latents, context)  # type: ignore[arg-type]

@@ -1,0 +1,237 @@
+"""Sparse attention against the dense formula with other keys masked, the indexer's loss, ties, and what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.attention.tiles import rank_spans
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
+from megatron.core.transformer.rotary import apply_rotary_interleaved
+from megatron.extensions.latent_attention.multi_latent_attention import Latents, MultiLatentAttention
+from megatron.extensions.planner.activations import ActivationPlan
+from megatron.extensions.planner.fake_stage import MicroBatch
+from megatron.extensions.sparse_attention import sparse_attention
+from megatron.extensions.sparse_attention.hooks import IndexerTallies
+from megatron.extensions.sparse_attention.selection import chunks_of, largest
+from megatron.testing.local_run import local_run
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import with_fields
+from megatron.training.config.validation import resolve
+from megatron.training.progress import Interval
+from megatron.training.train_step import train_step
+from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
+from tests.gpt_cases import FP64, model_of, packed_documents, random_batch
+from tests.harness import run_world
+from tests.tiny import TINY
+
+SPARSE, IN_SOME = model_of("sparse"), model_of("sparse-in-some")
+COEFF, SCALE, TOPK = 0.7, 1.3, 5
+
+
+def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool, topk: int) -> tuple[Tensor, Tensor]:
+    """The output of a layer, by dense attention with a mask of what Python sorts, and the sum of divergences."""
+    whole = MultiLatentAttention._latents(layer, x)
+    q, k, v = MultiLatentAttention._heads(layer, Latents(*whole), context)
+    (s, b, *_), indexer = q.shape, layer.indexer
+    tables = context.rotary[layer.rotation]
+    norm, of_x, latent = indexer.k_norm, x.detach(), whole.q.detach()
+    index_q = (latent @ indexer.linear_wq_b.weight.t()).unflatten(-1, (indexer.heads, -1))
+    index_k = F.layer_norm(of_x @ indexer.linear_wk.weight.t(), norm.shape, norm.weight, norm.bias, norm.eps)
+    index_q = apply_rotary_interleaved(index_q, *tables)
+    index_k = apply_rotary_interleaved(index_k.unsqueeze(2), *tables).squeeze(2)
+    products = F.relu(torch.einsum("ibhd,jbd->bhij", index_q, index_k)) * indexer.width**-0.5
+    weights = of_x @ indexer.linear_weights_proj.weight.t() * indexer.heads**-0.5
+    index = torch.einsum("bhij,ibh->bij", products, weights)
+    seen = torch.ones(s, s, dtype=torch.bool).tril().repeat(b, 1, 1)
+    for sample, starts in enumerate(context.documents or ()):
+        for start, stop in pairwise((*starts, s)):
+            seen[sample, start:stop, :start] = False
+    chosen = torch.zeros_like(seen)
+    for sample in range(b):
+        for query in range(s):
+            scores = index[sample, query].tolist()
+            keys = sorted(seen[sample, query].nonzero().flatten().tolist(), key=lambda key: (-scores[key], -key))
+            chosen[sample, query, keys[:topk]] = True
+    every = torch.einsum("ibhd,jbhd->bhij", q, k) * layer.core.scale
+    attended = every.masked_fill(~chosen[:, None], -torch.inf).softmax(-1)
+    out = torch.einsum("bhij,jbhd->ibhd", attended, v).flatten(2) @ layer.linear_proj.weight.t()
+    compared = chosen if sparse_loss else seen
+    target = every.detach().masked_fill(~compared[:, None], -torch.inf).softmax(-1).mean(1)
+    logs = index.masked_fill(~compared, -torch.inf).log_softmax(-1).masked_fill(~compared, 0.0)
+    return out, (torch.xlogy(target, target) - target * logs).sum()
+
+
+def layer_and_context(config: TransformerConfig, packed: bool) -> tuple[Any, Tensor, BatchContext]:
+    more = packed_documents(config) if packed else {}
+    batch = random_batch(config, **more).local_to(ParallelState().cp)
+    model = GPTModel(config, FP64).train()
+    generator = torch.Generator().manual_seed(1)
+    layer: Any = model.decoder.layers[0].self_attention
+    for parameter in layer.parameters():  # so that scores differ
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    x = torch.randn(config.seq_length, 3, config.hidden_size, generator=generator, dtype=torch.float64)
+    context = model.decoder._complete(BatchContext.of(batch), x)
+    return layer, x.requires_grad_(), replace(context, aux_scale=torch.tensor(SCALE, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("recompute", [None, "core_attn", "mla_up_proj"])
+@pytest.mark.parametrize("sparse_loss", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunk", [1, 600, 2**25])
+def test_gradients_are_those_of_the_dense_formula_with_a_mask(
+    recompute: str | None, sparse_loss: bool, packed: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_attention, "CHUNK", chunk)
+    options = {"dsa_indexer_loss_coeff": COEFF, "dsa_indexer_use_sparse_loss": sparse_loss}
+    config = with_fields(SPARSE, options)
+    if recompute:
+        config = replace(config, recompute_granularity="selective", recompute_modules=(recompute,))
+    layer, x, context = layer_and_context(config, packed)
+    expected, loss = literal(layer, x, context, sparse_loss, TOPK)
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    inputs = dict(layer.named_parameters()) | {"x": x}
+    names = [name for name in inputs if "indexer" not in name]
+    wanted = dict(zip(names, torch.autograd.grad((expected * weights).sum(), [inputs[n] for n in names]), strict=True))
+    names = [name for name in inputs if "indexer" in name]
+    of_loss = torch.autograd.grad(loss, [inputs[n] for n in names])
+    wanted |= {name: COEFF * SCALE * grad for name, grad in zip(names, of_loss, strict=True)}
+    found = layer(x, context)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (found * weights).sum().backward()
+    for name, tensor in inputs.items():
+        assert (tensor.grad - wanted[name]).norm() <= 1e-9 * wanted[name].norm(), name
+    torch.testing.assert_close(layer.core.tally, torch.stack((loss.detach(), torch.tensor(48.0).double())))
+
+
+@pytest.mark.parametrize(("sparse", "dense"), [("sparse", "latent"), ("sparse-in-some", "latent-whole-queries")])
+def test_as_many_keys_as_tokens_are_multi_latent_attention(sparse: str, dense: str) -> None:
+    config = with_fields(model_of(sparse), {"dsa_indexer_topk": SPARSE.seq_length})
+    models = [GPTModel(each, FP64).train() for each in (config, replace(model_of(dense), window_size=None))]
+    batch = random_batch(config, **packed_documents(config)).local_to(ParallelState().cp)
+    losses = [model(None, batch) for model in models]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    for loss in losses:
+        loss.backward()
+    ours, theirs = (model.named_metas() for model in models)
+    for name, (parameter, _) in theirs.items():
+        grad = ours[name][0].grad
+        assert (grad - parameter.grad).norm() <= 1e-12 * parameter.grad.norm(), name
+    assert {name for name in ours if name not in theirs} == {name for name in ours if ".indexer." in name}
+    assert not any(ours[name][0].grad.any() for name in ours if ".indexer." in name)
+
+
+def test_selection_prefers_the_later_of_equal_scores() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for topk in (1, 3, 7):
+        scores = torch.randint(3, (5, 2, 9), generator=generator).double()
+        scores[0, 0, :7] = -torch.inf
+        for row, found in zip(scores.flatten(0, 1).tolist(), largest(scores, topk).flatten(0, 1).tolist(), strict=True):
+            legal = [key for key in range(9) if row[key] > -torch.inf]
+            assert [key for key in found if key >= 0] == sorted(sorted(legal, key=lambda k: (-row[k], -k))[:topk])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("longest", [1, 3, 100])
+def test_chunks_are_all_rows_within_shards(size: int, shards: int, longest: int) -> None:
+    for rank in range(size):
+        spans = rank_spans(64, rank, size)
+        places, row = [place for span in spans for place in span], 0
+        for chunk in chunks_of(spans, shards, longest):
+            assert chunk.rows.start == row < chunk.rows.stop <= row + longest
+            assert row * shards // len(places) == (chunk.rows.stop - 1) * shards // len(places)
+            assert places[chunk.rows] == [*range(chunk.keys - (chunk.rows.stop - row), chunk.keys)]
+            row = chunk.rows.stop
+        assert row == len(places)
+
+
+def test_variants_of_some_layers_and_letters() -> None:
+    kinds = IN_SOME.layers
+    assert [(kind.attends, kind.linear, kind.rotation is None) for kind in kinds] == [
+        (True, "dsa", False),
+        (True, None, False),
+    ]
+    lettered = replace(SPARSE, num_layers=4, experimental_attention_variant=None, hybrid_layer_pattern="D-+-")
+    assert [(kind.attends, kind.linear, kind.mlp) for kind in lettered.layers] == [
+        (True, "dsa", False),
+        (False, None, True),
+        (True, None, False),
+        (False, None, True),
+    ]
+
+
+def test_memory_grows_linearly_with_the_sequence() -> None:
+    """Kept are operands, outputs, selected keys and gradients of the index."""
+
+    def kept(length: int) -> int:
+        batch = MicroBatch(replace(SPARSE, seq_length=length), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
+        return ActivationPlan(batch).stage(MIDDLE).kept
+
+    assert kept(512) <= 2 * kept(256)
+
+
+MODEL = (
+    f"{TINY} --seq-length 16 --vocab-size 12 --fp64 --position-embedding-type rope --attention-dropout 0 "
+    "--hidden-dropout 0 --multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 5 --init-method-std 0.3 --experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
+    "--dsa-indexer-head-dim 8 "
+)
+
+
+def logged(rank: int, world_size: int, flags: str, steps: int = 2) -> tuple[list[float], list[str]]:
+    """The indexer's loss of each step, as it is logged, and the parameters that the steps have changed."""
+    config = resolve(parse_args((MODEL + flags).split()), world_size)
+    with local_run(config, rank, world_size) as run:
+        (losses,) = (meter for meter in run.meters if isinstance(meter, IndexerTallies))
+        named = {name: p for model in run.stages.values() for name, (p, _) in model.named_metas().items()}
+        before, found = {name: p.detach().clone() for name, p in named.items()}, []
+        for _ in range(steps):
+            train_step(run)
+            taken = losses.take()
+            if world_size > 1:
+                dist.all_reduce(taken)
+            found.append(losses.report(taken, Interval())["indexer_loss"])
+        run.ddp.gather_params_()
+        return found, [name for name, p in named.items() if not p.equal(before[name])]
+
+
+@pytest.mark.parametrize("loss", ["", "--dsa-indexer-use-sparse-loss "])
+def test_every_layout_logs_the_same_loss(loss: str) -> None:
+    flags = f"--dsa-indexer-topk 5 --tokenizer-type NullTokenizer --reset-attention-mask {loss}"
+    ((expected, _),) = run_world(1, logged, flags)
+    for world_size, layout in ((4, "--tp 2 --sequence-parallel --dp 2"), (4, "--tp 2 --cp 2"), (2, "--pp 2")):
+        for found, _ in run_world(world_size, logged, flags + layout):
+            assert found == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_warm_up_trains_the_indexer_alone() -> None:
+    """With dense attention and all else frozen it learns what attention looks at."""
+    flags = "--dsa-indexer-topk 16 --freeze ^(?!.*indexer) --lr 3e-2 --weight-decay 0 --train-iters 40"
+    ((losses, changed),) = run_world(1, logged, flags, 40)
+    assert changed and all(".indexer." in name for name in changed)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_parameters_of_deepseek_v32() -> None:
+    """As many as transformers' DeepseekV32ForCausalLM has on the meta device."""
+    sizes = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64}
+    of_experts = {"num_experts": 256, "moe_layer_freq": "([0]*3+[1]*58)", "moe_ffn_hidden_size": 2048}
+    model = with_fields(
+        replace(SPARSE, num_layers=61, hidden_size=7168, num_attention_heads=128, ffn_hidden_size=18432),
+        sizes | of_experts | {"v_head_dim": 128, "moe_shared_expert_intermediate_size": 2048, "vocab_size": 129280},
+    )
+    model = with_fields(model, {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128})
+    assert count_parameters(model).total == 671877929216
