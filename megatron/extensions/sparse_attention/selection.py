@@ -23,7 +23,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.weight_grad import add_rows_
 from megatron.core.transformer.recompute import again
 
-CHUNK = 2**25
+CHUNK = 2**26
 """Elements of the largest tensor of a chunk of queries."""
 
 
@@ -236,7 +236,7 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
     for chunk in loss.queries.chunks:
         rows = Rows(loss.q, loss.k, loss.queries, chunk, loss.picked)
         with again():
-            of_heads = rows.scores(loss.scale).softmax(-1).sum(2).div_(loss.num_heads)
+            of_heads = rows.scores(loss.scale).softmax(-1).sum(2).contiguous().div_(loss.num_heads)
         p, hidden = rows.distribution(all_reduce_(of_heads, loss.heads))
         if chunk.rows.start not in loss.own:
             continue
