@@ -100,6 +100,12 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "DeepSeek sparse attention (DSA), as in DeepSeek-V3.2.",
         needs=("context_parallel", "latent_attention"),
     ),
+    BuiltIn(
+        "lightning_attention",
+        "Lightning attention, a linear attention, as in MiniMax-Text-01.",
+        needs=("context_parallel", "linear_attention", "mamba"),
+    ),
+    BuiltIn("normed_residual", "Layers that add to their normalized inputs, as in MiniMax-Text-01."),
     BuiltIn("hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),
     BuiltIn("xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),
 )

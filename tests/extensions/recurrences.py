@@ -54,3 +54,19 @@ def greedy_text(model: GPTModel, tokens: Tensor, count: int) -> list[list[int]]:
         new = logits[:, -1:].argmax(-1)
         text = torch.cat((text, new), 1)
     return text.tolist()
+
+
+def check_greedy_text(model_type: str) -> None:
+    """Asserts that a tiny random model of a Hugging Face family generates the text that it does in transformers. Skips
+    the test where a part of it is deleted."""
+    pytest.importorskip("transformers")
+    whole_models = pytest.importorskip("tests.extensions.hugging_face.whole_models", reason="hugging_face is deleted")
+    from tests.extensions.hugging_face import hf_exact, sweep
+
+    with hf_exact.fp64():
+        theirs = hf_exact.model_with(model_type, sweep.tiny(model_type))
+        tokens = torch.randint(83, (2, 5))
+        expected = theirs.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        config = hf_exact.config_from_hf(theirs.config.to_dict())
+        read = whole_models.there_and_back(hf_exact.weights(theirs), config, model_type)
+    assert greedy_text(whole_models.model_of(read, config), tokens, 8) == expected.tolist()

@@ -363,6 +363,13 @@ LAYOUTS: dict[str, Layout] = {
     "GroupsOfHeads": Pieces("(g n) ... -> g n ...", _mamba_groups, 1, mamba_channels, section=0),
     "ConvolvedGroups": Pieces("(g n) 1 t -> g n t", _mamba_groups, 1, lambda c: mamba_channels(c)[1:4], section=0),
     "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, lambda c: mamba_channels(c)[1:4], section=0),
+    # Of each head, query, key and value in one tensor, and the gate in another (the lightning attention of MiniMax).
+    "HeadsAndGates": Pieces(
+        "(g n) ... -> g n ...",
+        lambda config: {"g": config.num_attention_heads},
+        1,
+        lambda config: (3 * config.head_dim, config.head_dim),
+    ),
     # Three projections of one width, one behind the other (the short convolution of LFM2).
     "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
     "WithConstantsOfXIELU": WithConstantsOfXIELU(),

@@ -222,7 +222,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     elif family.rotary_layers == "windows":
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     if "full_attention_interval" in family.defaults:
-        fields["linear_attention_freq"] = pattern_text(_linear_layers(hf), usual=True)
+        fields["linear_attention_freq"] = pattern_text(_linear_layers(hf, family), usual=True)
     if "hybrid_layer_pattern" in family.fixed:
         fields["hybrid_layer_pattern"] *= fields["num_layers"]
     if "hybrid_override_pattern" in family.keys:
@@ -251,13 +251,15 @@ def _pattern_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"hybrid_override_pattern": "".join(letters), "num_hidden_layers": len(letters)}
 
 
-def _linear_layers(hf: Mapping[str, Any]) -> list[bool]:
+def _linear_layers(hf: Mapping[str, Any], family: Family) -> list[bool]:
     """By layer, whether it has linear attention: by a list, by one of the others, or all but each N-th."""
     interval, others = hf["full_attention_interval"], hf.get("attn_layer_indices")
     legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(each, each) for each in hf.get("layer_types") or ()]
 
     def usual(number: int) -> bool:
+        if family.layer_types:
+            return family.layer_types[number % len(family.layer_types)] == LINEAR
         return bool(not interval or (number + 1) % interval) if others is None else number not in others
 
     return _listed({**hf, "layer_types": listed}, "layer_types", (FULL, LINEAR), usual)

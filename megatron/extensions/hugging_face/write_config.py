@@ -36,6 +36,15 @@ OF_WINDOWS = (
 """Fields of layers with a sliding window."""
 
 
+OF_MIXERS = {
+    "mamba_": "mamba2",
+    "short_conv_": "short_convolution",
+    "dsa_": "dsa",
+    "lightning_": "lightning_attention",
+}
+"""What names of fields begin with -> the linear attention that alone reads them."""
+
+
 class Inexpressible(ValueError):
     """A family lacks settings of a model."""
 
@@ -263,9 +272,16 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += ["max_position_embeddings"] if config.position_embedding_type != "learned_absolute" else []
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     idle += ["ffn_hidden_size"] if not config.dense_layers else []
-    idle += ["num_attention_heads", "num_query_groups", "kv_channels", "softmax_scale"] if not attends else []
-    for start, mixer in (("mamba_", "mamba2"), ("short_conv_", "short_convolution"), ("dsa_", "dsa")):
-        idle += [name for name in fields if name.startswith(start) and mixer not in config.linear_attentions]
+    idle += ["num_query_groups", "softmax_scale"] if not attends else []
+    heads = attends or "lightning_attention" in config.linear_attentions
+    idle += ["num_attention_heads", "kv_channels"] if not heads else []
+    idle += [
+        name
+        for start, mixer in OF_MIXERS.items()
+        for name in fields
+        if name.startswith(start) and mixer not in config.linear_attentions
+    ]
+    idle += ["residual_weight"] if config.layer_module != "normed_residual" else []
     idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
     idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]
     idle += [name for name in fields if name in OF_WINDOWS and not any(config.local_pattern)]

@@ -123,6 +123,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--hybrid-layer-pattern": model.hybrid_layer_pattern,
         "--experimental-attention-variant": any(model.linear_pattern),
         "--enable-mhc-connections": model.residual is not None,
+        "--layer-module": model.layer_module != "transformer_layer",
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }
     if found := [flag for flag, used in unwritten.items() if used]:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.read_config import config_from_hf, family_of
 from tests.extensions.hugging_face.hf_models import CASES, weights_in
 from tests.extensions.hugging_face.whole_models import from_hf, gradients_of, model_of, to_hf
 
@@ -92,10 +92,11 @@ def is_router_bias(name: str) -> bool:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """The tensors that a file of the model holds: without a tied head, and expert by expert."""
+    """The weights that a file of the model holds: without a tied head, and expert by expert."""
+    ignored = tuple(family_of({"model_type": model.config.model_type}).ignored)
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return weights_in(Path(folder))
+        return {name: each for name, each in weights_in(Path(folder)).items() if not name.endswith(ignored)}
 
 
 def ours(model: Any) -> GPTModel:

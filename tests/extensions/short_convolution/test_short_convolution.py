@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.short_convolution.short_convolution import convolved
-from tests.extensions.recurrences import check_recomputation_and_documents, greedy_text
+from tests.extensions.recurrences import check_greedy_text, check_recomputation_and_documents
 from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
 from tests.pure import test_regions as regions
 from tests.pure.test_regions import compiles
@@ -61,17 +61,7 @@ def test_half_precision_follows_single() -> None:
 
 
 def test_greedy_text_of_lfm2() -> None:
-    pytest.importorskip("transformers")
-    whole_models = pytest.importorskip("tests.extensions.hugging_face.whole_models", reason="hugging_face is deleted")
-    from tests.extensions.hugging_face import hf_exact, sweep
-
-    with hf_exact.fp64():
-        theirs = hf_exact.model_with("lfm2", sweep.tiny("lfm2"))
-        tokens = torch.randint(83, (2, 5))
-        expected = theirs.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-        config = hf_exact.config_from_hf(theirs.config.to_dict())
-        read = whole_models.there_and_back(hf_exact.weights(theirs), config, "lfm2")
-    assert greedy_text(whole_models.model_of(read, config), tokens, 8) == expected.tolist()
+    check_greedy_text("lfm2")
 
 
 def test_parameters_of_lfm2() -> None:

@@ -1,0 +1,42 @@
+"""The flag of layers that add to their normalized inputs, and their rules. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.parts import LAYERS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+NAME = "normed_residual"
+CHOICE = f"--layer-module {NAME}"
+
+
+@extension_flags("residual streams of norms", part_of="model")
+@dataclass(frozen=True)
+class NormedResidualFlags:
+    """Layers of --layer-module normed_residual: x = norm(x), then x = weight * x + f(x), for each sublayer f."""
+
+    NO_EFFECT_WITHOUT: ClassVar = CHOICE
+
+    residual_weight: float = flag(1.0, above=0)
+    """Layers that add to their normalized inputs: the factor of these. --residual-multiplier is that of outputs."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        m = config.model
+        if m.layer_module != NAME:
+            return
+        if m.norm_placement != "pre":
+            yield Problem.exclusive("--norm-placement", m.norm_placement, CHOICE, "its norms are of inputs")
+        if m.parallel_residual:
+            yield Problem.exclusive("--parallel-residual", None, CHOICE, "each sublayer normalizes the stream")
+        if m.recomputes("layernorm"):
+            rule = f"has no effect with {CHOICE}: the output of a norm is kept as the stream"
+            yield Problem("--recompute-modules", "layernorm", rule, "remove it", harmless=True)
+
+
+LAYERS.register(NAME, f"{__package__}.layer:NormedResidualLayer")

@@ -1,0 +1,93 @@
+"""Lightning attention: the formula, packed documents, generation, rates, and greedy text of MiniMax-Text-01. The tests
+of Hugging Face families compare logits and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.batch import Batch, BatchContext
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.extensions.lightning_attention.lightning_attention import decay_rates
+from megatron.extensions.planner.flops import model_flops
+from tests.extensions import installed
+from tests.extensions.recurrences import check_greedy_text, check_recomputation_and_documents
+from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
+
+LIGHTNING = model_of("lightning")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recomputation_and_packed_documents(packed: bool) -> None:
+    check_recomputation_and_documents(LIGHTNING, packed)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_formula(number: int) -> None:
+    """Token by token, head by head: decay of the state, the sum over heads of the norm, gates; over several chunks."""
+    mixer = GPTModel(LIGHTNING, FP64).decoder.layers[number].self_attention
+    with torch.no_grad():
+        mixer.norm.weight.copy_(torch.rand(32, dtype=torch.float64))
+    x, context = torch.randn(9, 2, 32, dtype=torch.float64), BatchContext.of(Batch.of_tokens(torch.zeros(2, 9).long()))
+    q, k, v, gate = F.linear(x, mixer.in_proj.weight.flatten(0, 1)).view(9, 2, 8, 4, 4).unbind(3)
+    q, k, v = (F.silu(each) for each in (q, k, v))
+    outputs = torch.zeros_like(v)
+    for head in range(8):
+        decay = exp(-(2.0 ** -(head + 1)) * (1 - number / (3 + 1e-5) + 1e-5))
+        state = torch.zeros(2, 4, 4, dtype=torch.float64)
+        for t in range(9):
+            state = decay * state + k[t, :, head, :, None] * v[t, :, head, None]
+            outputs[t, :, head] = torch.einsum("bn,bnp->bp", q[t, :, head], state)
+    normed = F.rms_norm(outputs.flatten(2), (32,), mixer.norm.weight, 1e-6)
+    expected = F.linear(normed * gate.flatten(2).sigmoid(), mixer.out_proj.weight)
+    torch.testing.assert_close(mixer(x, context), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_rates() -> None:
+    """Of the heads of all ranks together; those of layers of multi-token prediction are the last layer's."""
+    whole = decay_rates(range(8), 1, LIGHTNING, torch.float64, torch.device("cpu"))
+    parts = [decay_rates(range(n, n + 2), 1, LIGHTNING, torch.float64, torch.device("cpu")) for n in range(0, 8, 2)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0)
+    last, further = (decay_rates(range(8), n, LIGHTNING, torch.float64, torch.device("cpu")) for n in (3, 4))
+    assert (last > 0).all() and torch.equal(last, further) and last.max() < 1e-4 < whole.min()
+
+
+@pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
+def test_generation(lengths: tuple[int, ...]) -> None:
+    """States are cached, and nothing for each token: the logits of the whole text."""
+    model, tokens = GPTModel(LIGHTNING, FP64).eval(), random_batch(LIGHTNING).tokens
+    found, cache = logits_in_parts(model, tokens, lengths)
+    torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
+    assert cache._states.keys() == {0, 3} and cache._layers.keys() == {2}
+    (state,) = cache._states[0]
+    assert state.shape == (3, 8, 4, 4)
+
+
+def test_half_precision_follows_single() -> None:
+    losses = [
+        GPTModel(LIGHTNING, parallel)(None, random_batch(LIGHTNING)).item()
+        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
+    ]
+    assert abs(losses[0] / losses[1] - 1) < 0.01
+
+
+@pytest.mark.skipif(not installed("normed_residual"), reason="normed_residual is deleted")
+def test_greedy_text_of_minimax() -> None:
+    check_greedy_text("minimax")
+
+
+def test_flops() -> None:
+    """Products per token, thrice: both projections, scores in a chunk and what they weigh, states kept and read."""
+    one = replace(LIGHTNING, num_layers=1, hybrid_layer_pattern="L")
+    none = replace(one, hybrid_layer_pattern="-")
+    hidden, heads, width, chunk = 32, 8, 4, 4
+    mixed = heads * width * (2 * chunk + 2 * width)
+    sums = 2 * heads * chunk  # of decays, which have no gradient
+    found = model_flops(one).matmul - model_flops(none).matmul
+    assert found == 6 * (mixed + 5 * hidden**2 - 3 * hidden * one.ffn_size) + sums
+    assert model_flops(one).attention == 0
