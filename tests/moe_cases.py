@@ -68,7 +68,7 @@ def projected(layer: Any, x: Any) -> Tensor:
 def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(output, auxiliary loss per token, kept [s, b, E]) of x [s, b, h], one token and one expert at a time."""
     s, b, _ = x.shape
-    count, k = layer.router.num_experts, config.moe_router_topk
+    count, k = config.moe_choices, config.moe_router_topk
     logits = F.linear(x, layer.router.weight, layer.router.bias)
     if layer.router.random_logits is not None:
         random = layer.router.random_logits(logits.detach(), torch.arange(s), context(b))
@@ -107,11 +107,13 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
                     takers.sort(key=lambda i: (-weights[i, j, e].item(), i))
                 kept[takers[int(capacity) :], j, e] = 0
     x, hidden = projected(layer.fc1_latent_proj, x), x
+    real = range(layer.router.num_experts)
     if config.moe_apply_probs_on_input:
-        of_experts = [mlp(config, layer.experts, weights[..., e, None] * x, e) for e in range(count)]
+        of_experts = [mlp(config, layer.experts, weights[..., e, None] * x, e) for e in real]
     else:
-        of_experts = [weights[..., e, None] * mlp(config, layer.experts, x, e) for e in range(count)]
+        of_experts = [weights[..., e, None] * mlp(config, layer.experts, x, e) for e in real]
     out, x = projected(layer.fc2_latent_proj, sum(kept[..., e, None] * y for e, y in enumerate(of_experts))), hidden
+    out = out + weights[..., len(real) :].sum(-1, keepdim=True) * x
     shared = layer.shared_experts
     if shared is not None:
         of_shared = mlp(config, shared, x)

@@ -201,12 +201,15 @@ class ResidualFacts(WhenFacts):
     width: Callable[[Any], int]
     """Channels of the stream between layers, which pipeline stages send to each other."""
 
-    parameters: str
+    parameters: str | None = None
     """Where the parameters at a sublayer are listed, "module:function" of a module without torch: (name of the
-    sublayer, config, sequence_parallel) -> their ParamMetas."""
+    sublayer, config, sequence_parallel) -> their ParamMetas. None for no parameters."""
 
-    end_parameters: str
+    end_parameters: str | None = None
     """The same for the stream's end: (name of the norm behind it, config, sequence_parallel)."""
+
+    experts_apart: bool = False
+    """Whether a layer of experts gives it the outputs of the shared expert and of the chosen ones side by side."""
 
 
 @dataclass(frozen=True)

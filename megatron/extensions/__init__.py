@@ -78,6 +78,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)),
     BuiltIn("fp8", "Products of linear layers in 8-bit floating point."),
     BuiltIn("overlap", "Overlap of the collectives within layers with computation."),
+    BuiltIn("moe_shortcut", "Experts whose output is added a layer later, as in LongCat-Flash."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
     BuiltIn("context_parallel", "Context parallelism with gathered keys and values, and by all-to-all of heads."),
     BuiltIn(

@@ -41,6 +41,17 @@ class MoEConfig:
     moe_output_norm: bool = False
     """Normalize the sum of the outputs of experts and shared expert (A.X K1)."""
 
+    moe_zero_experts: int | None = flag(
+        None,
+        at_least=1,
+        excludes=(
+            Condition(CAPACITY.text + ": experts that compute nothing have none", CAPACITY.holds),
+            "--moe-router-group-topk: experts that compute nothing are in no group",
+        ),
+    )
+    """Zero-computation experts (LongCat-Flash): further choices of the router, each of which returns its input, so that
+    tokens compute with different numbers of experts. They have no parameters and receive no messages."""
+
     moe_router_topk: int = 2
     """Experts k that each token is routed to."""
 
@@ -132,6 +143,11 @@ class MoEConfig:
 
     moe_per_layer_logging: bool = False
     """Log the load of each expert in each layer, in addition to the mean over layers."""
+
+    @property
+    def moe_choices(self) -> int:
+        """What a router chooses from: experts, then zero-computation experts; 0 in a dense model."""
+        return (self.num_experts or 0) + (self.moe_zero_experts or 0)
 
     def moe_balancing_coeff(self, *types: str) -> float:
         """Sum of the coefficients of auxiliary losses of these types."""

@@ -129,11 +129,11 @@ class Dispatcher(ABC):
     many as there may be at most, those in use first.
     """
 
-    def __init__(self, num_experts: int, ctx: TPContext, grouped: bool = False, padded: bool = False) -> None:
+    def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
         """`grouped`: whether the kernels of experts read the numbers of rows on the device. `padded`: whether messages
-        are padded to what an expert accepts at most."""
+        are padded to what an expert accepts at most. `choices`: experts, and zero-computation experts."""
         self.ep, self.expt_tp, self.both = (ctx.state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep"))
-        self.num_experts, self.local_experts = num_experts, num_experts // self.ep.size
+        self.num_experts, self.local_experts, self.choices = num_experts, num_experts // self.ep.size, choices
         self.first = self.ep.rank * self.local_experts
         self.grouped, self.padded, self.compiled, self.pair = grouped, padded, ctx.compiled, ctx.pair
 
@@ -184,7 +184,7 @@ class AllGatherDispatcher(Dispatcher):
             maps = self.copies_to_slots(assignments, slots, valid, k)
             routes = Routes(*behind(to_all, maps), Segments.of_counts(counts, spare=not dropless))
             return lambda: routes
-        share = even_shares(order.shape[0], self.num_experts)[self.first : self.first + local]
+        share = even_shares(order.shape[0], self.choices)[self.first : self.first + local]
         sizes = HostCopy(counts, share)
 
         def finish() -> Routes:
@@ -209,7 +209,7 @@ class AllToAllDispatcher(Dispatcher):
         if padded or (self.ep.size == 1 and on_device(chosen) and self.grouped):
             routes = self._by_bounds(chosen, order, table, most)
             return lambda: routes
-        share = even_shares(order.shape[0], self.num_experts) * self.both.size
+        share = even_shares(order.shape[0], self.choices)[: self.num_experts] * self.both.size
         sizes = HostCopy(table.flatten(), share)
         return lambda: self._by_sizes(chosen, order, np.array(sizes.read()))
 

@@ -11,6 +11,7 @@ from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.parameters import latent_projections, shared_gate_meta
 from megatron.core.moe.router import RouterFunction, TopKRouter
+from megatron.core.parts import RESIDUALS
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, make_parameter
 from megatron.core.transformer.mlp import SharedExpert
 from megatron.core.transformer.norm import build_norm
@@ -37,6 +38,9 @@ class MoELayer(nn.Module):
     With --moe-latent-size experts read fc1_latent_proj(x), and fc2_latent_proj of their sum is added: messages between
     ranks are as narrow as the latent.
 
+    Zero-computation experts return weight * x. Where the residual stream asks for it, the outputs of the shared expert
+    and of the chosen ones are not added, but returned side by side, [s, b, 2h].
+
     Each rank routes tokens of its own, so tensor parallelism requires sequence parallelism.
     """
 
@@ -51,7 +55,8 @@ class MoELayer(nn.Module):
         self.fc2_latent_proj = nn.Identity() if up is None else ReplicatedParallelLinear(up, ctx)
         padded = config.moe_pad_expert_input_to_capacity
         dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
-        self.dispatcher = dispatcher(config.num_experts, ctx, self.experts.grouped, padded)
+        self.dispatcher = dispatcher(config.num_experts, ctx, self.experts.grouped, padded, config.moe_choices)
+        self.apart = config.residual is not None and RESIDUALS.facts(config.residual).experts_apart
         shared = config.moe_shared_expert_intermediate_size
         expert = GatedSharedExpert if config.moe_shared_expert_gate else SharedExpert
         self.shared_experts = expert(f"{name}.shared_experts", config, ctx) if shared else None
@@ -72,4 +77,9 @@ class MoELayer(nn.Module):
         latent = self.fc1_latent_proj(x)
         rows, weights = routes.dispatch(latent.flatten(0, 1), choice.weights.flatten())
         out = self.fc2_latent_proj(routes.combine(self.experts(rows, weights, routes.segments)).view_as(latent))
+        if choice.kept is not None:
+            out = out + x * choice.kept.to(x.dtype)
+        if self.apart:
+            assert shared is not None
+            return torch.cat((shared, out), dim=-1)
         return self.output_layernorm(out if shared is None else out + shared)

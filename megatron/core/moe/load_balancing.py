@@ -128,8 +128,7 @@ class Balance(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
         """`weight` is the router's: where it is frozen, the expert bias is too."""
         super().__init__()
-        assert config.num_experts is not None
-        self.num_experts, self.topk = config.num_experts, config.moe_router_topk
+        self.num_experts, self.topk = config.moe_choices, config.moe_router_topk
         self.is_trained = lambda: weight.requires_grad
         self.running_coeff = config.moe_balancing_coeff("aux_loss", "global_aux_loss")
         self.sequence_coeff = config.moe_balancing_coeff("seq_aux_loss")

@@ -12,8 +12,7 @@ from megatron.core.tensor_parallel.parameters import ReplicatedLinear, sequence_
 
 def router_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> list[ParamMeta]:
     """The router's weight, and its bias if linear layers have biases. As in Megatron-LM, the bias is random too."""
-    assert config.num_experts is not None
-    shape, init = (config.num_experts, config.hidden_size), Init("normal", config.init_method_std)
+    shape, init = (config.moe_choices, config.hidden_size), Init("normal", config.init_method_std)
     partial_over = sequence_partial(sequence_parallel)
     weight = ParamMeta(f"{name}.weight", shape, init=init, partial_over=partial_over, role="router")
     bias = ParamMeta(f"{name}.bias", shape[:1], init=init, partial_over=partial_over)
@@ -40,10 +39,9 @@ def latent_projections(name: str, config: TransformerConfig) -> tuple[Replicated
 
 def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
     """Buffers of the router beside its weight, [E] each, with the name of the dtype: saved, but not trained."""
-    assert config.num_experts is not None
     if not config.moe_router_enable_expert_bias:
         return []
-    return [(ParamMeta(f"{name}.expert_bias", (config.num_experts,), init=Init("zeros")), "float32")]
+    return [(ParamMeta(f"{name}.expert_bias", (config.moe_choices,), init=Init("zeros")), "float32")]
 
 
 def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta], list[ParamMeta]]:

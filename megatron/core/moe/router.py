@@ -151,7 +151,10 @@ class Choice:
     """[s, b, k]; 0 for dropped tokens."""
 
     most: int | None = None
-    """Of these tokens, the most that an expert accepts; None if there is no limit."""
+    """Of these tokens, the most that an expert accepts; None if there is no limit and each token has k experts."""
+
+    kept: Tensor | None = None
+    """[s, b, 1]: the weight of the token itself in the output, which zero-computation experts return."""
 
 
 class TopKRouter(nn.Module):
@@ -161,6 +164,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
+        self.zero_experts = config.moe_zero_experts
         weight, *bias = (make_parameter(meta, ctx) for meta in router_metas(name, config, ctx.sequence_parallel))
         self.weight, self.bias = weight, bias[0] if bias else None
         self.balance = Balance(name, config, ctx, weight)
@@ -207,6 +211,11 @@ class TopKRouter(nn.Module):
         if kept is not None:
             chosen, weights = chosen.masked_fill(~kept, self.num_experts), weights.masked_fill(~kept, 0.0)
         rows, samples, _ = chosen.shape
+        if self.zero_experts:
+            zero = chosen >= self.num_experts
+            of_tokens = weights.masked_fill(~zero, 0.0).sum(-1, keepdim=True)
+            chosen, weights = chosen.masked_fill(zero, self.num_experts), weights.masked_fill(zero, 0.0)
+            return Choice(chosen, weights, rows * samples, of_tokens)
         return Choice(chosen, weights, None if capacity is None else min(capacity, rows) * samples)
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor) -> Tensor:

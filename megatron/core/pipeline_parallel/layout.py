@@ -139,5 +139,5 @@ def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
     matrices = sum(meta.numel for meta in metas if meta.matrix)
     experts = sum(meta.numel for meta in metas if meta.expert)
     if experts and config.num_experts:
-        matrices -= experts - experts * config.moe_router_topk // config.num_experts
+        matrices -= experts - experts * config.moe_router_topk // config.moe_choices
     return matrices

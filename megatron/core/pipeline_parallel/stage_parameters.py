@@ -93,7 +93,7 @@ def active_parameters(config: TransformerConfig) -> int:
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:
         return count.total
-    return count.total - count.experts + count.experts * config.moe_router_topk // config.num_experts
+    return count.total - count.experts + count.experts * config.moe_router_topk // config.moe_choices
 
 
 def _component(name: str) -> str:

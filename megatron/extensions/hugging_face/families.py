@@ -13,8 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters and their tensors. `{i}` is the layer number, `{e}` stands for every expert. Of a module of
-    multi-token prediction `{i}` is the depth from 0, `{n}` that number counted on from the layers."""
+    """One of our parameters and their tensors. `{i}` is the layer number, `{i/2}` and `{i%2}` are half of it and the
+    rest, `{e}` stands for every expert. Of a module of multi-token prediction `{i}` is the depth from 0, `{n}` that
+    number counted on from the layers."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -71,6 +72,9 @@ class Family:
 
     unwritten: Sequence[str] = ()
     """Keys that only say how a config.json without newer keys is read."""
+
+    layers_each: int = 1
+    """Our layers for each one that config.json counts."""
 
     window_groups: int = 1
     """Key/value heads of a layer with a sliding window, for each one of other layers."""

@@ -187,6 +187,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields |= {ours: _product(hf, powers) for ours, powers in family.powers.items()}
     fields |= {ours: fields[other] for ours, other in family.same.items()}
     fields |= family.fixed
+    fields["num_layers"] *= family.layers_each
     fields["seq_length"] = fields["max_position_embeddings"]
     fields["untie_embeddings_and_output_weights"] = not hf["tie_word_embeddings"]
     if fields.get("num_query_groups") == fields["num_attention_heads"]:

@@ -202,7 +202,9 @@ def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
 
 def _numbered(name: str, number: str, config: TransformerConfig) -> str:
     """Their name with the number of a layer, or of a module of multi-token prediction, filled in."""
-    return name.replace("{i}", number).replace("{n}", str(config.num_layers + int(number or 0)))
+    half, rest = divmod(int(number or 0), 2)
+    name = name.replace("{i}", number).replace("{i/2}", str(half)).replace("{i%2}", str(rest))
+    return name.replace("{n}", str(config.num_layers + int(number or 0)))
 
 
 def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:

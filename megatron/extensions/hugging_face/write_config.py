@@ -68,6 +68,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf |= {key: legal[0] for key, legal in family.only.items()}
     stated = _with_derived(config)
     hf |= {key: _value_in_hf(family, key, stated[ours]) for key, ours in family.keys.items()}
+    hf |= {key: config.num_layers // family.layers_each for key, ours in family.keys.items() if ours == "num_layers"}
     hf["tie_word_embeddings"] = config.tied_embeddings
     hf |= {key: hf[other] for key, other in family.equal.items()}
     for ours, powers in family.powers.items():

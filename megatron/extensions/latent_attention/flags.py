@@ -41,6 +41,9 @@ class LatentAttentionFlags:
     v_head_dim: int = flag(128, above=0)
     """MLA: channels of a value head."""
 
+    mla_scale_latents: bool = False
+    """MLA: multiply latents, behind their norms, by the square root of --hidden-size / their width (LongCat-Flash)."""
+
     latent_norm_epsilon: float | None = flag(None, above=0, no_effect_without="--qk-layernorm")
     """MLA: added to the variance in norms of latents, 1e-6 in DeepSeek-V3; default: --layernorm-epsilon."""
 

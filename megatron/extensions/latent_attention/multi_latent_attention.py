@@ -69,6 +69,8 @@ class MultiLatentAttention(nn.Module):
             build_norm(norm, linears.norms[norm], of_norms, ctx) if norm in linears.norms else nn.Identity()
             for norm in (f"{name}.q_layernorm", f"{name}.kv_layernorm")
         )
+        scaled = {"q": own.q_lora_rank, "kv": own.kv_lora_rank} if own.mla_scale_latents else {}
+        self.scales = {of: (config.hidden_size / rank) ** 0.5 for of, rank in scaled.items() if rank}
         self.linear_proj = row_parallel(linears.proj, ctx)
         self.core = CoreAttention(name, config, ctx, sinks_metas(name, config))
         kind = config.layer(ctx.layer)
@@ -106,9 +108,12 @@ class MultiLatentAttention(nn.Module):
         return {self.linear_q: torch.cat(q, dim=1), self.linear_kv_up: torch.cat(kv, dim=1)}
 
     def _latents(self, x: Tensor) -> Latents:
-        q = self.q_layernorm(self.linear_q_down(x))
+        q = self._scaled(self.q_layernorm(self.linear_q_down(x)), "q")
         kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)
-        return Latents(q, self.kv_layernorm(kv), self.to_heads(key, self.tp).unsqueeze(2))
+        return Latents(q, self._scaled(self.kv_layernorm(kv), "kv"), self.to_heads(key, self.tp).unsqueeze(2))
+
+    def _scaled(self, latent: Tensor, of: str) -> Tensor:
+        return latent * self.scales[of] if of in self.scales else latent
 
     def _attend(self, latents: Latents, context: BatchContext) -> Tensor:
         """[s, b, heads/tp * v_head_dim]"""

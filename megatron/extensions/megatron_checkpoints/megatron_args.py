@@ -41,7 +41,7 @@ WITHOUT_EQUAL = {
 
 LACKING = (
     *("position_offset", "qk_layernorm_after_rotary", "attention_temperature_everywhere"),
-    *("moe_output_norm", "moe_expert_bias_on_logits"),
+    *("moe_output_norm", "moe_expert_bias_on_logits", "moe_zero_experts"),
     *("attention_gate_function", "moe_router_group_score_topk", "moe_router_topk_normalization"),
     *("add_output_layer_bias", "parallel_residual_shared_norm"),
     *("norm_parameters", "clip_qkv", "add_attention_output_bias", "add_mlp_bias"),
@@ -122,7 +122,8 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--ffn-hidden-size-pattern": model.ffn_hidden_size_pattern,
         "--hybrid-layer-pattern": model.hybrid_layer_pattern,
         "--experimental-attention-variant": any(model.linear_pattern),
-        "--enable-mhc-connections": model.residual is not None,
+        "--enable-mhc-connections": model.residual == "mhc",
+        "--moe-shortcut": model.residual == "moe_shortcut",
         "--layer-module": model.layer_module != "transformer_layer",
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }

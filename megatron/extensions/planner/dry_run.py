@@ -233,9 +233,10 @@ def _experts_line(m: TransformerConfig) -> str:
     shared = m.moe_shared_expert_intermediate_size
     latent = f" behind latents of {m.moe_latent_size}" if m.moe_latent_size else ""
     beside = f" and a shared one of {shared}" if shared else ""
+    zero = f" and {m.moe_zero_experts} of zero computation" if m.moe_zero_experts else ""
     groups = f" in {m.moe_router_group_topk} of {m.moe_router_num_groups} groups" if m.moe_router_group_topk else ""
     return (
-        f"{m.num_experts} experts of {m.moe_ffn_size}{latent} in {len(m.moe_layers)} layers, each token to "
+        f"{m.num_experts} experts of {m.moe_ffn_size}{latent}{zero} in {len(m.moe_layers)} layers, each token to "
         f"{m.moe_router_topk} of them{groups}{beside}; {m.moe_router_scores} scores, balanced by "
         f"{' and '.join(m.moe_router_load_balancing_type)}"
     )

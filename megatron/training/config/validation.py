@@ -111,7 +111,7 @@ def _is_dense(c: RunConfig) -> bool:
     drops = any(
         factor is not None and factor < 1 for factor in (m.moe_expert_capacity_factor, m.moe_eval_capacity_factor)
     )
-    return m.num_experts == 1 and not own and not weighted and not drops
+    return m.moe_choices == 1 and not own and not weighted and not drops
 
 
 def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:

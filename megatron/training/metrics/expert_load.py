@@ -41,7 +41,7 @@ class ExpertLoad(Meter):
                     if isinstance(module, MoELayer):
                         found[rows[layer.number]] = module.router.balance  # type: ignore[index]
         self.rows, self.balances = torch.tensor(list(found), dtype=torch.int64, device=device), list(found.values())
-        columns = (config.num_experts or 0) + EXTRA_COLUMNS
+        columns = config.moe_choices + EXTRA_COLUMNS
         self.totals = torch.zeros(len(rows), columns, dtype=torch.float64, device=device)
         """Sums over the interval, of this rank's layers and on the first rank of the stage only: elsewhere zero, so
         that a sum over the world counts everything once."""

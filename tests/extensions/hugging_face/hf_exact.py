@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -92,11 +93,18 @@ def is_router_bias(name: str) -> bool:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """The weights that a file of the model holds: without a tied head, and expert by expert."""
+    """The weights that a file of the model holds: without a tied head, and expert by expert. Those that LongCat-Flash's
+    class has for zero-computation experts, and does not use, are left out: published files have none."""
     ignored = tuple(family_of({"model_type": model.config.model_type}).ignored)
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return {name: each for name, each in weights_in(Path(folder)).items() if not name.endswith(ignored)}
+        found = {name: each for name, each in weights_in(Path(folder)).items() if not name.endswith(ignored)}
+    real = model.config.n_routed_experts if model.config.model_type == "longcat_flash" else len(found)
+    return {
+        name: each
+        for name, each in found.items()
+        if (expert := re.search(r"experts\.(\d+)\.", name)) is None or int(expert[1]) < real
+    }
 
 
 def ours(model: Any) -> GPTModel:

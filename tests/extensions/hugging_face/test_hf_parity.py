@@ -54,7 +54,9 @@ OTHERS = sorted(
 FIELDS = {flag.field for flag in flags_of("model")}
 
 
-@pytest.mark.parametrize("family", [each for each in OTHERS if {*HF_FAMILIES[each].keys.values()} <= FIELDS])
+@pytest.mark.parametrize(
+    "family", [each for each in OTHERS if {*HF_FAMILIES[each].keys.values(), *HF_FAMILIES[each].fixed} <= FIELDS]
+)
 def test_families_of_one_case(family: str) -> None:
     """Those without an entry in the table of cases: one tiny model of the sweep, with gradients."""
     assert sweep.verdict(family, sweep.tiny(family)) == (sweep.BOTH, "")

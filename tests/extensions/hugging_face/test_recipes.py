@@ -37,7 +37,11 @@ def published_model(settings: Any) -> torch.nn.Module:
     if settings.model_type == "nemotron_h":
         settings.time_step_min = settings.time_step_max  # initial step sizes need one above 0
     if settings.model_type != "step3p5":
-        return transformers.AutoModelForCausalLM.from_config(settings)
+        model = transformers.AutoModelForCausalLM.from_config(settings)
+        if settings.model_type == "longcat_flash":  # has gates of zero-computation experts too, which it does not use
+            for experts in (layer.mlp.experts for layer in model.model.layers):
+                experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[: settings.n_routed_experts])
+        return model
     from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
     head = torch.nn.Linear(settings.hidden_size, settings.vocab_size, bias=False)

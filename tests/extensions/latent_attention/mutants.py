@@ -28,6 +28,12 @@ def _latents_without_norms(self: Any, x: Tensor) -> multi_latent_attention.Laten
     return multi_latent_attention.Latents(self.linear_q_down(x), kv, self.to_heads(key, self.tp).unsqueeze(2))
 
 
+@mutant(multi_latent_attention.MultiLatentAttention, "_scaled", world="2", heads="mla", style="llama")
+def _latents_as_normed(self: Any, latent: Tensor, of: str) -> Tensor:
+    """Latents are not multiplied by their scales."""
+    return latent
+
+
 @mutant(multi_latent_attention.MultiLatentAttention, "clip_factors", **CLIPPED)
 def _whole_factor_in_rotary_keys(self: Any, eta: Tensor, alpha: float) -> dict[Any, Tensor]:
     """Rotary queries are clipped like those without position."""

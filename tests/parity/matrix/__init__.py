@@ -76,7 +76,7 @@ def _masked_sample(self: mock_data.MockGPTDataset, index: int) -> Sample:
 
 
 def _counting_on_the_device(kind: Any) -> Any:
-    return lambda experts, ctx, grouped, padded: kind(experts, ctx, True, padded)
+    return lambda experts, ctx, grouped, *more: kind(experts, ctx, True, *more)
 
 
 @contextmanager

@@ -177,8 +177,8 @@ def _norm(name: str, size: int, config: TransformerConfig, partial_over: tuple[s
 
 def _end(norm: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters behind the last layer: of the residual stream's end, and the norm of this name."""
-    if config.residual is not None:
-        yield from imported(RESIDUALS.facts(config.residual).end_parameters)(norm, config, sequence_parallel)
+    if config.residual is not None and (listed := RESIDUALS.facts(config.residual).end_parameters):
+        yield from imported(listed)(norm, config, sequence_parallel)
     if not config.norms_sums:
         yield from _norm(norm, config.hidden_size, config, sequence_partial(sequence_parallel))
 

@@ -69,7 +69,7 @@ class LayerStatistics(Callback, Meter):
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         options, config, state = self.config.options(DiagnosisConfig), self.config, run.runtime.state
         self.interval, self.world, self.device = options.log_layer_stats, state.world, run.runtime.device
-        self.num_experts = config.model.num_experts or 0
+        self.num_experts = config.model.moe_choices
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None
         """Of the current step, if it is measured."""

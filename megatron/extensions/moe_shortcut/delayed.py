@@ -1,0 +1,55 @@
+"""The residual stream of shortcut-connected experts, [s, b, 2h]: hidden states, and what experts of the layer before
+have computed, which is added behind the next MLP (ScMoE, arXiv 2404.05019; LongCat-Flash).
+
+Every token is computed by itself, so that no layout needs further communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext
+
+
+class DelayedExperts(nn.Module):
+    """Adds the output of a sublayer to hidden states. That of experts waits until the next MLP."""
+
+    def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.is_mlp = sublayer.endswith(".mlp")
+
+    @staticmethod
+    def enter(x: Tensor, config: TransformerConfig) -> Tensor:
+        """[s, b, h] -> [s, b, 2h]"""
+        return F.pad(x, (0, config.hidden_size))
+
+    @staticmethod
+    def leave(norm: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
+        return SumOfBoth()
+
+    def forward(
+        self, stream: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext
+    ) -> Tensor:
+        """stream [s, b, 2h] -> [s, b, 2h]; [s/tp, b, 2h] under sequence parallelism"""
+        x, waiting = stream.chunk(2, dim=-1)
+        y = sublayer(x, context)
+        if not self.is_mlp:
+            return torch.cat((x + y, waiting), dim=-1)
+        if y.shape[-1] == x.shape[-1]:  # without experts
+            return F.pad(x + y + waiting, (0, x.shape[-1]))
+        now, later = y.chunk(2, dim=-1)
+        return torch.cat((x + now + waiting, later), dim=-1)
+
+
+class SumOfBoth(nn.Module):
+    """Hidden states behind the last layer."""
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """[s, b, 2h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
+        x, waiting = stream.chunk(2, dim=-1)
+        return x + waiting

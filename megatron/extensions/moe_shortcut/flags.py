@@ -1,0 +1,56 @@
+"""The flag of shortcut-connected experts, and facts about them before they are imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import Condition, flag
+from megatron.core.parts import RESIDUALS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+SWITCH = "--moe-shortcut"
+
+
+@extension_flags("shortcut-connected experts", part_of="model")
+@dataclass(frozen=True)
+class ShortcutFlags:
+    """Shortcut-connected mixture of experts (ScMoE, arXiv 2404.05019)."""
+
+    moe_shortcut: bool = flag(
+        False,
+        needs="--moe-shared-expert-intermediate-size; add --moe-shared-expert-intermediate-size, the width of the MLP "
+        "beside the experts",
+        excludes=(
+            Condition(
+                "--norm-placement: outputs are not added where they would be normed",
+                lambda config: config.model.norms_outputs or config.model.norms_sums,
+            ),
+            "--moe-output-norm: the outputs of experts and shared expert are not added",
+            "--parallel-residual: each sublayer reads the stream in its turn",
+        ),
+    )
+    """Add what the chosen experts compute to the residual stream behind the MLP of the next layer, or behind the last
+    layer, in place of the same one. The shared expert's output is added at once (LongCat-Flash, with --moe-layer-freq
+    2)."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if not self.moe_shortcut:
+            return
+        if (module := config.model.layer_module) != "transformer_layer":
+            why = "a layer of your own adds outputs to hidden states by itself"
+            yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
+        if others := [name for name in RESIDUALS.wanted(config.model) if name != "moe_shortcut"]:
+            rule = f"cannot be combined with another residual stream ({others[0]})"
+            yield Problem(SWITCH, None, rule, "keep one of them")
+
+
+RESIDUALS.register(
+    "moe_shortcut",
+    f"{__package__}.delayed:DelayedExperts",
+    when=lambda config: config.options(ShortcutFlags).moe_shortcut,
+    width=lambda config: 2 * config.hidden_size,
+    experts_apart=True,
+)
