@@ -106,6 +106,11 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "Lightning attention, a linear attention, as in MiniMax-Text-01.",
         needs=("context_parallel", "linear_attention", "mamba"),
     ),
+    BuiltIn(
+        "kimi_delta_attention",
+        "Kimi Delta Attention, a linear attention, as in Kimi Linear.",
+        needs=("linear_attention",),
+    ),
     BuiltIn("normed_residual", "Layers that add to their normalized inputs, as in MiniMax-Text-01."),
     BuiltIn("hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),
     BuiltIn("xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),

@@ -51,9 +51,9 @@ class HybridConfig:
         ),
     )
     """Layers of one sublayer each, a letter for each layer: * attention (+ with --multi-latent-attention), G gated
-    delta net, M Mamba-2, C short convolution, L lightning attention, - MLP, E experts. | begins the next pipeline
-    stage. / begins a module of multi-token prediction: a mixer, an MLP, or both. Replaces --num-layers and
-    --mtp-num-layers. Default: each layer has a mixer and an MLP."""
+    delta net, M Mamba-2, C short convolution, L lightning attention, K Kimi Delta Attention, - MLP, E experts. |
+    begins the next pipeline stage. / begins a module of multi-token prediction: a mixer, an MLP, or both. Replaces
+    --num-layers and --mtp-num-layers. Default: each layer has a mixer and an MLP."""
 
     @property
     def dense_layers(self: Any) -> tuple[int, ...]:

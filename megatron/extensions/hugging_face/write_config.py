@@ -41,6 +41,7 @@ OF_MIXERS = {
     "short_conv_": "short_convolution",
     "dsa_": "dsa",
     "lightning_": "lightning_attention",
+    "kda_": "kimi_delta_attention",
 }
 """What names of fields begin with -> the linear attention that alone reads them."""
 

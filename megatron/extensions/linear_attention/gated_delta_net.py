@@ -64,7 +64,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
-        mixed = self.in_proj(x).unflatten(-1, (self.cp.size, -1, sum(self.channels)))
+        mixed = self._projected(x).unflatten(-1, (self.cp.size, -1, sum(self.channels)))
         mixed = sequence_to_heads(mixed, self.cp)
         number = None if context.documents is None else documents_begun(context.documents, len(mixed), mixed.device)
         if context.cache is not None:
@@ -74,6 +74,10 @@ class GatedDeltaNet(nn.Module):
         else:
             out = self._mix(mixed, number, context)
         return self.out_proj(heads_to_sequence(out, self.cp).flatten(2))
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """[s/cp, b, key heads/tp * channels]"""
+        return self.in_proj(x)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
         """mixed [s, b, key heads/(tp*cp), channels] -> [s, b, heads/(tp*cp) * dv]"""
@@ -93,7 +97,8 @@ class GatedDeltaNet(nn.Module):
         lengths = cache.lengths
         if lengths is not None:
             padding = torch.arange(len(mixed), device=mixed.device)[:, None, None] >= lengths[:, None]
-            g, beta = g.masked_fill(padding, 0.0), beta.masked_fill(padding, 0.0)
+            g = g.masked_fill(padding.reshape(*padding.shape, *(1,) * (g.ndim - 3)), 0.0)
+            beta = beta.masked_fill(padding, 0.0)
             last = last_rows(mixed[..., : last.shape[-1]], before, lengths, len(last))
         rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_chunks
         if len(mixed) <= FEW_TOKENS:

@@ -14,6 +14,9 @@ tokens of a chunk write are the rows of U - W S, where S is the state before the
 Only the states go from chunk to chunk. Where a document begins, decay is total: every factor that reaches over the
 first token of a document is 0.
 
+Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g is [s, b, heads, dk], and A and the
+scores of queries are sums over channels, each with a decay of its own (`channel_products`).
+
 Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The heads of a key head are
 adjacent. 16-bit operands are computed in fp32.
 """
@@ -45,12 +48,12 @@ def gated_delta_steps(
     q, k = (x.to(wide).repeat_interleave(repeats, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
     v, g, beta = (x.to(wide) for x in (v, g, beta))
     state = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]) if state is None else state.to(wide)
-    decay, out = g.exp(), []
+    decay, out = (g if g.ndim == 4 else g.unsqueeze(-1)).exp().unsqueeze(-1), []
     if number is not None:
         begins = torch.cat((number[:1] > 0, number[1:] != number[:-1]))
-        decay = decay.masked_fill(begins.unsqueeze(-1), 0.0)
+        decay = decay.masked_fill(begins[..., None, None, None], 0.0)
     for t in range(len(q)):
-        state = state * decay[t, ..., None, None]
+        state = state * decay[t]
         written = (v[t] - (state * k[t].unsqueeze(-1)).sum(-2)) * beta[t].unsqueeze(-1)
         state = state + k[t].unsqueeze(-1) * written.unsqueeze(-2)
         out.append((state * q[t].unsqueeze(-1)).sum(-2))
@@ -77,17 +80,22 @@ def gated_delta_chunks(
     chunk = min(chunk, length)
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     q, k, v, g, beta = (in_chunks(x, wide, chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
-    decay, reach, left = decays(g.squeeze(-1), None if number is None else numbers_in_chunks(number, chunk))
-    mixed = (k @ k.mT) * decay * beta
+    numbers = None if number is None else numbers_in_chunks(number, chunk)
+    if g.shape[-1] > 1:
+        keys, scores, reach, left = channel_products(q, k, g, numbers)
+    else:
+        decay, reach, left = decays(g.squeeze(-1), numbers)
+        keys, scores = (k @ k.mT) * decay, (q @ k.mT) * decay
+    mixed = keys * beta
     rows = torch.eye(chunk, dtype=wide, device=v.device).expand(mixed.shape)
     solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads what is below
     written, read = solved @ (v * beta), solved @ (k * (beta * reach))
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)
-    folded = (x.flatten(1, 3) for x in (written, read, k * left, reach[..., -1:, :]))
+    folded = (x.flatten(1, 3) for x in (written, read, k * left, reach[..., -1:, :].mT))
     written, states, final = _Scan.apply(*folded, state.to(wide).flatten(0, 1))
     written, states = (x.unflatten(1, (samples, groups, -1)) for x in (written, states))
-    out = (q * reach) @ states + ((q @ k.mT) * decay) @ written
+    out = (q * reach) @ states + scores @ written
     out = out.permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(2, 3)[:length]
     return out, final.unflatten(0, (samples, heads))
 
@@ -124,11 +132,41 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return decay, reach.unsqueeze(-1), left.unsqueeze(-1)
 
 
+BLOCK = 16
+"""Tokens of a chunk whose products are weighted channel by channel."""
+
+
+def channel_products(q: Tensor, k: Tensor, g: Tensor, number: Tensor | None) -> tuple[Tensor, ...]:
+    """q, k, g [..., chunk, dk], number [..., 1 + chunk] -> products of keys and those of queries with keys
+    [..., i, j], each channel times what is left of it at token i of what token j <= i wrote; and what is left, by
+    channel, at token i of the state before the chunk, and at the chunk's end of what token i wrote [..., i, dk].
+
+    Between blocks of `BLOCK` tokens they are matrix products: channels decay from token j to the first token of block
+    i, and from there to token i, so that no factor is above 1.
+    """
+    chunk, later = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=torch.bool, device=g.device).triu(1)
+    total, both, rows = (~later).to(g.dtype) @ g, torch.stack((k, q)), []
+    for start in range(0, chunk, BLOCK):
+        own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
+        pairs = total[..., own, None, :] - total[..., None, own, :]
+        pairs = pairs.masked_fill(later[own, own, None], -torch.inf).exp() * k[..., None, own, :]
+        within = (both[..., own, None, :] * pairs).sum(-1)
+        before = (k[..., :start, :] * (first - total[..., :start, :]).exp()).mT
+        across = (both[..., own, :] * (total[..., own, :] - first).exp()) @ before
+        rows.append(F.pad(torch.cat((across, within), -1), (0, chunk - start - within.shape[-1])))
+    products, reach, left = torch.cat(rows, -2), total.exp(), (total[..., -1:, :] - total).exp()
+    if number is not None:
+        before, number = number[..., :1, None], number[..., 1:, None]
+        products = products.masked_fill(number != number.mT, 0.0)
+        reach, left = reach.masked_fill(number != before, 0.0), left.masked_fill(number != number[..., -1:, :], 0.0)
+    return *products.unbind(), reach, left
+
+
 class _Scan(torch.autograd.Function):
     """States from chunk to chunk: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Returns all N and S, and the last
     S apart."""
 
-    # written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1, 1],
+    # written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1 or dk, 1],
     # state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
     @staticmethod
     def forward(
@@ -157,7 +195,7 @@ class _Scan(torch.autograd.Function):
             torch.baddbmm(before, read[c].mT, grad_written[c], alpha=-1, out=before)
         behind = grads[1:]
         grad_read = -(grad_written @ states.mT)
-        grad_carried = (behind * states).sum((-1, -2), keepdim=True)
+        grad_carried = (behind * states).sum_to_size(carried.shape)
         return grad_written, grad_read, new @ behind.mT, grad_carried, grads[0]
 
 

@@ -71,6 +71,7 @@ def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
         needs("linear_attention", "delta-net"),
         needs("mamba", "mamba"),
         needs("short_convolution", "convolution"),
+        needs("kimi_delta_attention", "kimi-delta"),
         needs("lightning_attention", "lightning"),
         "moe",
     ],

@@ -39,6 +39,7 @@ CASES: list[Any] = [
     needs("linear_attention", "delta-net", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     needs("mamba", "mamba", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     needs("short_convolution", "convolution", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
+    needs("kimi_delta_attention", "kimi-delta", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     needs("lightning_attention", "lightning", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     ("qwen2", 2, {PP: 2, "num_virtual_stages_per_pipeline_rank": 2}),
     (

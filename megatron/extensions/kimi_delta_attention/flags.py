@@ -1,0 +1,74 @@
+"""Flags of Kimi Delta Attention, its rules, and facts about it before it is imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.hybrid import has_linear_attention
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("Kimi Delta Attention", part_of="model")
+@dataclass(frozen=True)
+class KimiDeltaFlags:
+    """The shape of Kimi Delta Attention (arXiv 2510.26692)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("kimi_delta_attention", "K")
+
+    kda_num_heads: int = flag(32, above=0)
+    """Kimi Delta Attention: heads."""
+
+    kda_head_dim: int = flag(128, above=0)
+    """Kimi Delta Attention: channels of a query, key or value head, and the rank of the projections of decays and
+    gates."""
+
+    kda_conv_kernel_dim: int = flag(4, above=0)
+    """Kimi Delta Attention: tokens that the convolution of queries, keys and values spans, its own included."""
+
+
+def heads(config: TransformerConfig) -> str:
+    """Heads of Kimi Delta Attention, for a plan."""
+    own = config.options(KimiDeltaFlags)
+    return f", {own.kda_num_heads} heads of {own.kda_head_dim}"
+
+
+def kimi_delta(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with Kimi Delta Attention."""
+    own, p = c.options(KimiDeltaFlags), c.parallel
+    count, width, name = own.kda_num_heads, own.kda_head_dim, linear_format(p)
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+    if not divides(tp * cp, count):
+        rule, near = f"must be a multiple of --tensor-model-parallel-size {tp}", multiples(count, max(tp * cp, 1))
+        if cp > 1:
+            rule = f"{rule} * --context-parallel-size {cp} = {tp * cp}, as these ranks share its heads"
+            near = f"{near}, or lower --context-parallel-size"
+        yield Problem("--kda-num-heads", count, rule, near)
+    elif name is not None and count > 0 and width > 0:
+        alignment, under = LINEAR_FORMATS.facts(name).alignment(p, tp)
+        if width % alignment:
+            rule = f"is the rank of projections, and under {under} must be a multiple of {alignment}"
+            yield Problem("--kda-head-dim", width, rule, multiples(width, alignment))
+        elif (rows := count // tp * (3 * width + 1)) % alignment:
+            rule = f"under {under}, a rank's {rows} rows of the projection must be a multiple of {alignment}"
+            yield Problem(
+                "--kda-num-heads", count, rule, multiples(count, alignment // gcd(alignment, 3 * width + 1) * tp)
+            )
+
+
+LINEAR_ATTENTIONS.register(
+    "kimi_delta_attention",
+    f"{__package__}.kimi_delta_attention:KimiDeltaAttention",
+    parameters=f"{__package__}.parameters:kimi_delta_metas",
+    rules=f"{__name__}:kimi_delta",
+    described=heads,
+    letter="K",
+    whole_sequences=True,
+)

@@ -1,0 +1,74 @@
+"""Kimi Delta Attention (arXiv 2510.26692), as Kimi Linear has it.
+
+A gated delta net whose states decay channel by channel. Decays and gates of outputs come from projections of low rank,
+whose first halves every tensor-parallel rank has whole; sigmoid makes the gates. The rest is that of `GatedDeltaNet`:
+heads in place of key heads, each with one value head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.collectives import local_slice
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import (
+    ReplicatedParallelLinear,
+    TPContext,
+    column_parallel,
+    make_parameter,
+    row_parallel,
+)
+from megatron.extensions.kimi_delta_attention.flags import KimiDeltaFlags
+from megatron.extensions.kimi_delta_attention.parameters import kimi_delta_parameters
+from megatron.extensions.linear_attention.gated_delta_net import GatedDeltaNet, Operands, delta_operands
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Projections, convolution, delta rule with decays by channel, gated norm, projection back.
+
+    in_proj is [heads, 3 * channels + 1, h]: the channels of a head, then of the next one."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        nn.Module.__init__(self)  # its parameters are others
+        parameters, own = kimi_delta_parameters(name, config), config.options(KimiDeltaFlags)
+        self.cp, self.layer, self.eps, width = ctx.state.cp, ctx.layer, config.norm_epsilon, own.kda_head_dim
+        self.channels, self.value_width, self.widths = (width, width, width, width, 1, width), width, (width, width)
+        self.in_proj = column_parallel(parameters.in_proj, ctx)
+        self.f_a_proj, self.g_a_proj = (
+            ReplicatedParallelLinear(down, ctx) for down, _ in (parameters.decay, parameters.gate)
+        )
+        self.f_b_proj, self.g_b_proj = (column_parallel(up, ctx) for _, up in (parameters.decay, parameters.gate))
+        self.conv1d = make_parameter(parameters.conv1d, ctx)
+        self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
+        self.out_norm = make_parameter(parameters.out_norm, ctx)
+        self.out_proj = row_parallel(parameters.out_proj, ctx)
+        self.kernel, self.recompute = None, True
+        self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """[s/cp, b, heads/tp * channels]: query, key, value, gate, writing strength and decay of each head"""
+        width = self.value_width
+        mixed, gate = self.in_proj(x).unflatten(-1, (-1, 3 * width + 1)), self.g_b_proj(self.g_a_proj(x))
+        decay = self.f_b_proj(self.f_a_proj(x))
+        qkv, beta = mixed.split((3 * width, 1), dim=-1)
+        parts = qkv, gate.unflatten(-1, (-1, width)), beta, decay.unflatten(-1, (-1, width))
+        return torch.cat(parts, dim=-1).flatten(2)
+
+    def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
+        width = self.value_width
+        inputs, gate, beta, decay = mixed.split((3 * width, width, 1, width), dim=-1)
+        conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
+        weights = conv1d, dt_bias, a_log.unsqueeze(-1), self.widths
+        operands, before = self.prepare(inputs, beta.flatten(2), decay, *weights, number, before)
+        return operands, gate, before
+
+
+def sigmoid_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head's output x [s, b, heads, d], times sigmoid of its gate -> [s, b, heads * d] in the gate's
+    dtype; 16 bits are computed in fp32"""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * gate.to(wide).sigmoid()
+    return y.to(gate.dtype).flatten(2)

@@ -1,0 +1,156 @@
+"""Kimi Delta Attention: chunks against the recurrence and against transformers, packed documents, generation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.batch import Batch, BatchContext
+from megatron.core.compiled_regions import region
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoid_gated_norm
+from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
+from megatron.extensions.planner.flops import model_flops
+from tests.extensions.recurrences import EXACT, check_recomputation_and_documents, documents, weighted
+from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
+from tests.pure import test_regions as regions
+from tests.pure.test_regions import compiles
+
+KIMI = model_of("kimi-delta")
+
+
+def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5) -> list[Tensor]:
+    """q, k, v, g, beta of 2 samples and 3 heads, and a state to begin with."""
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k = (F.normalize(normal(length, 2, 3, 5), dim=-1) for _ in range(2))
+    g, beta = -decay * normal(length, 2, 3, 5).exp(), normal(length, 2, 3).sigmoid()
+    found = [q, k, normal(length, 2, 3, 7), g, beta, normal(2, 3, 5, 7)]
+    return [x.to(dtype).requires_grad_() for x in found]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 24), (70, 64)])
+def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
+    """Chunks of one block and of several, some of them not whole."""
+    *tokens, state = operands(length)
+    number = documents(length) if packed else None
+    expected = gated_delta_steps(*tokens, number, state)
+    found = gated_delta_chunks(*tokens, number, state, chunk)
+    torch.testing.assert_close(found, expected, **EXACT)
+    gradients = [torch.autograd.grad(weighted(results), [*tokens, state]) for results in (found, expected)]
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
+def test_recurrence() -> None:
+    """The formula, head by head: states decay by channel, and take the value at a key in place of what they had."""
+    *tokens, state = (x.detach() for x in operands(9))
+    found, final = gated_delta_steps(*tokens, None, state)
+    for sample in range(2):
+        for head in range(3):
+            S = state[sample, head]
+            for t in range(9):
+                q, k, v, g, beta = (x[t, sample, head] for x in tokens)
+                S = torch.diag(g.exp()) @ S
+                S = S + beta * torch.outer(k, v - S.T @ k)
+                torch.testing.assert_close(found[t, sample, head], S.T @ q / 5**0.5, **EXACT)
+            torch.testing.assert_close(final[sample, head], S, **EXACT)
+
+
+def test_strong_decay_is_no_overflow() -> None:
+    """A chunk, and a block, over which the state decays by more than the largest number."""
+    *tokens, state = operands(64, torch.float32, decay=40.0)
+    found, expected = (f(*tokens, None, state) for f in (gated_delta_chunks, gated_delta_steps))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(weighted(found), tokens))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recomputation_and_packed_documents(packed: bool) -> None:
+    check_recomputation_and_documents(KIMI, packed)
+
+
+@pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
+def test_generation(lengths: tuple[int, ...]) -> None:
+    """States and last inputs of the convolution are cached, nothing for each token: the logits of the whole text."""
+    model, tokens = GPTModel(KIMI, FP64).eval(), random_batch(KIMI).tokens
+    found, cache = logits_in_parts(model, tokens, lengths)
+    torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
+    assert cache._states.keys() == {0, 3} and cache._layers.keys() == {2}
+    before, state = cache._states[0]
+    assert before.shape == (3, 2, 8, 15) and state.shape == (3, 8, 5, 5)
+
+
+def test_half_precision_follows_single() -> None:
+    losses = [
+        GPTModel(KIMI, parallel)(None, random_batch(KIMI)).item()
+        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
+    ]
+    assert abs(losses[0] / losses[1] - 1) < 0.01
+
+
+def test_layer_of_kimi_linear() -> None:
+    """Output and every gradient of a layer of transformers with the same weights, in fp64 throughout."""
+    pytest.importorskip("transformers")
+    hf_exact = pytest.importorskip("tests.extensions.hugging_face.hf_exact", reason="hugging_face is deleted")
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+
+    sizes = {"linear_head_dim": 5, "linear_num_heads": 8, "linear_conv_kernel_dim": 3}
+    config = kimi.KimiLinearConfig(hidden_size=32, num_hidden_layers=2, layer_types=["linear_attention"] * 2, **sizes)
+    mixer = GPTModel(KIMI, FP64).decoder.layers[0].self_attention
+    mixer.eps = config.rms_norm_eps
+    x = torch.randn(70, 2, 32, dtype=torch.float64, requires_grad=True)
+    with hf_exact.fp64():
+        theirs = kimi.KimiLinearDeltaAttention(config, 0)
+        qkv, beta = mixer.in_proj.weight.split((15, 1), 1)
+        convolved = mixer.conv1d.unflatten(1, (3, 5)).transpose(0, 1).flatten(0, 2)
+        named = {
+            **{f"{n}_proj.weight": w.flatten(0, 1) for n, w in zip("qkv", qkv.split(5, 1), strict=True)},
+            **{"b_proj.weight": beta.flatten(0, 1), "conv1d.weight": convolved.unsqueeze(1)},
+            **{"forget_gate.f_a_proj.weight": mixer.f_a_proj.weight, "g_a_proj.weight": mixer.g_a_proj.weight},
+            **{"forget_gate.f_b_proj.weight": mixer.f_b_proj.weight.flatten(0, 1)},
+            **{"g_b_proj.weight": mixer.g_b_proj.weight.flatten(0, 1), "o_proj.weight": mixer.out_proj.weight},
+            **{"forget_gate.dt_bias": mixer.dt_bias.flatten(), "o_norm.weight": mixer.out_norm},
+            **{"forget_gate.A_log": mixer.a_log.view(1, 1, -1, 1)},
+        }
+        assert named.keys() == dict(theirs.named_parameters()).keys()
+        expected = torch.func.functional_call(theirs, named, (x.transpose(0, 1),)).transpose(0, 1)
+    found = mixer(x, BatchContext.of(Batch.of_tokens(torch.zeros(2, 70).long())))
+    assert (found - expected).norm() < 1e-9 * expected.norm()
+    weights = [x, *mixer.parameters()]
+    pairs = zip(*(torch.autograd.grad(weighted((y,)), weights) for y in (found, expected)), strict=True)
+    assert all((one - two).norm() < 1e-9 * two.norm() for one, two in pairs)
+
+
+def test_flops() -> None:
+    """Products per token of a sample of one block, thrice: projections, those of low rank, and those of a chunk whose
+    scores are sums over channels, no products."""
+    one = replace(KIMI, num_layers=1, hybrid_layer_pattern="K", seq_length=16)
+    none = replace(one, hybrid_layer_pattern="-")
+    hidden, heads, width, chunk = 32, 8, 5, 16
+    projections = hidden * heads * (3 * width + 1) + 2 * width * (hidden + heads * width) + heads * width * hidden
+    mixed = heads * (3 * chunk * width + 3 * width**2)
+    found = model_flops(one).matmul - model_flops(none).matmul - 6 * (projections - 3 * hidden * one.ffn_size)
+    assert 6 * mixed <= found <= 7 * mixed + 2 * heads * (chunk * width + 2 * chunk**2)
+    assert model_flops(one).attention == 0
+
+
+def region_of_gates(x: Tensor, compiled: bool) -> Tensor:
+    heads = x.unflatten(-1, (-1, 4))
+    return region(sigmoid_gated_norm, compiled)(heads, heads * 2, torch.linspace(-1, 1, 4, dtype=x.dtype), 1e-5)
+
+
+regions.REGIONS["gates of Kimi Delta Attention"] = region_of_gates
+
+
+@compiles
+def test_the_compiled_region_is_the_plain_one() -> None:
+    regions.test_a_compiled_region_is_the_plain_one("gates of Kimi Delta Attention")
