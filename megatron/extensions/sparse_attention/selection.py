@@ -23,7 +23,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.weight_grad import add_rows_
 from megatron.core.transformer.recompute import again
 
-CHUNK = 2**26
+CHUNK = 2**27
 """Elements of the largest tensor of a chunk of queries."""
 
 
