@@ -20,12 +20,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 # Batch, samples of the run, of warm-up and of decay, and learning rates.
 case "${SIZE:=8b}" in
     8b)
-        layers=M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-
+        layers="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
         shape=(4096 21504 8 128) TP="${TP:-2}" GPUS=256
         schedule=(768 1831054688 1013184 439453125 8e-4 8e-6)
         ;;
     nano3)
-        layers=MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME
+        layers="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
         shape=(2688 1856 2 64) TP="${TP:-2}" EP="${EP:-8}" GPUS=512
         schedule=(3072 3051757813 1025391 610351563 1e-3 1e-5)
         ;;
