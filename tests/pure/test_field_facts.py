@@ -114,10 +114,11 @@ def test_another_normalization_cannot_center_its_weights() -> None:
 
 @pytest.mark.parametrize(("flag", "condition"), EXCLUDES, ids=ids(EXCLUDES))
 def test_excludes(flag: Flag, condition: Condition) -> None:
-    (line,) = [each for each in lines(flag, asked(condition)) if condition.parts[0].split()[0] in each]
+    section = [asked(each) for each in flag.section_needs]
+    (line,) = [each for each in lines(flag, *section, asked(condition)) if condition.parts[0].split()[0] in each]
     assert line.startswith(f"{given(flag)}: cannot be combined with {asked(condition)}"), line
     assert line.endswith(f"{condition.parts[1]}; keep one of them")
-    assert not any("cannot be combined" in each for each in lines(flag))
+    assert not any("cannot be combined" in each for each in lines(flag, *section))
 
 
 def edges(flag: Flag) -> Iterator[tuple[float, bool]]:

@@ -65,11 +65,13 @@ def kimi_delta_parameters(name: str, config: TransformerConfig) -> KimiDeltaPara
 
 
 def kimi_delta_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    """The parameters of a layer."""
+    """The parameters of a layer, in the order in which it makes them."""
     found = kimi_delta_parameters(name, config)
     yield from (found.conv1d, found.dt_bias, found.a_log, found.out_norm)
     yield from found.in_proj.metas()
-    for down, up in (found.decay, found.gate):
+    downs, ups = zip(found.decay, found.gate, strict=True)
+    for down in downs:
         yield from down.metas(sequence_parallel)
+    for up in ups:
         yield from up.metas()
     yield from found.out_proj.metas(sequence_parallel)
