@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from tests.gpt_cases import FP64, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -24,6 +26,34 @@ def documents(length: int) -> Tensor:
 
 def weighted(results: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([(x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in results]).sum()
+
+
+def delta_operands(
+    key_heads: int, decays: tuple[int, ...], length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5
+) -> list[Tensor]:
+    """q, k, v, g, beta of the delta rule for 2 samples, and a state to begin with. `decays`: heads, and channels of a
+    key where each has a decay."""
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    heads = decays[0]
+    q, k = (F.normalize(normal(length, 2, key_heads, 5), dim=-1) for _ in range(2))
+    g, beta = -decay * normal(length, 2, *decays).exp(), normal(length, 2, heads).sigmoid()
+    found = [q, k, normal(length, 2, heads, 7), g, beta, normal(2, heads, 5, 7)]
+    return [x.to(dtype).requires_grad_() for x in found]
+
+
+def check_chunks(operands: list[Tensor], chunk: int, packed: bool) -> None:
+    """The delta rule by chunks is the recurrence, with its gradients."""
+    *tokens, state = operands
+    number = documents(len(tokens[0])) if packed else None
+    expected = gated_delta_steps(*tokens, number, state)
+    found = gated_delta_chunks(*tokens, number, state, chunk)
+    torch.testing.assert_close(found, expected, **EXACT)
+    gradients = [torch.autograd.grad(weighted(results), operands) for results in (found, expected)]
+    torch.testing.assert_close(*gradients, **EXACT)
 
 
 def check_recomputation_and_documents(config: TransformerConfig, packed: bool) -> None:

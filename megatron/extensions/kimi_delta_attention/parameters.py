@@ -69,9 +69,8 @@ def kimi_delta_metas(name: str, config: TransformerConfig, sequence_parallel: bo
     found = kimi_delta_parameters(name, config)
     yield from (found.conv1d, found.dt_bias, found.a_log, found.out_norm)
     yield from found.in_proj.metas()
-    downs, ups = zip(found.decay, found.gate, strict=True)
-    for down in downs:
+    for down, _ in (found.decay, found.gate):
         yield from down.metas(sequence_parallel)
-    for up in ups:
+    for _, up in (found.decay, found.gate):
         yield from up.metas()
     yield from found.out_proj.metas(sequence_parallel)

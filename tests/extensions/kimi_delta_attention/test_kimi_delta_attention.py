@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import Batch, BatchContext
@@ -16,7 +16,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoid_gated_norm
 from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from megatron.extensions.planner.flops import model_flops
-from tests.extensions.recurrences import EXACT, check_recomputation_and_documents, documents, weighted
+from tests.extensions.recurrences import (
+    EXACT,
+    check_chunks,
+    check_recomputation_and_documents,
+    delta_operands,
+    weighted,
+)
 from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
 from tests.pure import test_regions as regions
 from tests.pure.test_regions import compiles
@@ -24,30 +30,14 @@ from tests.pure.test_regions import compiles
 KIMI = model_of("kimi-delta")
 
 
-def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5) -> list[Tensor]:
-    """q, k, v, g, beta of 2 samples and 3 heads, and a state to begin with."""
-    generator = torch.Generator().manual_seed(length)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    q, k = (F.normalize(normal(length, 2, 3, 5), dim=-1) for _ in range(2))
-    g, beta = -decay * normal(length, 2, 3, 5).exp(), normal(length, 2, 3).sigmoid()
-    found = [q, k, normal(length, 2, 3, 7), g, beta, normal(2, 3, 5, 7)]
-    return [x.to(dtype).requires_grad_() for x in found]
+operands = partial(delta_operands, 3, (3, 5))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 24), (70, 64)])
 def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
     """Chunks of one block and of several, some of them not whole."""
-    *tokens, state = operands(length)
-    number = documents(length) if packed else None
-    expected = gated_delta_steps(*tokens, number, state)
-    found = gated_delta_chunks(*tokens, number, state, chunk)
-    torch.testing.assert_close(found, expected, **EXACT)
-    gradients = [torch.autograd.grad(weighted(results), [*tokens, state]) for results in (found, expected)]
-    torch.testing.assert_close(*gradients, **EXACT)
+    check_chunks(operands(length), chunk, packed)
 
 
 def test_recurrence() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -21,35 +22,19 @@ from megatron.core.parallel_state import ParallelState
 from megatron.extensions.linear_attention import gated_delta_net
 from megatron.extensions.linear_attention.gated_delta_net import short_convolution
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
-from tests.extensions.recurrences import documents, weighted
+from tests.extensions.recurrences import check_chunks, delta_operands, documents, weighted
 from tests.gpt_cases import DELTA_NET, FP64, logits_in_parts, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5) -> list[Tensor]:
-    """q, k, v, g, beta of 2 samples, 2 key heads and 6 heads, and a state to begin with."""
-    generator = torch.Generator().manual_seed(length)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    q, k = (F.normalize(normal(length, 2, 2, 5), dim=-1) for _ in range(2))
-    g, beta = -decay * normal(length, 2, 6).exp(), normal(length, 2, 6).sigmoid()
-    found = [q, k, normal(length, 2, 6, 7), g, beta, normal(2, 6, 5, 7)]
-    return [x.to(dtype).requires_grad_() for x in found]
+operands = partial(delta_operands, 2, (6,))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 16), (70, 64)])
 def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
-    *tokens, state = operands(length)
-    number = documents(length) if packed else None
-    expected = gated_delta_steps(*tokens, number, state)
-    found = gated_delta_chunks(*tokens, number, state, chunk)
-    torch.testing.assert_close(found, expected, **EXACT)
-    gradients = [torch.autograd.grad(weighted(results), [*tokens, state]) for results in (found, expected)]
-    torch.testing.assert_close(*gradients, **EXACT)
+    check_chunks(operands(length), chunk, packed)
 
 
 def test_strong_decay_is_no_overflow() -> None:
