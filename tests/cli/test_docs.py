@@ -109,7 +109,6 @@ RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
 LONG = {
     f"docs/{page}.md"
     for page in (
-        "attention",
         "conversion",
         "data",
         "evaluation",
