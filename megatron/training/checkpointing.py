@@ -43,16 +43,13 @@ from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.training.config.flags import config_of_sections, named_value, values_by_section
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import changed_fields, changed_lengths, free_choices, of_earlier_versions
+from megatron.training.config.saved_flags import changed_fields, changed_lengths, free_choices
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.hooks import Callback
 from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
 
 FORMAT_VERSION = 1
-
-FORMER_LOADS = ".mlp.router.load"
-"""Suffix of states of older checkpoints: the loads of experts in earlier steps."""
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
 """Entries besides tensors that a checkpoint needs for a run to resume from it."""
@@ -264,9 +261,6 @@ def load_stages(
     stages = stages_without_weights(config, layout_of(config), state, device, number_format)
     targets = load_targets(stages.values(), [], state, checkpoint.tensors, load_optimizer=False)
     targets = _without_new_tensors(targets, checkpoint)
-    for name, (parameter, _) in {k: v for stage in stages.values() for k, v in stage.named_metas().items()}.items():
-        if name.endswith(LATENT_BIASES):
-            parameter.data.zero_()
     unused = _unused(checkpoint, load_optimizer=False)
     checkpoint.load(targets, state.world, ignore=lambda key: unused(key) or key.startswith(MODEL + MULTI_TOKEN))
     return stages, config
@@ -310,7 +304,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
         value = checkpoint.payload.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
             raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
-    return config_of_sections(of_earlier_versions(checkpoint.payload["config"]))
+    return config_of_sections(checkpoint.payload["config"])
 
 
 def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Checkpoint | None:
@@ -385,19 +379,14 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
     )
 
 
-LATENT_BIASES = ("fc1_latent_proj.bias", "fc2_latent_proj.bias")
-"""Ends of names of parameters that checkpoints of former versions lack: they are 0 there."""
-
-
 def _without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
     """The targets without histories that the checkpoint has not, or of another length: they start empty, as a run may
-    turn on fp8, or another recipe, at any time. So do optional states and `LATENT_BIASES` that it has not."""
+    turn on fp8, or another recipe, at any time. So do optional states that it has not."""
 
     def saved(key: str) -> bool:
         return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
 
-    new = (HISTORY, *LATENT_BIASES)
-    return {k: target for k, target in targets.items() if not (k.endswith(new) or _is_optional(k)) or saved(k)}
+    return {k: target for k, target in targets.items() if not (k.endswith(HISTORY) or _is_optional(k)) or saved(k)}
 
 
 def _is_optional(key: str) -> bool:
@@ -449,14 +438,13 @@ def _unused(
     checkpoint: Checkpoint, load_optimizer: bool, optimizer: OptimizerConfig | None = None
 ) -> Callable[[str], bool]:
     """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
-    have no use for histories and optional states, and none for optimizer states of parameters that it freezes. Loads of
-    experts are not needed any more."""
+    have no use for histories and optional states, and none for optimizer states of parameters that it freezes."""
 
     def unused(key: str) -> bool:
         if key.startswith(OPTIMIZER):
             frozen = optimizer is not None and optimizer.freezes(_parameter_of(key))
             return not load_optimizer or frozen or _is_optional(key)
-        if key.endswith((HISTORY, FORMER_LOADS)):
+        if key.endswith(HISTORY):
             return True
         name = key.removeprefix(MODEL)
         return load_optimizer and optimizer_key(MAIN_PARAM, name) in checkpoint.tensors

@@ -19,7 +19,7 @@ from megatron.training.config.batch_size import BatchSizes, legal_sizes, samples
 from megatron.training.config.flags import config_of_sections, field_table, value_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import of_earlier_versions, saved_metadata
+from megatron.training.config.saved_flags import saved_metadata
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,9 @@ def read_history(options: CheckpointConfig) -> History | None:
     metadata = saved_metadata(load)
     if metadata is None or not metadata.get("consumed_samples"):
         return None
-    config = config_of_sections(of_earlier_versions(metadata["config"]))
+    config = config_of_sections(metadata["config"])
     phases = metadata.get("stages")
-    if phases is None:  # of a version without phases
+    if phases is None:  # as in one that was converted
         samples = samples_of_run(config)
         if config.training.train_iters is not None and config.training.global_batch_size:
             samples = BatchSizes.from_config(config).samples(config.training.train_iters)

@@ -22,7 +22,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
 from megatron.core.dist_checkpointing.path_kind import read_latest
-from megatron.core.dist_checkpointing.storage import Checkpoint, save
+from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -262,43 +262,6 @@ def test_a_checkpoint_without_the_position_of_the_schedule_has_it_at_its_consume
     assert run.load().scheduled_samples == 16
     change_metadata(folder, lambda payload: payload.pop("scheduled_samples"))
     assert run.load().scheduled_samples == 24
-
-
-def test_gelu_of_checkpoints_from_before_its_exact_form_is_the_tanh_one(tmp_path: Path) -> None:
-    model = replace(GPT, add_bias_linear=False)
-    folder = Run(config(tmp_path, model=replace(model, activation_func="gelu_tanh"))).save(Progress(1, 8))
-
-    def age(payload: dict[str, Any]) -> None:
-        payload["config"]["model"]["activation_func"] = None
-        del payload["config"]["model"]["bias_gelu_fusion"]
-
-    change_metadata(folder, age)
-    assert load_whole_model(folder)[1].model.activation == "gelu_tanh"
-    with pytest.raises(ValueError, match="--activation-func gelu_tanh in the checkpoint, gelu in the run"):
-        Run(config(tmp_path, model=model)).load()
-
-
-def test_loads_of_experts_in_older_checkpoints_are_left_out(tmp_path: Path) -> None:
-    run = Run(config(tmp_path))
-    tensors, payload = Checkpointer(run.config, STATE, run.stages, run.optimizer).contents(Progress(1, 8))
-    tensors["model.decoder.layers.0.mlp.router.load"] = torch.ones(8, dtype=torch.float64)
-    save(tmp_path, 1, tensors, payload, STATE.world)
-    assert run.load().iteration == 1
-
-
-def test_biases_of_latents_that_older_checkpoints_lack_begin_at_0(tmp_path: Path) -> None:
-    model = replace(DEEPSEEK, moe_latent_size=12, add_bias_linear=True)
-    run = Run(config(tmp_path, model=model))
-    tensors, payload = Checkpointer(run.config, STATE, run.stages, run.optimizer).contents(Progress(1, 8))
-    left = {key: tensor for key, tensor in tensors.items() if "latent_proj.bias" not in key}
-    assert len(tensors) - len(left) >= 2
-    save(tmp_path, 1, left, payload, STATE.world)
-    resumed = Run(config(tmp_path, model=model))
-    assert resumed.load().iteration == 1
-    assert_same(run, resumed)
-    loaded = load_whole_model(tmp_path)[0]
-    biases = [p for p in loaded.parameters() if "latent_proj.bias" in p.meta.name]  # type: ignore[attr-defined]
-    assert biases and not any(bias.any() for bias in biases)
 
 
 def changed_models(saved: TransformerConfig, run: TransformerConfig) -> list[str]:

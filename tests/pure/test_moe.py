@@ -14,8 +14,8 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.moe.experts import (
+    FusedWeightedActivation,
     Segments,
-    _FusedWeightedActivation,
     _WeightedActivation,
     add_each_product_,
     gemm_each,
@@ -277,7 +277,7 @@ def test_grouped_kernel_has_a_twin_of_equal_result(dtype: torch.dtype) -> None:
 def test_weights_within_an_activation_are_those_behind_it(kind: str) -> None:
     """The gradients that are written out against autograd's, bit by bit."""
     x, weights = torch.randn(7, 12, requires_grad=True), torch.rand(7, requires_grad=True)
-    within = _FusedWeightedActivation.apply(x, weights, kind, False)
+    within = FusedWeightedActivation.apply(x, weights, kind, False)
     behind = _WeightedActivation.apply(x, weights, FusedActivation(kind, False))
     assert torch.equal(within, behind)
     grad = torch.randn_like(behind)

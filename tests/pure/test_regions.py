@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import dropout
-from megatron.core.moe.experts import EACH, GroupedBiasFunction, Segments, WeightedRowsFunction
+from megatron.core.moe.experts import EACH, FusedWeightedActivation, GroupedBiasFunction, Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import FUNCTIONS, Bounded, FusedActivation, Kind, gelu_tanh, squared_relu
@@ -51,6 +51,7 @@ def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Te
     if compiled:
         return FusedActivation(kind, True)(x, bias)
     plain: dict[Kind, Callable[[Tensor], Tensor]] = {
+        "identity": lambda z: z,
         "gelu": F.gelu,
         "gelu_tanh": gelu_tanh,
         "squared_relu": squared_relu,
@@ -69,7 +70,7 @@ def experts_of(x: Tensor, compiled: bool) -> Tensor:
     weights, segments = rows[:, 1].sigmoid(), Segments.of_counts(torch.tensor([3, 0, 3]), spare=True)
     if compiled:
         layer = SimpleNamespace(compiled=True, gemms=EACH, queue=None)
-        y = WeightedRowsFunction.apply(rows, weights, True)
+        y = FusedWeightedActivation.apply(rows, weights, "identity", True)
         return GroupedBiasFunction.apply(y, bias, weights, segments, 30, layer)[:6]
     added = torch.cat((bias[:1].expand(3, -1), bias[2:].expand(3, -1))) * weights[:6, None]
     return rows[:6] * weights[:6, None] + F.pad(added, (30, 2))

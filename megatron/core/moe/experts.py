@@ -303,7 +303,7 @@ def _weighted_backward(x: Tensor, weights: Tensor, grad: Tensor, kind: Kind) -> 
     return backward(x, grad * weights[:, None].to(grad.dtype)), d_weights
 
 
-class _FusedWeightedActivation(torch.autograd.Function):
+class FusedWeightedActivation(torch.autograd.Function):
     """`_WeightedActivation` of a function whose gradient is known: compiled, no product is written in between."""
 
     @staticmethod
@@ -318,30 +318,6 @@ class _FusedWeightedActivation(torch.autograd.Function):
         x, weights = ctx.saved_tensors
         dx, d_weights = region(_weighted_backward, ctx.compiled)(x, weights, grad, ctx.kind)
         return dx, d_weights, None, None
-
-
-def _weighted_rows(x: Tensor, weights: Tensor) -> Tensor:
-    return x * weights[:, None].to(x.dtype)
-
-
-def _gradients_of_weighted_rows(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return _weighted_rows(grad, weights), (grad * x).sum(-1, dtype=weights.dtype)
-
-
-class WeightedRowsFunction(torch.autograd.Function):
-    """Rows x [n, h] times their weights [n]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, compiled: bool) -> Tensor:
-        ctx.save_for_backward(x, weights)
-        ctx.compiled = compiled
-        return region(_weighted_rows, compiled)(x, weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights = ctx.saved_tensors
-        return *region(_gradients_of_weighted_rows, ctx.compiled)(x, weights, grad), None
 
 
 class GroupedLinear(nn.Module):
@@ -395,13 +371,13 @@ class Experts(nn.Module):
 
         factors: Tensor | None = weights
         if self.weights_inputs:
-            rows, factors = WeightedRowsFunction.apply(rows, weights, self.compiled), None
+            rows, factors = FusedWeightedActivation.apply(rows, weights, "identity", self.compiled), None
 
         def activate(hidden: Tensor) -> Tensor:
             if factors is None:
                 return self.activation(hidden)
             if isinstance(self.activation, FusedActivation):
-                return _FusedWeightedActivation.apply(hidden, weights, self.activation.kind, self.activation.compiled)
+                return FusedWeightedActivation.apply(hidden, weights, self.activation.kind, self.activation.compiled)
             return _WeightedActivation.apply(hidden, weights, self.activation, *self.activation_parameters)
 
         hidden = self.linear_fc1(rows, segments)

@@ -132,6 +132,7 @@ GELU: Functions = (F.gelu, partial(_gelu_backward, approximate="none"))
 GELU_TANH: Functions = (gelu_tanh, partial(_gelu_backward, approximate="tanh"))
 
 FUNCTIONS: dict[str, Functions] = {
+    "identity": (lambda x: x, lambda x, grad: grad),
     "gelu": GELU,
     "gelu_tanh": GELU_TANH,
     "relu": (F.relu, _relu_backward),

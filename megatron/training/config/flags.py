@@ -325,10 +325,6 @@ def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     any more are dropped, missing ones take their default."""
     built = {}
     saved = {field: value for fields in values.values() for field, value in fields.items()}
-    for flag in all_flags():
-        for former in (alias.removeprefix("--").replace("-", "_") for alias in flag.spec.aliases):
-            if former in saved:  # the field has been renamed
-                saved.setdefault(flag.field, saved[former])
     for section, cls in sections().items():
         known = {flag.field: flag for flag in all_flags() if flag.section == section and flag.field in saved}
         built[section] = cls(**{field: _as_field(flag, saved[field]) for field, flag in known.items()})

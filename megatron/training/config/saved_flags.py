@@ -91,19 +91,7 @@ def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     if metadata is None:
         return None
     sections: dict[str, dict[str, Any]] = metadata["config"]
-    return of_earlier_versions(sections | {"model": sections["model"] | metadata.get("model_of_run", {})})
-
-
-def of_earlier_versions(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Saved sections with the values that fields have had before there were flags for them: GeLU was always its tanh
-    approximation, and modules of multi-token prediction saw and rotated as the last layer does."""
-    model = sections.get("model", {})
-    other = model.get("swiglu") or model.get("squared_relu") or model.get("activation_func") not in (None, "gelu")
-    if "bias_gelu_fusion" not in model and not other:
-        model = model | {"activation_func": "gelu_tanh"}
-    if "mtp_layer_kind" not in model and model.get("mtp_num_layers"):
-        model = model | {"mtp_layer_kind": "last_layer"}
-    return sections | {"model": model}
+    return sections | {"model": sections["model"] | metadata.get("model_of_run", {})}
 
 
 def saved_metadata(load: Path) -> dict[str, Any] | None:

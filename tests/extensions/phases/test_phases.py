@@ -16,7 +16,6 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.plan import PhasePlan
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import config_of_sections, values_by_section
 from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.validation import resolve, validate
 from megatron.training.metrics.data_sources import Epochs
@@ -221,15 +220,10 @@ def test_a_run_without_phases_may_take_them_up(tmp_path: Path) -> None:
     assert plan_of(longer).continued(history).phases[0].lengths == (400, 900)
 
 
-def test_the_former_name_of_the_flag_and_of_its_field(tmp_path: Path) -> None:
+def test_the_former_name_of_the_flag() -> None:
     config = parse_args([*GOOD.split(), "--mock-data", "--data-stages", "s.yaml"])
     assert config.options(PhasesConfig).data_phases == "s.yaml"
-    saved = values_by_section(config)
-    saved["data"]["data_stages"] = saved["phases"].pop("data_phases")  # as checkpoints of earlier versions have it
-    assert config_of_sections(saved).options(PhasesConfig).data_phases == "s.yaml"
-    assert "--data-phases s.yaml -> not given" in str(
-        changed_lengths(config_of_sections(saved), parse_args(GOOD.split()))
-    )
+    assert "--data-phases s.yaml -> not given" in str(changed_lengths(config, parse_args(GOOD.split())))
 
 
 def test_epochs_of_each_source_are_counted_over_phases(tmp_path: Path) -> None:
