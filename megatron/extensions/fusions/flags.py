@@ -17,15 +17,13 @@ from megatron.core.parts import (
     TILE_KERNELS,
 )
 from megatron.core.transformer.parameters import has_even_heads
+from megatron.extensions.fusions.rules import OWN_BACKENDS, attention_kernel
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 from megatron.training.hooks import CALLBACKS
 
 _HERE = "megatron.extensions.fusions"
-
-OWN_BACKENDS = "flash3", "cudnn", "triton"
-"""Choices of --attention-backend beside those of torch."""
 
 
 @extension_flags("fusions", may_change=True)
@@ -36,10 +34,7 @@ class Fusions:
     plain torch at start; one that is wrong, fails or is slower is left out. --no-fusions uses none."""
 
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        backend = config.parallel.attention_backend
-        if not self.fusions and backend in OWN_BACKENDS:
-            rule = "has no effect beside --no-fusions: kernels of torch compute attention"
-            yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
+        return attention_kernel(config, self.fusions)
 
 
 def fuses(config: Section, ctx: Any) -> bool:

@@ -14,7 +14,7 @@ from megatron.training.config.run_config import RunConfig
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
-    *(parallel.world, model.attention, model.norms, model.attention_kernel, model.tensor_parallel),
+    *(parallel.world, model.attention, model.norms, model.tensor_parallel),
     *(parallel.sequence, parallel.context),
     *(
         model.positions,
