@@ -267,6 +267,12 @@ DatasetConfig."""
 PLANS: Registry[Any, facts.PlanFacts] = Registry("plan", facts.PlanFacts, attributes=("planned", "findings"))
 """A subclass of `megatron.training.plan.RunPlan`, for runs of several phases."""
 
+BATCH_SCHEDULES: Registry[Any, facts.WhenFacts] = Registry("schedule of batch sizes", facts.WhenFacts, "config")
+"""`sizes(config)`: the `megatron.training.config.batch_size.BatchSizes` of a run whose batch size changes
+(`when(config)`)."""
+
+batch_schedule = BATCH_SCHEDULES.chosen
+
 TOKENIZERS: Registry[Any, facts.TokenizerFacts] = Registry(
     "--tokenizer-type", facts.TokenizerFacts, "config, vocab_size"
 )

@@ -24,6 +24,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.step_guard import Verdict
 from megatron.training.tasks import save
 from megatron.training.train_step import BadStepError, settle, train_step
+from tests.extensions import installed
 from tests.harness import local_run, run_world
 
 MODEL = (
@@ -165,6 +166,7 @@ def test_the_schedule_does_not_advance_in_skipped_steps(flags: str, kind: str | 
     assert found == expected_rates(updates)
 
 
+@pytest.mark.skipif(not installed("phases"), reason="phases is deleted")
 def test_the_batch_size_ramp_counts_skipped_steps() -> None:
     """4 samples a step until 8 are consumed, then 8."""
     flags = MODEL.replace("--train-iters 40", "--train-samples 320")

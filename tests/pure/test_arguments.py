@@ -104,7 +104,7 @@ def test_every_field_has_help_and_a_unique_name() -> None:
         ("--window-size 4096", "model", "window_size", 4096),
         ("--window-size 4095,0", "model", "window_size", 4096),
         ("--data-path 0.3 a 0.7 b --bf16", "data", "data_path", ("0.3", "a", "0.7", "b")),
-        ("--rampup-batch-size 16 8 300000", "training", "rampup_batch_size", (16, 8, 300000)),
+        ("--iterations-to-skip 16 8 300000", "checks", "iterations_to_skip", (16, 8, 300000)),
     ],
 )
 def test_values(argv: str, section: str, field: str, value: Any) -> None:
@@ -197,7 +197,7 @@ def test_config_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "num-layers: 4\nhidden_size: 64\nlr: 1e-4\nswiglu: true\ndisable-bias-linear: true\nload_optim: false\n"
-        "data-path: [0.5, a, 0.5, b]\nsplit: 90,5,5\nrampup-batch-size: [2, 2, 100]\nno-load-rng: false\nfp16:\n"
+        "data-path: [0.5, a, 0.5, b]\nsplit: 90,5,5\niterations-to-skip: [2, 2, 100]\nno-load-rng: false\nfp16:\n"
         "delay-grad-reduce: false\n",
     )
     command = command_line(["--config", path, "--hidden-size", "32"], Launch())
@@ -207,7 +207,7 @@ def test_config_file(tmp_path: Path) -> None:
     assert config.checkpoint.load_rng and not config.parallel.fp16
     assert config.data.data_path == ("0.5", "a", "0.5", "b")
     assert config.data.split == "90,5,5"
-    assert config.training.rampup_batch_size == (2, 2, 100)
+    assert config.checks.iterations_to_skip == (2, 2, 100)
     assert command.notes == ()
 
 

@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.batch_size import (
-    BatchSizes,
-    parse_batch_schedule,
-    samples_of_run,
-)
+from megatron.training.config.batch_size import BatchSizes, samples_of_run
 from megatron.training.config.validation import resolve
 from megatron.training.plan import RunPlan
 
@@ -25,23 +21,6 @@ def walk(sizes: BatchSizes, iterations: int) -> int:
     return consumed
 
 
-def test_ramp_of_megatron() -> None:
-    """16 to 1024 by 8 over 300,000 samples: 126 intervals of about 2,380 samples."""
-    sizes = BatchSizes.ramp(1024, 16, 8, 300_000)
-    assert len(sizes.earlier) == 126
-    assert (sizes.at(0), sizes.at(2380), sizes.at(2381)) == (16, 16, 24)
-    assert (sizes.at(299_999), sizes.at(300_000)) == (1016, 1024)
-
-
-RAMPS = st.builds(
-    lambda start, increment, n, samples: BatchSizes.ramp(start + n * increment, start, increment, samples),
-    st.integers(1, 20),
-    st.integers(1, 9),
-    st.integers(0, 12),
-    st.integers(1, 500),
-)
-
-
 SCHEDULES = st.builds(
     lambda parts, final: BatchSizes(
         final, tuple(zip(accumulate(n for n, _ in parts), (b for _, b in parts), strict=True))
@@ -51,7 +30,7 @@ SCHEDULES = st.builds(
 )
 
 
-@given(RAMPS | SCHEDULES, st.integers(0, 120))
+@given(SCHEDULES, st.integers(0, 120))
 def test_samples_and_iterations_follow_the_steps(sizes: BatchSizes, iterations: int) -> None:
     consumed = walk(sizes, iterations)
     assert sizes.samples(iterations) == consumed
@@ -85,47 +64,6 @@ def test_a_batch_that_does_not_fit_the_ranks_is_rounded_down(given: int, used: i
     """To a multiple of micro-batch size 2 * DP 4; one that is less stays, and is refused."""
     flags = f"--micro-batch-size 2 --global-batch-size {given} --decrease-batch-size-if-needed"
     assert resolve(parse_args(flags.split()), 4).training.global_batch_size == used
-
-
-def schedule(text: str) -> BatchSizes:
-    argv = ["--step-batch-size-schedule", text, "--seq-length", "16", "--train-samples", "9999"]
-    return BatchSizes.from_config(resolve(parse_args(argv), 1))
-
-
-def test_a_schedule_by_tokens() -> None:
-    sizes = schedule("0:4 1.6K:8, 3.2K:16")
-    assert sizes == BatchSizes(16, ((100, 4), (200, 8)))
-    assert [sizes.at(consumed) for consumed in (0, 99, 100, 199, 200, 10**6)] == [4, 4, 8, 8, 16, 16]
-    assert schedule("0:4") == BatchSizes(4)
-
-
-@pytest.mark.parametrize(
-    "flags", ["--step-batch-size-schedule 0:4,80:8", "--global-batch-size 8 --rampup-batch-size 4 4 5"]
-)
-def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str) -> None:
-    """4 and 4 samples, then 8 at a time."""
-    flags += " --seq-length 16 --train-iters 9 --lr-warmup-iters 1 --lr-decay-iters 5 --lr-wsd-decay-iters 3"
-    config = resolve(parse_args(flags.split()), 1)
-    plan, _ = RunPlan.planned(config)
-    assert plan is not None and (config.training.train_samples, plan.iterations) == (64, 9)
-    o = config.optimizer
-    assert (o.lr_warmup_samples, o.lr_decay_samples, o.lr_wsd_decay_samples) == (4, 32, 16)
-    assert (o.lr_warmup_iters, o.lr_decay_iters, o.lr_wsd_decay_iters) == (0, None, None)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "must begin"),
-        ("5:4", "must begin"),
-        ("0:4 10:x", "'10:x' must be"),
-        ("0:4 9:8 9:16", "must rise"),
-        ("0.5:4", "must be TOKENS"),
-    ],
-)
-def test_a_schedule_that_cannot_be_read(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_batch_schedule(text)
 
 
 def test_schedules_in_tokens_take_the_unit_of_the_run() -> None:

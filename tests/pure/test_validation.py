@@ -87,16 +87,6 @@ def test_all_at_once() -> None:
     assert all(problem.remedy for problem in validate(config, 64))
 
 
-@pytest.mark.parametrize(
-    "sizes", ["--step-batch-size-schedule a", "--rampup-batch-size 0", "--rampup-batch-size 1 0 3"]
-)
-def test_sizes_that_cannot_be_read_beside_a_length_in_tokens(sizes: str) -> None:
-    """The length is not derived from them; rules say what is wrong."""
-    flag = sizes.split()[0]
-    config = parse_args(argv(f"{sizes} --train-tokens 4096"))
-    assert any(problem.flag == flag for problem in validate(config, 1))
-
-
 def _text(flag: Flag) -> st.SearchStrategy[list[str]]:
     """The flag with some value of its type, legal or not."""
     if flag.kind is bool:

@@ -114,9 +114,9 @@ MET: dict[str, Callable[[RunConfig, Given], bool]] = {
     "`--openai-gelu`": lambda c, given: (
         "--openai-gelu" in given and (not c.model.add_bias_linear or "--no-bias-gelu-fusion" in given)
     ),
-    "`--rampup-batch-size`": lambda c, given: c.training.rampup_batch_size is not None,
+    "`--rampup-batch-size`": lambda c, given: named_value(c, "rampup_batch_size") is not None,
     "`--step-batch-size-schedule`, validation": lambda c, given: (
-        c.training.step_batch_size_schedule is not None
+        named_value(c, "step_batch_size_schedule") is not None
         and bool(c.training.eval_iters)
         and c.training.eval_global_batch_size is None
     ),
@@ -125,7 +125,7 @@ MET: dict[str, Callable[[RunConfig, Given], bool]] = {
     ),
     "`--optimizer lion`": lambda c, given: c.optimizer.optimizer == "lion",
     "`--step-batch-size-schedule` with lengths in iterations": lambda c, given: (
-        c.training.step_batch_size_schedule is not None and "--train-iters" in given
+        named_value(c, "step_batch_size_schedule") is not None and "--train-iters" in given
     ),
 }
 """Subject of a difference -> whether it applies to a resolved configuration. Like a rule, it must not raise on any

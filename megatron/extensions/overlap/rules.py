@@ -8,6 +8,7 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.schedules import runs_in_turns
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.overlap.flags import OverlapFlags
+from megatron.training.config.flags import named_value
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -42,7 +43,7 @@ def _in_turns(c: RunConfig) -> Iterator[Problem]:
     except ValueError:  # a problem of its own
         return
     if runs_in_turns(p.schedule, layout.pp, layout.chunks):
-        if c.training.num_microbatches == 1 and c.training.step_batch_size_schedule is None:
+        if c.training.num_microbatches == 1 and named_value(c, "step_batch_size_schedule") is None:
             rule = "has no effect with one micro-batch on each rank: passes of two micro-batches run in turns"
             yield Problem(OVERLAP, None, rule, f"raise --global-batch-size, or remove {OVERLAP}", harmless=True)
         return

@@ -1,11 +1,11 @@
-"""The flag of phases, and the plan of a run that has some. No torch."""
+"""Flags of phases and of batch sizes that change, and where their parts are. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import PLANS
+from megatron.core.parts import BATCH_SCHEDULES, PLANS
 from megatron.training.extensions import extension_flags
 
 
@@ -19,4 +19,28 @@ class PhasesConfig:
     sequence length, batch size and learning rate."""
 
 
+@extension_flags(
+    "changes of the batch size",
+    may_change=True,
+    rules=f"{__package__}.batch_schedule:rules",
+    resolve=f"{__package__}.batch_schedule:with_last_size",
+    part_of="training",
+)
+@dataclass(frozen=True)
+class BatchScheduleFlags:
+    """The global batch size as a function of consumed samples or tokens."""
+
+    rampup_batch_size: tuple[int, ...] | None = flag(None, many=True, above=0)
+    """START INCREMENT SAMPLES: increase the batch size from START in steps of INCREMENT over SAMPLES samples."""
+
+    step_batch_size_schedule: str | None = None
+    """Batch sizes by consumed tokens, instead of global-batch-size: "0:384 200B:768" is 384, and 768 from 2e11 tokens
+    on."""
+
+
 PLANS.register("phases", "megatron.extensions.phases.plan:PhasePlan", field="data_phases")
+BATCH_SCHEDULES.register(
+    "by consumed samples",
+    f"{__package__}.batch_schedule:sizes",
+    when=lambda config: config.options(BatchScheduleFlags) != BatchScheduleFlags(),
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.config.data import weight_of
 from megatron.extensions.phases.file_phase import NO_LENGTHS, FilePhase, values_of
-from megatron.extensions.phases.flags import PhasesConfig
+from megatron.extensions.phases.flags import BatchScheduleFlags, PhasesConfig
 from megatron.extensions.phases.phase_file import read_phases
 from megatron.training.config.flags import field_table, named_value
 from megatron.training.config.problem import Problem
@@ -72,14 +72,15 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         yield Problem(
             "--data-phases", path, f"{where}: synthetic data has no files", "remove data-path, or --mock-data"
         )
-    ramp = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
-    if training.batch_size_varies:
+    changes = config.options(BatchScheduleFlags)
+    ramp = "--rampup-batch-size" if changes.rampup_batch_size else "--step-batch-size-schedule"
+    if changes != BatchScheduleFlags():
         if training.train_iters is not None:
             rule = "cannot be combined with --train-iters in a run of phases: iterations differ in samples"
             yield Problem(ramp, None, rule, "use --train-samples or --train-tokens instead")
         if where := those_with("global_batch_size"):
             yield Problem(ramp, None, f"{where} set global-batch-size too", "keep one of them")
-        if training.step_batch_size_schedule and (where := those_with("seq_length")):
+        if changes.step_batch_size_schedule and (where := those_with("seq_length")):
             rule = f"counts tokens of --seq-length {config.model.seq_length}, and {where} has another length"
             yield Problem(ramp, None, rule, "set global-batch-size in the phases instead")
     for field in ("lr_warmup_tokens", "lr_decay_tokens"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, PIPELINE_SCHEDULES, update_ahead
+from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, PIPELINE_SCHEDULES, batch_schedule, update_ahead
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.core.pipeline_parallel.stages import stage_costs
 from megatron.extensions.planner.device_file import read_device
@@ -259,7 +259,7 @@ def batch_lines(plan: RunPlan, dims: ParallelDims) -> Iterator[str]:
     for phase in plan.phases:
         where = f"phase {phase.name}: " if len(plan.phases) > 1 else ""
         yield f"{where}global batch {batch_line(phase.config, dims)}"
-    if config.training.batch_size_varies:
+    if batch_schedule(config):
         first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
         yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
     if dims.pp > 1:

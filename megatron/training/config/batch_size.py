@@ -1,14 +1,13 @@
-"""Global batch size over a run, with or without ramp-up, as a function of consumed samples; and the lines that describe
-model, number formats and batch. No torch."""
+"""Global batch size over a run as a function of consumed samples; and the lines that describe model, number formats and
+batch. No torch."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from itertools import pairwise
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import BATCH_SCHEDULES, batch_schedule
 from megatron.training.config.run_config import RunConfig
 
 
@@ -23,23 +22,11 @@ class BatchSizes:
     """(consumed samples at which it ends, batch size) of each size before the final one, in order."""
 
     @classmethod
-    def ramp(cls, final: int, start: int, increment: int, samples: int) -> BatchSizes:
-        """From `start` to `final` by `increment`, in equal shares of `samples`."""
-        n = (final - start) // increment
-        return cls(final, tuple((-(-(k + 1) * samples // n), start + k * increment) for k in range(n)))
-
-    @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:
         """Of a resolved and validated configuration."""
-        training = config.training
-        assert training.global_batch_size, "resolve() fills the global batch size"
-        if training.step_batch_size_schedule is not None:
-            steps = parse_batch_schedule(training.step_batch_size_schedule)
-            ends = [tokens // config.model.seq_length for tokens, _ in steps[1:]]
-            return cls(steps[-1][1], tuple((end, size) for end, (_, size) in zip(ends, steps, strict=False)))
-        if training.rampup_batch_size is not None:
-            return cls.ramp(training.global_batch_size, *training.rampup_batch_size)
-        return cls(training.global_batch_size)
+        assert config.training.global_batch_size, "resolve() fills the global batch size"
+        scheduled = batch_schedule(config)
+        return cls(config.training.global_batch_size) if scheduled is None else BATCH_SCHEDULES[scheduled](config)
 
     def at(self, consumed_samples: int) -> int:
         """Samples in the step that starts after `consumed_samples`."""
@@ -64,29 +51,8 @@ class BatchSizes:
         return consumed + (iterations - done) * self.final
 
 
-SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """(consumed tokens from which it holds, batch size) of `0:384 200B:768`, separated by spaces or commas.
-
-    Raises ValueError if it cannot be read, does not begin at 0, or the tokens do not rise.
-    """
-    steps = []
-    for part in text.replace(",", " ").split():
-        found = re.fullmatch(r"([0-9.]+)([KMBT]?):([0-9]+)", part)
-        if found is None or float(found[1]) * SUFFIXES[found[2]] % 1:
-            raise ValueError(f"{part!r} must be TOKENS:SIZE, for example 200B:768")
-        steps.append((int(float(found[1]) * SUFFIXES[found[2]]), int(found[3])))
-    if not steps or steps[0][0] != 0:
-        raise ValueError("must begin with the batch size from 0 tokens on, for example 0:384")
-    if any(later <= sooner for (sooner, _), (later, _) in pairwise(steps)):
-        raise ValueError("the numbers of tokens must rise")
-    return steps
-
-
 def legal_sizes(config: RunConfig) -> BatchSizes:
-    """The batch sizes of a configuration that may break rules: constant if its schedule or ramp does; at least 1."""
+    """The batch sizes of a configuration that may break rules: constant if its schedule does; at least 1."""
     size = config.training.global_batch_size or 0
     try:
         return BatchSizes.from_config(config) if size > 0 else BatchSizes(1)

@@ -37,13 +37,6 @@ class TrainingConfig:
     num_microbatches: int | None = None
     """Derived: global-batch-size / (micro-batch-size * dp). An error if given and unequal."""
 
-    rampup_batch_size: tuple[int, ...] | None = flag(None, many=True)
-    """START INCREMENT SAMPLES: increase the batch size from START in steps of INCREMENT over SAMPLES samples."""
-
-    step_batch_size_schedule: str | None = None
-    """Batch sizes by consumed tokens, instead of global-batch-size: "0:384 200B:768" is 384, and 768 from 2e11 tokens
-    on."""
-
     train_iters: int | None = None
     """Iterations to train. If the batch size varies, this and other lengths in iterations are converted to samples."""
 
@@ -95,11 +88,6 @@ class TrainingConfig:
 
     deterministic: bool = flag(False, "--deterministic-mode")
     """Use deterministic kernels only; an operation without one is an error."""
-
-    @property
-    def batch_size_varies(self) -> bool:
-        """Whether the batch size changes during a run."""
-        return self.rampup_batch_size is not None or self.step_batch_size_schedule is not None
 
     @property
     def eval_batch_size(self) -> int:

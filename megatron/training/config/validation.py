@@ -7,14 +7,13 @@ legal value. The rules are in `megatron.training.config.rules`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from megatron.core.config.hybrid import read_pattern
-from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
+from megatron.core.parts import PIPELINE_SCHEDULES, batch_schedule
+from megatron.training.config.batch_size import legal_sizes, samples_of_run
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     all_flags,
@@ -209,10 +208,6 @@ def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
 
 def _resolve_training(config: RunConfig, world_size: int) -> Any:
     training = config.training
-    if training.step_batch_size_schedule is not None:
-        with suppress(ValueError):  # a rule reports it
-            steps = parse_batch_schedule(training.step_batch_size_schedule)
-            training = _filled(training, global_batch_size=steps[-1][1])
     replicas = _data_parallel_size(config, world_size)
     if replicas and training.micro_batch_size > 0:
         step = training.micro_batch_size * replicas
@@ -223,7 +218,7 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
     by_tokens = training.train_tokens is not None and training.train_tokens > 0 and config.model.seq_length > 0
     by_iters = training.train_iters is not None and training.global_batch_size
-    if plan_class(config) is not RunPlan or not (by_tokens or (by_iters and training.batch_size_varies)):
+    if plan_class(config) is not RunPlan or not (by_tokens or (by_iters and batch_schedule(config))):
         return training  # where phases differ in length, their plan converts tokens
     # The shorter of two lengths holds, in samples: tokens and iterations of a ramp do not compare otherwise.
     samples = samples_of_run(config)
@@ -245,7 +240,7 @@ def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
     by_samples = training.train_samples is not None
     unit, size = ("samples", sequence) if by_samples else ("iters", sequence * training.global_batch_size)
     other = "iters" if by_samples else "samples"
-    if training.batch_size_varies and by_samples and config.training.train_iters is not None:
+    if batch_schedule(config) and by_samples and config.training.train_iters is not None:
         sizes = legal_sizes(replace(config, training=training))
         for stem, none in (("lr_decay", None), ("lr_warmup", 0), ("lr_wsd_decay", None)):
             if iters := getattr(optimizer, f"{stem}_iters"):

@@ -12,8 +12,11 @@ import pytest
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
 from tests.corpus import write_documents
+from tests.extensions import installed
 from tests.harness import run_world, train_to_the_end
 from tools.inspect_checkpoint import differences
+
+pytestmark = pytest.mark.skipif(not installed("phases"), reason="phases is deleted")
 
 MODEL = (
     "--cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --lr 1e-2 "

@@ -21,6 +21,7 @@ from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
+from tests.extensions import installed
 
 KINDS = ("1f1b", "interleaved", "zb-h1")
 RUN = (
@@ -278,6 +279,7 @@ def test_the_verdict_says_where_the_given_layout_stands(capsys: pytest.CaptureFi
     assert "DP 1, MBS 1, ZeRO-1, full recomputation (given)" in said
 
 
+@pytest.mark.skipif(not installed("phases"), reason="phases is deleted")
 def test_runs_whose_batch_grows_are_searched() -> None:
     """Whatever the first batch is: single sizes are tried without one."""
     run = SearchedRun(resolve(parse_args([*RUN, *"--rampup-batch-size 8 8 64".split()]), WORLD), WORLD)

@@ -215,8 +215,6 @@ def rehearsal_of(
     small = replace(
         training,
         global_batch_size=number * training.micro_batch_size * dims.dp,
-        rampup_batch_size=None,
-        step_batch_size_schedule=None,
         eval_iters=0,
         full_validation=False,
     )
@@ -226,7 +224,7 @@ def rehearsal_of(
     if data.dataset_type == "gpt":
         data = replace(data, dataset_type=None)
     config = replace(
-        config.without("cuda_graph_impl").without("data_args_path"),
+        config.without("cuda_graph_impl").without("data_args_path").without("rampup_batch_size"),
         training=small,
         data=data,
         parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config))),

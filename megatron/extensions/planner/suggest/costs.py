@@ -141,8 +141,9 @@ class LayoutCosts:
         """Whether a family has a legal layout on this number of ranks, whatever the batch."""
         config = self._probe(family)
         parallel = replace(config.parallel, data_parallel_size=None)
-        training = replace(config.training, global_batch_size=None, num_microbatches=None, rampup_batch_size=None)
-        return not validate(replace(config, parallel=parallel, training=training), ranks)
+        training = replace(config.training, global_batch_size=None, num_microbatches=None)
+        config = replace(config.without("rampup_batch_size"), parallel=parallel, training=training)
+        return not validate(config, ranks)
 
     def _probe(self, family: Family) -> RunConfig:
         """A layout of a family without pipeline stages, for its layers alone."""

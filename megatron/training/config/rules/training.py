@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.parts import CALLBACKS
-from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
+from megatron.core.parts import CALLBACKS, batch_schedule
+from megatron.training.config.batch_size import legal_sizes, samples_of_run
 from megatron.training.config.problem import Problem, divides, multiples, unless_at_most, unless_multiple
 from megatron.training.config.run_config import RunConfig
 
 
+def samples_of_micro_batches(c: RunConfig, world_size: int) -> tuple[int, str]:
+    """Samples of a micro-batch of all replicas, and how they are named; 0 of a layout that other rules refuse."""
+    micro, model = c.training.micro_batch_size, c.parallel.model_parallel_size
+    dp = 0 if micro < 1 or model < 1 or world_size % model else world_size // model
+    return micro * dp, f"--micro-batch-size {micro} * data-parallel size {dp} ="
+
+
 def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    t = c.training
-    model = c.parallel.model_parallel_size
-    if t.micro_batch_size < 1 or model < 1 or world_size % model:
+    t, (step, name) = c.training, samples_of_micro_batches(c, world_size)
+    if not step:
         return
-    dp = world_size // model
-    step = t.micro_batch_size * dp
-    name = f"--micro-batch-size {t.micro_batch_size} * data-parallel size {dp} ="
     shown = f"{name} {step}"
     if not divides(step, t.global_batch_size):
         remedy = multiples(t.global_batch_size or step, step)
@@ -26,52 +29,7 @@ def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be --global-batch-size {t.global_batch_size} / ({shown})"
         remedy = f"remove it, or use {t.global_batch_size // step}"
         yield Problem("--num-microbatches", t.num_microbatches, rule, remedy)
-    evaluated = t.eval_global_batch_size
-    yield from unless_multiple("--eval-global-batch-size", evaluated, name, step)
-    if t.rampup_batch_size is not None:
-        yield from _rampup(c, step, shown)
-    if t.step_batch_size_schedule is not None:
-        yield from _batch_schedule(c, step, shown)
-
-
-def _batch_schedule(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
-    t, name = c.training, "--step-batch-size-schedule"
-    text = t.step_batch_size_schedule or ""
-    try:
-        sizes = [size for _, size in parse_batch_schedule(text)]
-    except ValueError as error:
-        yield Problem(name, text, str(error), 'use for example "0:384 200B:768 400B:1152"')
-        return
-    for size in sizes:
-        if not size or size % step:
-            yield Problem(name, text, f"batch size {size} must be a multiple of {shown}", multiples(size, step))
-    if t.global_batch_size != sizes[-1]:
-        rule = f"has another last size than --global-batch-size {t.global_batch_size}"
-        yield Problem(name, text, rule, "remove --global-batch-size: the schedule says it")
-    if t.rampup_batch_size is not None:
-        yield Problem.exclusive(name, text, "--rampup-batch-size")
-
-
-def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
-    values, final = c.training.rampup_batch_size or (), c.training.global_batch_size or 0
-    name = "--rampup-batch-size"
-    if len(values) != 3:
-        yield Problem(name, values, "must be three numbers", "use START INCREMENT SAMPLES")
-        return
-    start, increment, _ = values
-    if min(values) < 1 or final < 1:
-        return
-    if start % step:
-        yield Problem(name, values, f"START {start} must be a multiple of {shown}", multiples(start, step))
-    if increment % step:
-        yield Problem(name, values, f"INCREMENT {increment} must be a multiple of {shown}", multiples(increment, step))
-    if start > final:
-        rule = f"START {start} must be at most --global-batch-size {final}"
-        yield Problem(name, values, rule, f"nearest: {final}")
-    elif (final - start) % increment:
-        rule = f"--global-batch-size {final} - START {start} must be a multiple of INCREMENT {increment}"
-        near = start + (final - start) // increment * increment
-        yield Problem(name, values, rule, f"nearest: --global-batch-size {near} or {near + increment}")
+    yield from unless_multiple("--eval-global-batch-size", t.eval_global_batch_size, name, step)
 
 
 def callbacks_evaluate(c: RunConfig) -> bool:
@@ -95,7 +53,7 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
         remedy = ", or add ".join(["raise --eval-iters", *flags])
         yield Problem("--skip-train", None, "leaves nothing to do with --eval-iters 0", remedy)
     samples, size = samples_of_run(c), t.global_batch_size
-    if t.batch_size_varies and size:
+    if batch_schedule(c) and size:
         size = legal_sizes(c).at(0)
     if names and samples is not None and size and 0 <= samples < size:
         by_tokens = t.train_tokens is not None and (own_samples is None or samples < own_samples)
@@ -127,8 +85,8 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
     """A number of iterations in samples, or of samples in iterations, behind its flag. Empty where the batch varies."""
-    size, t = c.training.global_batch_size, c.training
-    if not size or size < 0 or t.batch_size_varies:
+    size = c.training.global_batch_size
+    if not size or size < 0 or batch_schedule(c):
         return ""
     return f" {value * size if to_samples else -(-value // size)}"
 

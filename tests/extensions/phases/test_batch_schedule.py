@@ -1,0 +1,88 @@
+"""Batch sizes that change within a run; `tests/pure/test_batch_size.py` walks over such."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.extensions.phases.batch_schedule import parse_batch_schedule, ramp
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.batch_size import BatchSizes
+from megatron.training.config.validation import resolve, validate
+from megatron.training.plan import RunPlan
+from tests.pure.test_batch_size import walk
+
+
+def test_ramp_of_megatron() -> None:
+    """16 to 1024 by 8 over 300,000 samples: 126 intervals of about 2,380 samples."""
+    sizes = ramp(1024, 16, 8, 300_000)
+    assert len(sizes.earlier) == 126
+    assert (sizes.at(0), sizes.at(2380), sizes.at(2381)) == (16, 16, 24)
+    assert (sizes.at(299_999), sizes.at(300_000)) == (1016, 1024)
+
+
+RAMPS = st.builds(
+    lambda start, increment, n, samples: ramp(start + n * increment, start, increment, samples),
+    st.integers(1, 20),
+    st.integers(1, 9),
+    st.integers(0, 12),
+    st.integers(1, 500),
+)
+
+
+@given(RAMPS, st.integers(0, 120))
+def test_samples_and_iterations_follow_the_steps(sizes: BatchSizes, iterations: int) -> None:
+    consumed = walk(sizes, iterations)
+    assert (sizes.samples(iterations), sizes.iterations(consumed)) == (consumed, iterations)
+
+
+def schedule(text: str) -> BatchSizes:
+    argv = ["--step-batch-size-schedule", text, "--seq-length", "16", "--train-samples", "9999"]
+    return BatchSizes.from_config(resolve(parse_args(argv), 1))
+
+
+def test_a_schedule_by_tokens() -> None:
+    sizes = schedule("0:4 1.6K:8, 3.2K:16")
+    assert sizes == BatchSizes(16, ((100, 4), (200, 8)))
+    assert [sizes.at(consumed) for consumed in (0, 99, 100, 199, 200, 10**6)] == [4, 4, 8, 8, 16, 16]
+    assert schedule("0:4") == BatchSizes(4)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--step-batch-size-schedule 0:4,80:8", "--global-batch-size 8 --rampup-batch-size 4 4 5"]
+)
+def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str) -> None:
+    """4 and 4 samples, then 8 at a time."""
+    flags += " --seq-length 16 --train-iters 9 --lr-warmup-iters 1 --lr-decay-iters 5 --lr-wsd-decay-iters 3"
+    config = resolve(parse_args(flags.split()), 1)
+    plan, _ = RunPlan.planned(config)
+    assert plan is not None and (config.training.train_samples, plan.iterations) == (64, 9)
+    o = config.optimizer
+    assert (o.lr_warmup_samples, o.lr_decay_samples, o.lr_wsd_decay_samples) == (4, 32, 16)
+    assert (o.lr_warmup_iters, o.lr_decay_iters, o.lr_wsd_decay_iters) == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must begin"),
+        ("5:4", "must begin"),
+        ("0:4 10:x", "'10:x' must be"),
+        ("0:4 9:8 9:16", "must rise"),
+        ("0.5:4", "must be TOKENS"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_batch_schedule(text)
+
+
+@pytest.mark.parametrize(
+    "sizes", ["--step-batch-size-schedule a", "--rampup-batch-size 0", "--rampup-batch-size 1 0 3"]
+)
+def test_sizes_that_cannot_be_read_beside_a_length_in_tokens(sizes: str) -> None:
+    """The length is not derived from them; rules say what is wrong."""
+    flag = sizes.split()[0]
+    config = parse_args(f"--seq-length 16 {sizes} --train-tokens 4096".split())
+    assert any(problem.flag == flag for problem in validate(config, 1))
