@@ -150,6 +150,13 @@ whose plan holds is taken."""
 
 STATE_STORES.register("main", "megatron.core.optimizer.optimizer:MainStates", plan=facts.StatePlan())
 
+PARAMETER_RULES: Registry[Any, facts.WhenFacts] = Registry(
+    "rule of parameters", facts.WhenFacts, "optimizer", attributes=("group", "freezes", "errors")
+)
+"""`build(optimizer)`: what flags say of parameters by their names in the whole model. `group(group, name)` is the
+`ParamGroup` of a parameter, given that of the other flags; `groups` says whether any differs. `freezes(name)` says that
+one is not trained. `errors(names)` checks the rule against all names."""
+
 HOST_UPDATES: Registry[Any, facts.HostUpdateFacts] = Registry(
     "update on the host", facts.HostUpdateFacts, "config, shards, rules, slots, threads"
 )

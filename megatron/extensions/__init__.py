@@ -48,7 +48,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("megatron_checkpoints", "checkpoints of Megatron-LM, to convert from and to", needs=("conversion",)),
     BuiltIn("logs", "TensorBoard, Weights & Biases, Megatron-LM's lines; samples, losses of data sets, norms"),
     BuiltIn("megatron_flags", "lists of data as Megatron names them, and its flags without a field here"),
-    BuiltIn("optimizers", "Muon, QK-clip, and Adam with states in fewer bits than fp32"),
+    BuiltIn("optimizers", "Muon, QK-clip, Adam with states in fewer bits than fp32; groups of parameters by name"),
     BuiltIn("cuda_graphs", "forward and backward pass of a micro-batch as one CUDA graph"),
     BuiltIn("retention", "deletion of older checkpoints: the newest, every N-th or the best are kept"),
     BuiltIn("unit_sharding", "ZeRO-2 and ZeRO-3: gradients and parameters sharded over data-parallel ranks"),

@@ -151,7 +151,7 @@ class Checkpointer:
             targets = _without_new_tensors(targets, checkpoint)
             if load_optimizer:
                 _tell_of_other_groups(saved_config(checkpoint), config, say)
-                targets = _without_states_of_thawed(targets, checkpoint, config.optimizer, say)
+                targets = _without_states_of_thawed(targets, checkpoint, say)
             checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
         if load_optimizer:
             _load_counters(checkpoint, self.optimizer)
@@ -395,23 +395,17 @@ def _is_optional(key: str) -> bool:
     return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
 
 
-def _without_states_of_thawed(
-    targets: StateDict, checkpoint: Checkpoint, optimizer: OptimizerConfig, say: Callable[[str], None]
-) -> StateDict:
+def _without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Callable[[str], None]) -> StateDict:
     """The targets without optimizer states of parameters that were frozen when the checkpoint was saved and are trained
     now: these begin at zero."""
-    frozen = saved_config(checkpoint).optimizer
-    if not frozen.freeze or frozen.freeze == optimizer.freeze:
-        return targets
-    thawed = {
-        key
-        for key in targets
-        if key.startswith(OPTIMIZER) and key not in checkpoint.tensors and frozen.freezes(_parameter_of(key))
-    }
-    say(
-        f" the checkpoint was saved with --freeze {' '.join(frozen.freeze)}: optimizer states of parameters that are "
-        "trained again start at zero"
-    )
+    saved = saved_config(checkpoint)
+    missing = [key for key in targets if key.startswith(OPTIMIZER) and key not in checkpoint.tensors]
+    thawed = {key for key in missing if saved.optimizer.freezes(_parameter_of(key))}
+    if thawed:
+        say(
+            f" the checkpoint was saved with --freeze {' '.join(named_value(saved, 'freeze'))}: optimizer states of "
+            "parameters that are trained again start at zero"
+        )
     return {key: target for key, target in targets.items() if key not in thawed}
 
 

@@ -148,14 +148,3 @@ def test_a_program_adds_parts_of_its_own(returned: str, said: str, tmp_path: Pat
     done = run_program(program, *FLAGS[: FLAGS.index("--tokenizer-type")], *flags.split())
     assert said in done.stdout + done.stderr, done.stdout + done.stderr
     assert ("exiting at iteration 4: told enough" in done.stdout) == (returned != "None")
-
-
-def test_states_of_frozen_parameters_are_left_out_and_begin_at_zero_when_trained_again(tmp_path: Path) -> None:
-    base = ("pretrain_gpt.py", *FLAGS[: FLAGS.index("--dataset-type")], "--mock-data", "--bf16")
-    save = ("--save", str(tmp_path), "--load", str(tmp_path))
-    freeze = ("--freeze", r"layers\.0\.", "--freeze", "embedding")
-    for iterations, flags, said in (("2", (), ""), ("4", freeze, ""), ("6", freeze, ""), ("8", (), "start at zero")):
-        done = run_program(*base, *save, "--train-iters", iterations, "--lr-decay-style", "constant", *flags)
-        assert done.returncode == 0, done.stderr
-        assert ("start at zero" in done.stdout) == bool(said), done.stdout
-        assert iterations == "2" or "loaded checkpoint of iteration" in done.stdout

@@ -1,4 +1,4 @@
-"""A user's own parts compute the same at every layout, and frozen parameters stay as they are."""
+"""A user's own parts compute the same at every layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ EXPERTS = (
     MODEL + "--activation-func own_gated --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear "
     "--moe-shared-expert-intermediate-size 16 --recompute-granularity selective --recompute-modules moe_act "
 )
-FROZEN = MODEL + r"--freeze embedding --freeze layers\.[01]\. --freeze layers.2.*fc1 "
 LAYOUTS = {
     "own": (OWN, ["--tp 2 --sequence-parallel --pp 2", "--cp 2"]),
     "modules": (MODULES, ["--tp 2 --sequence-parallel --pp 2", "--cp 2"]),
@@ -35,7 +34,7 @@ CASES = [(style, layout) for style, (_, layouts) in LAYOUTS.items() for layout i
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Snapshot]:
     """What one process computes, by style."""
-    models = {"own": OWN, "modules": MODULES, "experts": EXPERTS, "frozen": FROZEN}
+    models = {"own": OWN, "modules": MODULES, "experts": EXPERTS}
     return {style: train_in_world(1, flags.split()) for style, flags in models.items()}
 
 
@@ -51,29 +50,3 @@ def test_own_modules_take_the_place_of_the_built_in_ones(alone: dict[str, Snapsh
     found = {key.removeprefix("initial weight decoder.layers.0.") for key in alone["modules"].tensors}
     assert {"own_norm.weight", "self_attention.own_norm.weight", "mlp.own_fc1.weight", "mlp.own_fc2.bias"} <= found
     assert "mlp.linear_fc1.weight" not in found
-
-
-def test_frozen_parameters_keep_their_values_and_have_no_state(alone: dict[str, Snapshot]) -> None:
-    tensors = alone["frozen"].tensors
-    frozen = [key.removeprefix("initial state ") for key in tensors if key.startswith("initial state ")]
-    assert "embedding.word_embeddings.weight" in frozen and "decoder.layers.0.mlp.linear_fc2.bias" in frozen
-    for name in frozen:
-        assert tensors[f"initial state {name}"].equal(tensors[f"step 2 state {name}"])
-        assert not [key for key in tensors if key.endswith(f"exp_avg {name}") or key.endswith(f"gradient {name}")]
-    trained = [key.removeprefix("initial weight ") for key in tensors if key.startswith("initial weight ")]
-    assert "decoder.layers.3.mlp.linear_fc1.weight" in trained and not set(trained) & set(frozen)
-    name = "decoder.layers.3.mlp.linear_fc1.weight"
-    assert not tensors[f"initial weight {name}"].equal(tensors[f"step 2 weight {name}"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--freeze layer.7", "--freeze layer.7: matches no parameter; the nearest names are decoder."),
-        ("--freeze . --pp 2", "leaves nothing to train; names are for example decoder.final_layernorm"),
-    ],
-)
-def test_an_expression_that_freezes_nothing_or_all_is_refused(flags: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match="freeze") as error:
-        train_in_world(2, (MODEL + flags).split())
-    assert message in str(error.value)

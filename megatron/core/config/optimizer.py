@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.config.param_groups import SHOWN, ParamGroup, group_rule, unmatched
+from megatron.core.config.param_groups import ParamGroup
 from megatron.core.facts import MatrixFacts, StatePlan
-from megatron.core.parts import HOST_UPDATES, LR_SCHEDULES, MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES
+from megatron.core.parts import (
+    HOST_UPDATES,
+    LR_SCHEDULES,
+    MATRIX_EXCHANGES,
+    OPTIMIZERS,
+    PARAMETER_RULES,
+    STATE_STORES,
+)
 
 DECAYING = ("matrices", "embeddings", "norms", "biases")
 """Kinds of parameters (`ParamMeta.kind`) that weight decay can act on."""
@@ -86,11 +94,6 @@ class OptimizerConfig(Section):
     apply_wd_to_qk_layernorm: bool = False
     """Weight decay of the norms of queries and keys too."""
 
-    param_group: tuple[str, ...] | None = flag(None, repeats=True)
-    """'REGEX key=value ...': learning rate and weight decay of the parameters whose name matches the regular
-    expression. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay
-    (replaces it). May be given more than once; the later one wins."""
-
     start_weight_decay: float | None = flag(None, at_least=0)
     """Weight decay at the first step; default: weight-decay."""
 
@@ -129,9 +132,6 @@ class OptimizerConfig(Section):
 
     hysteresis: int = 2
     """fp16: steps with overflow after which the loss scale halves."""
-
-    freeze: tuple[str, ...] | None = flag(None, repeats=True)
-    """Do not train the parameters whose name matches this regular expression; may be given more than once."""
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
@@ -176,33 +176,23 @@ class OptimizerConfig(Section):
         """Share of the optimizer's states in host memory."""
         return max((HOST_UPDATES.facts(name).fraction(self) for name in HOST_UPDATES), default=0.0)
 
-    def check_names(self, names: Collection[str]) -> None:
-        """Raises ValueError for an expression of --freeze or --param-group that matches none of the parameters of the
-        whole model, and if nothing is left to train."""
-        rules = [(text, group_rule(text).pattern) for text in self.param_group or ()]
-        texts = [("--freeze", pattern, pattern) for pattern in self.freeze or ()]
-        texts += [("--param-group", text, pattern) for text, pattern in rules]
-        errors = [unmatched(*text, names) for text in texts]
-        if self.freeze and all(map(self.freezes, names)):
-            some = ", ".join(sorted(names)[:: max(1, len(names) // SHOWN)][:SHOWN])
-            errors.append(
-                f"--freeze {' '.join(self.freeze)}: matches all {len(names)} parameters, which leaves nothing to "
-                f"train; names are for example {some}"
-            )
-        if found := [error for error in errors if error]:
-            raise ValueError("\n".join(found))
+    @cached_property
+    def parameter_rules(self) -> list[Any]:
+        """What flags say of parameters by their names."""
+        return [PARAMETER_RULES[name](self) for name in PARAMETER_RULES.wanted(self)]
 
-    @property
-    def names_parameters(self) -> bool:
-        """Whether a flag has an expression for names of parameters, which `check_names` checks."""
-        return bool(self.freeze or self.param_group)
+    def check_names(self, names: Collection[str]) -> None:
+        """Raises ValueError for a rule of parameters that does not fit the parameters of the whole model."""
+        if errors := [error for rule in self.parameter_rules for error in rule.errors(names)]:
+            raise ValueError("\n".join(errors))
 
     @property
     def has_own_groups(self) -> bool:
         """Whether parameters are grouped in another way than into those that decay by default and the others."""
         usual = OptimizerConfig()
-        fields = ("param_group", "weight_decay_on", "apply_wd_to_qk_layernorm", "decoupled_lr")
-        return any(getattr(self, name) != getattr(usual, name) for name in fields)
+        fields = ("weight_decay_on", "apply_wd_to_qk_layernorm", "decoupled_lr")
+        own = any(getattr(self, name) != getattr(usual, name) for name in fields)
+        return own or any(rule.groups for rule in self.parameter_rules)
 
     def group_of(self, name: str, kind: str) -> ParamGroup:
         """Learning rate and weight decay of a parameter, by its name in the whole model and its `ParamMeta.kind`."""
@@ -210,8 +200,8 @@ class OptimizerConfig(Section):
         decays = kind in self.weight_decay_on or of_head_norm
         decoupled = self.decoupled_lr is not None and name in DECOUPLED
         group = ParamGroup(wd_mult=float(decays), decoupled=decoupled)
-        for text in self.param_group or ():
-            group = group_rule(text).applied(group, name)
+        for rule in self.parameter_rules:
+            group = rule.group(group, name)
         return group
 
     @property
@@ -224,4 +214,4 @@ class OptimizerConfig(Section):
 
     def freezes(self, name: str) -> bool:
         """Whether a parameter, by its name in the whole model, is not trained."""
-        return any(re.search(pattern, name) for pattern in self.freeze or ())
+        return any(rule.freezes(name) for rule in self.parameter_rules)

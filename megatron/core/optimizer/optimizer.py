@@ -282,13 +282,12 @@ class HostUpdateRule(Protocol):
 
 
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
-    """Freezes what --freeze matches, before gradient buffers are built, and returns lines to print on the groups of the
-    others, where there are groups beside the usual ones. Collective if a flag names parameters or there are such.
+    """Freezes parameters that a rule freezes, before gradient buffers are built, and returns lines to print on the
+    groups of the others, where there are groups beside the usual ones. Collective if there are rules or such groups.
 
     A frozen parameter has no gradient, no place in a bucket and no optimizer state. Raises ValueError, on every rank,
-    for an expression of --freeze or --param-group that matches no parameter of the whole model, and if nothing is left
-    to train."""
-    if not config.names_parameters and not config.has_own_groups:
+    for a rule that does not fit the parameters of the whole model."""
+    if not config.parameter_rules and not config.has_own_groups:
         return []
     trained = {meta.name: (meta, param) for meta, param in tagged_parameters(modules) if param.requires_grad}
     groups = {name: (config.group_of(name, meta.kind), meta.numel) for name, (meta, _) in trained.items()}

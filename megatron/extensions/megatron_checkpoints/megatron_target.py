@@ -24,7 +24,7 @@ from megatron.extensions.megatron_checkpoints.flags import COMMON
 from megatron.extensions.megatron_checkpoints.legacy_states import BUFFER_KINDS
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.extensions.megatron_checkpoints.megatron_names import EXTRA_STATE, LAYERS, names_in, their_shape
-from megatron.training.config.flags import flat_values
+from megatron.training.config.flags import flat_values, named_value
 from megatron.training.config.run_config import RunConfig
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -42,7 +42,7 @@ class TorchDistTarget(Target):
         if self.training is not None and "exp_avg" not in self.training.kinds:
             raise ValueError("only Adam's state can be written; give --weights-only to leave the optimizer's state out")
         optimizer, usual = self.config.optimizer, OptimizerConfig()
-        own_groups = optimizer.param_group or optimizer.weight_decay_on != usual.weight_decay_on
+        own_groups = named_value(self.config, "param_group") or optimizer.weight_decay_on != usual.weight_decay_on
         if self.training is not None and own_groups:
             raise ValueError(
                 "Megatron-LM's state has no groups as --param-group and --weight-decay-on make them; give "

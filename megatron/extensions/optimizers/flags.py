@@ -1,4 +1,4 @@
-"""Flags of Muon, QK-clip and the precision-aware optimizer, and where their parts are. No torch."""
+"""Flags of Muon, QK-clip, the precision-aware optimizer and named parameters, and where their parts are. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.facts import StatePlan
-from megatron.core.parts import MATRIX_EXCHANGES, OPTIMIZERS, STATE_STORES, UPDATE_HOOKS
+from megatron.core.parts import MATRIX_EXCHANGES, OPTIMIZERS, PARAMETER_RULES, STATE_STORES, UPDATE_HOOKS
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS
 from megatron.training.extensions import extension_flags
 
@@ -125,6 +125,20 @@ class PrecisionAwareFlags:
     lack."""
 
 
+@extension_flags("named parameters", may_change=True, rules=f"{HERE}.named_parameters:rules", part_of="optimizer")
+@dataclass(frozen=True)
+class NamedParameterFlags:
+    """What is said of parameters by their names."""
+
+    param_group: tuple[str, ...] | None = flag(None, repeats=True)
+    """'REGEX key=value ...': learning rate and weight decay of the parameters whose name matches the regular
+    expression. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay
+    (replaces it). May be given more than once; the later one wins."""
+
+    freeze: tuple[str, ...] | None = flag(None, repeats=True)
+    """Do not train the parameters whose name matches this regular expression; may be given more than once."""
+
+
 def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:
     """Roles of the matrices that Muon and optimizers like it update."""
     return frozenset({"hidden"} if optimizer.options(MuonFlags).moe_router_skip_muon else {"hidden", "router"})
@@ -179,6 +193,11 @@ MATRIX_EXCHANGES.register(
     roles=whole_roles,
     others=lambda optimizer: optimizer.options(MuonFlags).muon_scalar_optimizer,
     fields=("muon_scalar_optimizer", "moe_router_skip_muon"),
+)
+PARAMETER_RULES.register(
+    "by name",
+    f"{HERE}.named_parameters:NamedParameters",
+    when=lambda optimizer: optimizer.options(NamedParameterFlags) != NamedParameterFlags(),
 )
 OPTIMIZERS.register("muon", f"{HERE}.muon:Muon", states=("momentum_buffer",), whole_matrices=True)
 STATE_STORES.register("precision_aware", f"{HERE}.precision_aware:PackedStates", plan=PackedPlan())

@@ -122,7 +122,7 @@ class DryRun(Command):
         if run.problems:
             run.refuse([*run.problems, *inputs])
         if run.launch.rank == 0:
-            if run.config.optimizer.names_parameters:  # a run finds it out as it builds the model
+            if run.config.optimizer.parameter_rules:  # a run finds it out as it builds the model
                 try:
                     run.config.optimizer.check_names({meta.name for meta in stage_metas(run.config.model)})
                 except ValueError as error:

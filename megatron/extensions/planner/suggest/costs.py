@@ -32,6 +32,7 @@ from megatron.extensions.planner.time.step_time import (
     StepTime,
     predict_step,
 )
+from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate
 
@@ -98,7 +99,7 @@ class LayoutCosts:
     def untimed_bound(self, layout: Layout, seconds: float) -> float:
         """Seconds below which a layout's step cannot go, before its layers are timed: by what its replicas exchange,
         beside passes whose bound on a step is `seconds`."""
-        if self.run.given.optimizer.freeze:  # nothing is said of frozen parameters
+        if named_value(self.run.given, "freeze"):  # nothing is said of frozen parameters
             return seconds
         each, microbatches = self._elements_of_ranks(layout), self.microbatches(layout)
         fewest = {expert: min(elements[expert] for elements in each) for expert in (False, True)}
@@ -181,7 +182,7 @@ class LayoutCosts:
 
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
         """Seconds by pipeline rank that gradients and parameters add at least to the passes of its `stages`."""
-        if self.run.given.optimizer.freeze:  # nothing is said of frozen parameters
+        if named_value(self.run.given, "freeze"):  # nothing is said of frozen parameters
             return [0.0] * layout.pipeline.ranks
         step = self._replicas(layout)
         passes = (stages[list(layout.place.stages_of(rank))].sum(0) for rank in range(layout.pipeline.ranks))

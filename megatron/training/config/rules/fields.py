@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.config.flag_spec import Condition, FlagSpec
-from megatron.core.config.param_groups import group_rule
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
@@ -55,17 +53,6 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
         elif flag.spec.path == "local" and value is not None:
             words = value if flag.takes_several else (value,)
             yield from (Problem(flag.name, word, *NO_URL) for word in words if "://" in word)
-    for pattern in config.optimizer.freeze or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            remedy = "use Python's regular expressions"
-            yield Problem("--freeze", pattern, f"cannot be read as a regular expression: {error}", remedy)
-    for text in config.optimizer.param_group or ():
-        try:
-            group_rule(text)
-        except ValueError as error:
-            yield Problem.of_message("--param-group", text, str(error))
     if config.optimizer.lr is None and not config.training.skip_train:
         yield Problem("--lr", None, "is required", "add the peak learning rate, for example --lr 3e-4")
 

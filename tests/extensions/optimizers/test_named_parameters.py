@@ -1,4 +1,4 @@
-"""Groups of parameters with a learning rate or weight decay of their own; at layouts, see the parity matrix."""
+"""Groups of parameters with a learning rate or weight decay of their own, and frozen ones; at layouts, see the matrix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.param_groups import ParamGroup, group_rule
+from megatron.core.config.param_groups import ParamGroup
+from megatron.extensions.optimizers.flags import NamedParameterFlags
+from megatron.extensions.optimizers.named_parameters import group_rule
 from megatron.testing.snapshot import Snapshot, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
@@ -76,7 +78,8 @@ def test_groups_are_printed_and_a_resumed_run_says_what_differs(tmp_path: Path) 
 
 def test_a_rule_is_read() -> None:
     assert group_rule(r"fc1\.weight lr_mult=2 weight_decay=0").settings == {"lr_mult": 2.0, "weight_decay": 0.0}
-    config = OptimizerConfig(param_group=("norm weight_decay=0.2", "final wd_mult=1"))
+    flags = NamedParameterFlags(param_group=("norm weight_decay=0.2", "final wd_mult=1"))
+    config = OptimizerConfig(extension_options=(flags,))
     assert config.group_of("decoder.final_layernorm.weight", "norms") == ParamGroup(wd_mult=1.0)
     assert config.group_of("decoder.layers.0.input_layernorm.weight", "norms").decay(7.0) == 0.2
 
@@ -103,3 +106,41 @@ def test_an_expression_that_matches_nothing_names_the_nearest() -> None:
         train_in_world(2, [*MODEL, "--param-group", r"mlp\.linear_fc3 lr_mult=2", "--pp", "2"])
     said = "mlp\\.linear_fc3 lr_mult=2: matches no parameter; the nearest names are decoder.layers.0.mlp.linear_fc1."
     assert said in str(error.value)
+
+
+def test_frozen_parameters_keep_their_values_and_have_no_state() -> None:
+    flags = ["--num-layers", "4", "--freeze", "embedding", "--freeze", r"layers\.[01]\.", "--freeze", "layers.2.*fc1"]
+    tensors = train_in_world(1, [*MODEL, *flags]).tensors
+    frozen = [key.removeprefix("initial state ") for key in tensors if key.startswith("initial state ")]
+    assert "embedding.word_embeddings.weight" in frozen and "decoder.layers.0.mlp.linear_fc2.bias" in frozen
+    for name in frozen:
+        assert tensors[f"initial state {name}"].equal(tensors[f"step 2 state {name}"])
+        assert not [key for key in tensors if key.endswith(f"exp_avg {name}") or key.endswith(f"gradient {name}")]
+    trained = [key.removeprefix("initial weight ") for key in tensors if key.startswith("initial weight ")]
+    assert "decoder.layers.3.mlp.linear_fc1.weight" in trained and not set(trained) & set(frozen)
+    name = "decoder.layers.3.mlp.linear_fc1.weight"
+    assert not tensors[f"initial weight {name}"].equal(tensors[f"step 2 weight {name}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--freeze layer.7", "--freeze layer.7: matches no parameter; the nearest names are decoder."),
+        ("--freeze . --pp 2", "leaves nothing to train; names are for example decoder.final_layernorm"),
+    ],
+)
+def test_an_expression_that_freezes_nothing_or_all_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match="freeze") as error:
+        train_in_world(2, [*MODEL, *flags.split()])
+    assert message in str(error.value)
+
+
+def test_states_of_frozen_parameters_are_left_out_and_begin_at_zero_when_trained_again(tmp_path: Path) -> None:
+    base = ("pretrain_gpt.py", *TINY.split(), "--bf16", "--lr-decay-style", "constant")
+    save = ("--save", str(tmp_path), "--load", str(tmp_path))
+    freeze = ("--freeze", r"layers\.0\.", "--freeze", "embedding")
+    for iterations, flags, said in (("2", (), ""), ("4", freeze, ""), ("6", freeze, ""), ("8", (), "start at zero")):
+        done = run_program(*base, *save, "--train-iters", iterations, *flags)
+        assert done.returncode == 0, done.stderr
+        assert ("start at zero" in done.stdout) == bool(said), done.stdout
+        assert iterations == "2" or "loaded checkpoint of iteration" in done.stdout
