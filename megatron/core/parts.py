@@ -328,6 +328,10 @@ STEP_SEARCHES: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, v
 """`search(run, verdict)`: a `megatron.training.hooks.Finding` about a step whose loss or gradient was not finite, or
 None. Called on every rank, before the next update of the weights; it may run the step again."""
 
+STEP_JUDGES: Registry[Any, facts.WhenFacts] = Registry("judge of steps", facts.WhenFacts, "config, device, means")
+"""`build(config, device, means)`: a `megatron.core.optimizer.distrib_optimizer.Judge`, which finds spikes on the
+device. Its tensor `state` is kept in checkpoints; a resumed run gives it as `means`."""
+
 HANG_ANALYSES: Registry[Any, NoFacts] = Registry("hang analysis", NoFacts, "status")
 """`Analysis(status)`: finds the rank that others wait for in vain, built as a rank starts, before its process groups.
 The one registered last is used; see `megatron.training.reliability.rank_status.HangAnalysis`."""

@@ -8,45 +8,14 @@ the bad step, and it can be run again. Every rank reads the same verdict and tak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron.core.optimizer.distrib_optimizer import Judge, StepResult
-from megatron.training.config.run_config import ChecksConfig
+from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.core.parts import STEP_JUDGES
+from megatron.training.config.run_config import RunConfig
 from megatron.training.progress import Progress, Step
-
-WINDOW = 100
-"""Steps in the running means of loss and gradient norm."""
-
-WARM_UP = 10
-"""Steps in a mean before steps are compared with it."""
-
-
-class StepJudge:
-    """Detects spikes: compares loss and gradient norm with their running means, on the device."""
-
-    def __init__(self, checks: ChecksConfig, device: torch.device, means: tuple[float, ...]) -> None:
-        self.skips = checks.max_skipped_iterations > 0
-        self.enabled = checks.check_for_spiky_loss or checks.check_for_large_grads
-        factors = [
-            checks.spiky_loss_factor if checks.check_for_spiky_loss else torch.inf,
-            checks.large_grads_factor if checks.check_for_large_grads else torch.inf,
-        ]
-        self.factors = torch.tensor(factors, dtype=torch.float64, device=device)
-        self.state = torch.tensor(means or (0.0, 0.0, 0.0), dtype=torch.float64, device=device)
-        """Mean loss, mean gradient norm, and the number of steps in them."""
-
-    def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """(whether to skip the step, whether it is a spike), each 1 or 0. A skipped step enters no mean."""
-        values = torch.stack([sums[0] / sums[1].clamp(min=1.0), norm])
-        means, count = self.state[:2], self.state[2]
-        above = (values > self.factors * means).any() & (count >= WARM_UP)
-        spike = above.to(torch.float64) * (1.0 - overflow)
-        skip = spike if self.skips else torch.zeros_like(spike)
-        moved = torch.cat([means + (values - means) / (count + 1.0).clamp(max=WINDOW), count[None] + 1.0])
-        self.state = torch.where(torch.maximum(skip, overflow) > 0, self.state, moved)
-        return skip, spike
 
 
 @dataclass(frozen=True)
@@ -74,16 +43,12 @@ class Verdict:
 class StepGuard:
     """Judges every step, and counts skipped ones and the samples of the others in the run's progress."""
 
-    def __init__(self, checks: ChecksConfig, device: torch.device, progress: Progress) -> None:
-        self.checks = checks
-        self._progress = progress
-        self._judge = StepJudge(checks, device, progress.running_means)
-        self._pending: tuple[Step, StepResult] | None = None
-
-    @property
-    def judge(self) -> Judge | None:
+    def __init__(self, config: RunConfig, device: torch.device, progress: Progress) -> None:
+        self.checks, self._progress, named = config.checks, progress, STEP_JUDGES.chosen(config)
+        self.judge: Any = None if named is None else STEP_JUDGES[named](config, device, progress.running_means)
         """Called by the optimizer before it updates the weights; None if spikes are not checked for."""
-        return self._judge if self._judge.enabled else None
+
+        self._pending: tuple[Step, StepResult] | None = None
 
     def watch(self, step: Step, result: StepResult) -> None:
         """Remembers a step that was just launched, for `verdict`."""
@@ -107,8 +72,8 @@ class StepGuard:
 
     def store_means(self) -> None:
         """Copies the running means into the progress, to be saved. Waits for the device."""
-        if self._judge.enabled:
-            self._progress.running_means = tuple(self._judge.state.tolist())
+        if self.judge is not None:
+            self._progress.running_means = tuple(self.judge.state.tolist())
 
 
 def is_nan(result: StepResult) -> bool:

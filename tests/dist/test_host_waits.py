@@ -59,7 +59,7 @@ def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Cou
     ("world_size", "flags"),
     [
         (1, f"{LLAMA} --bf16 --window-size 6 --recompute-granularity full"),
-        (1, "--check-for-spiky-loss --check-for-large-grads --max-skipped-iterations 1"),
+        needs("diagnosis", 1, "--check-for-spiky-loss --check-for-large-grads --max-skipped-iterations 1"),
         (2, f"--tp 2 --sequence-parallel --bf16 {LLAMA}"),
         needs("overlap", 2, f"--tp 2 --sequence-parallel --tp-comm-overlap {LLAMA}"),
         needs("fp8", 1, "--bf16 --fp8-format hybrid --fp8-recipe delayed --ffn-hidden-size 64"),

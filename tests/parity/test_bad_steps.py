@@ -213,6 +213,7 @@ def spiky(
         return tensors(run), progress, [result.spike for result in interval.results]
 
 
+@pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_spikes_are_skipped_and_resume_is_exact(tmp_path: Path) -> None:
     samples = (8 * 12 + 3, 8 * 16 + 5)  # in the steps 13 and 17
     ((whole, progress, spikes),) = run_world(1, spiky, config_of(SPIKES), 20, samples)
@@ -228,12 +229,14 @@ def test_spikes_are_skipped_and_resume_is_exact(tmp_path: Path) -> None:
     assert same(skipped, whole)
 
 
+@pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_one_spike_more_than_allowed_ends_the_run() -> None:
     samples = (8 * 12, 8 * 13, 8 * 14)
     with pytest.raises(RuntimeError, match=r"2 iterations were skipped before.*iteration 15 is far above the mean"):
         run_world(1, spiky, config_of(SPIKES), 16, samples)
 
 
+@pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_spikes_are_only_reported_where_nothing_may_be_skipped() -> None:
     flags = "--check-for-spiky-loss"
     ((_, progress, spikes),) = run_world(1, spiky, config_of(flags), 14, (8 * 12,))

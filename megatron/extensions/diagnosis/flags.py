@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.parts import CALLBACKS, HANG_ANALYSES, STEP_SEARCHES
+from megatron.core.parts import CALLBACKS, HANG_ANALYSES, STEP_JUDGES, STEP_SEARCHES
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
@@ -113,6 +113,24 @@ class DiagnosisConfig:
             yield Problem("--trace-step-start", self.trace_step_start, rule, remedy, harmless=True)
 
 
+@extension_flags("spikes", may_change=True, part_of="checks")
+@dataclass(frozen=True)
+class SpikeFlags:
+    """Steps far above the running means of loss and gradient norm."""
+
+    check_for_spiky_loss: bool = False
+    """Report losses far above the mean of recent steps."""
+
+    spiky_loss_factor: float = flag(2.0, above=1)
+    """--check-for-spiky-loss: report losses above this times the mean."""
+
+    check_for_large_grads: bool = False
+    """Report gradient norms far above the mean of recent steps."""
+
+    large_grads_factor: float = flag(10.0, above=1)
+    """--check-for-large-grads: report gradient norms above this times the mean."""
+
+
 def _when(wants: Callable[[DiagnosisConfig], object]) -> Callable[[RunConfig], bool]:
     return lambda config: bool(wants(config.options(DiagnosisConfig)))
 
@@ -128,3 +146,8 @@ CALLBACKS.register(
 )
 STEP_SEARCHES.register("first value that is not finite", f"{__package__}.step_dump:search_and_save")
 HANG_ANALYSES.register("last collectives", f"{__package__}.hang_analysis:CollectivesAnalysis")
+STEP_JUDGES.register(
+    "spikes",
+    f"{__package__}.spikes:StepJudge",
+    when=lambda c: c.options(SpikeFlags).check_for_spiky_loss or c.options(SpikeFlags).check_for_large_grads,
+)

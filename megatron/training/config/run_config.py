@@ -105,18 +105,6 @@ class ChecksConfig:
     """End the run at a NaN or infinite loss or gradient, report the module and samples, and save the step in
     SAVE/nan. If off, skip and count such steps."""
 
-    check_for_spiky_loss: bool = False
-    """Report losses far above the mean of recent steps."""
-
-    spiky_loss_factor: float = flag(2.0, above=1)
-    """--check-for-spiky-loss: report losses above this times the mean."""
-
-    check_for_large_grads: bool = False
-    """Report gradient norms far above the mean of recent steps."""
-
-    large_grads_factor: float = flag(10.0, above=1)
-    """--check-for-large-grads: report gradient norms above this times the mean."""
-
     max_skipped_iterations: int = flag(0, needs=CHECKS)
     """Number of iterations that the run may skip because of NaN, Inf or a reported spike; the next one ends the
     run."""

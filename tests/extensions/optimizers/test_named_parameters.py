@@ -1,4 +1,5 @@
-"""Groups of parameters with a learning rate or weight decay of their own, and frozen ones; at layouts, see the matrix."""
+"""Groups of parameters with a learning rate or weight decay of their own, and frozen ones; at layouts, see the parity
+matrix."""
 
 from __future__ import annotations
 
