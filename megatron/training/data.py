@@ -24,7 +24,7 @@ from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.initialize import Runtime
-from megatron.training.metrics.data_sources import Epochs, SourceNames
+from megatron.training.metrics.data_sources import SourceNames
 from megatron.training.plan import Phase, RunPlan
 from megatron.training.progress import Step
 
@@ -52,9 +52,8 @@ class TrainingData:
     fingerprints: list[tuple[int, str]]
     """(first sample, fingerprint) of the training data of each phase."""
 
-    epochs: Epochs
-    sources: list[str]
-    """Names of all data sets."""
+    sources: SourceNames
+    """All data sets."""
 
     valid: dict[str, DataIterator] = field(default_factory=dict)
     test: DataIterator | None = None
@@ -148,8 +147,7 @@ def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
         iterator(dataset, plan.phases[0].config, runtime, "training"),
         splits,
         [(phase.first_sample, each.train.fingerprint) for phase, each in zip(plan.phases, splits, strict=True)],
-        Epochs(plan, dataset, *sources.sized()),
-        sources.names,
+        sources,
     )
     return made, plan
 

@@ -123,7 +123,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("checkpoint"):
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
-        lines = LOG_FORMATS[config.logging.log_format](config, plan.iterations)
+        lines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
         saver = RunSaver(checkpointer, runtime, progress, lines)
     pipeline = Pipeline(config, runtime, stages, queue, casts, pair)
     timers = pipeline.executor.timed = StepTimers()

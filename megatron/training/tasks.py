@@ -82,8 +82,6 @@ def _report(run: TrainingRun, log: RunLog) -> None:
     record = summarize(run)
     run.measured["lm_loss"] = record["lm_loss"]
     log.report(record, run.meters)
-    for line in run.data.epochs.ended(run.progress.consumed_samples):
-        run.say(f" {line}")
     for callback in run.callbacks:
         callback.on_log(run, record)
     run.interval = Interval()

@@ -4,6 +4,6 @@ Flags: --tensorboard-dir, --wandb-project and related flags, --sample-log, --log
 --log-num-zeros-in-grad, --log-format megatron, --log-throughput.
 
 Read `flags` first. `dashboards` has the sinks of records, `megatron_format` the names of their values and the
-console's lines as Megatron-LM has them. `meters` has losses of data sets, the norm of the parameters, zeros in
-the gradient, and the samples of each step.
+console's lines as Megatron-LM has them, `terminal` those that fit into a terminal. `meters` has losses of data sets,
+the norm of the parameters, zeros in the gradient, and the samples of each step.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ def _when(wants: Callable[[LogsConfig], object]) -> Callable[[RunConfig], bool]:
 
 SINKS.register("TensorBoard", f"{HERE}.dashboards:TensorBoardSink", when=_when(lambda o: o.tensorboard_dir))
 SINKS.register("Weights & Biases", f"{HERE}.dashboards:WandbSink", when=_when(lambda o: o.wandb_project))
+LOG_FORMATS.substitute("default", f"{HERE}.terminal:TerminalLines", when=lambda *run: sys.stdout.isatty())
 LOG_FORMATS.register("megatron", f"{HERE}.megatron_format:MegatronLines")
 CALLBACKS.register("samples", f"{HERE}.meters:SampleLog", when=_when(lambda o: o.sample_log))
 CALLBACKS.register("losses of data sets", f"{HERE}.meters:SourceLosses", when=_when(lambda o: o.log_source_loss))

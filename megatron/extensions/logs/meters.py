@@ -45,7 +45,7 @@ class SourceTallies(Tallies):
     """The losses by source on one rank: the last pipeline stage adds those of a sample to the row of its source."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self.names, state, device = run.data.sources, run.runtime.state, run.runtime.device
+        self.names, state, device = run.data.sources.names, run.runtime.state, run.runtime.device
         last = [model for model in run.stages.values() if model.last]
         tallies = [torch.zeros(len(self.names), 2, dtype=torch.float64, device=device) for _ in last]
         super().__init__(tallies, len(self.names), state.tp.first, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import BATCH_SCHEDULES, PLANS
+from megatron.core.parts import BATCH_SCHEDULES, CALLBACKS, PLANS
 from megatron.training.extensions import extension_flags
 
 
@@ -39,6 +39,9 @@ class BatchScheduleFlags:
 
 
 PLANS.register("phases", "megatron.extensions.phases.plan:PhasePlan", field="data_phases")
+CALLBACKS.register(
+    "epochs of data sets", f"{__package__}.epochs:EpochLines", when=lambda config: config.data.dataset == "gpt"
+)
 BATCH_SCHEDULES.register(
     "by consumed samples",
     f"{__package__}.batch_schedule:sizes",

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megatron.core.datasets.blended import sources_of
 from megatron.core.datasets.gpt_dataset import Dataset, Sample
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.extensions.phases.epochs import epochs_so_far
 from megatron.extensions.phases.file_phase import FilePhase
 from megatron.training.forward_backward import hidden_shape
 from megatron.training.run import TrainingRun
@@ -29,7 +30,7 @@ def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamSch
     run.data.train.restrict(phase.first_sample + phase.samples, config.training.micro_batch_size)
     run.data.enter(phase)
     if started:
-        so_far = run.data.epochs.line(run.progress.consumed_samples)
+        so_far = epochs_so_far(run)
         line = f" phase {phase.name} begins with iteration {run.progress.iteration + 1}"
         run.runtime.say(f"{line}; epochs so far: {so_far}" if so_far else line)
 

@@ -1,11 +1,8 @@
-"""The console's lines of a run in this program's format: one line for files, at most two rows for a terminal.
-No torch."""
+"""The console's lines of a run in this program's format. No torch."""
 
 from __future__ import annotations
 
 import math
-import shutil
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -16,9 +13,6 @@ from megatron.training.metrics.sinks import Record
 
 MOST_SECONDS = 1e9
 """Some thirty years: longer ones are not distinguished."""
-
-ROWS = 2
-"""Rows of a terminal that an interval may take."""
 
 
 class LogLines:
@@ -32,9 +26,7 @@ class LogLines:
         yield from ()
 
     def progress(self, record: Record) -> str:
-        """The line of a log interval, or the rows of a terminal."""
-        if sys.stdout.isatty():
-            return terminal_lines(record, self.train_iters, shutil.get_terminal_size().columns)
+        """The line of a log interval."""
         return progress_line(record, self.train_iters)
 
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
@@ -66,25 +58,15 @@ def duration(seconds: float | None) -> str:
 
 
 def progress_line(record: Record, train_iters: int) -> str:
-    """One line of a log file: what a terminal shows, with the loss in all its digits. The metrics file has every
-    field."""
-    _, loss, *others = _parts_by_weight(record, train_iters)
+    """One line of a log file, with the loss in all its digits. The metrics file has every field."""
+    _, loss, *others = parts_by_weight(record, train_iters)
     if record["lm_loss"] is not None:
         loss = f"lm loss: {record['lm_loss']:.6E}"
     return " " + " | ".join((f"iteration {record['iteration']:8d}/{train_iters:8d}", loss, *others))
 
 
-def terminal_lines(record: Record, train_iters: int, width: int) -> str:
-    """Fits into two rows of `width` characters of a terminal: what went wrong in the interval, then the rest by what is
-    looked at most. The metrics file has every field."""
-    kept: list[str] = []
-    for part in _parts_by_weight(record, train_iters):
-        if _fits([*kept, part], width):
-            kept.append(part)
-    return "\n".join(_rows(kept, width))
-
-
-def _parts_by_weight(record: Record, train_iters: int) -> list[str]:
+def parts_by_weight(record: Record, train_iters: int) -> list[str]:
+    """What a line says: what went wrong in the interval, then the rest by what is looked at most."""
     loss, norm, mfu = record["lm_loss"], record["grad_norm"], record.get("mfu")
     share = 100 * record["iteration"] / train_iters
     share_of_peak = "" if mfu is None else f" ({100 * mfu:.3g} % MFU)"
@@ -113,20 +95,3 @@ def _parts_by_weight(record: Record, train_iters: int) -> list[str]:
 
 TROUBLES = {"nan_iterations": "NaN", "skipped_iterations": "skipped", "spike_iterations": "spikes"}
 """Counts of a record that are shown where they are not 0."""
-
-
-def _fits(parts: list[str], width: int) -> bool:
-    rows = _rows(parts, width)
-    return len(rows) <= ROWS and all(len(row) <= width for row in rows)
-
-
-def _rows(parts: list[str], width: int) -> list[str]:
-    """Parts side by side, as many in a row as there is room for."""
-    rows: list[str] = []
-    for part in parts:
-        longer = f"{rows[-1]} | {part}" if rows else f" {part}"
-        if rows and len(longer) > width:
-            rows.append(f"   {part}")
-        else:
-            rows[-1:] = [longer]
-    return rows

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.build import parse_blend
 from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.phases.epochs import Epochs
 from megatron.extensions.phases.flags import PhasesConfig
 from megatron.extensions.phases.plan import PhasePlan
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.validation import resolve, validate
-from megatron.training.metrics.data_sources import Epochs
 from megatron.training.plan import History, plan_of
 from tests.corpus import write_documents
 
