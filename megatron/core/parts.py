@@ -94,6 +94,13 @@ LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts, "name, conf
 
 LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
 
+LAYER_PATTERNS: Registry[Any, facts.WhenFacts] = Registry("pattern of layers", facts.WhenFacts, "config")
+"""`layers(config)`: the `megatron.core.config.layers.Sublayers` of each layer and of each module of multi-token
+prediction, in a model of which a pattern states them (`when(config)`): layers of one sublayer. It raises ValueError for
+one that is not legal."""
+
+layers_by_pattern = LAYER_PATTERNS.chosen
+
 RESIDUALS: Registry[Any, facts.ResidualFacts] = Registry(
     "residual stream", facts.ResidualFacts, "name, config, ctx", attributes=("enter", "leave")
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from megatron.core.batch import Batch
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import OPTIMIZERS
-from megatron.training.config.flags import sections
+from megatron.training.config.flags import sections, with_fields
 from megatron.training.extensions import load_extensions
 from tests.forked import ROOT, run_forked, run_program
 from tests.gpt_cases import FP64, logits_in_parts, model_of, packed_documents, random_batch
@@ -99,7 +98,7 @@ def test_lion_steps_by_the_sign_of_an_average() -> None:
 def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
     """Documents and texts in parts too."""
     load_extensions([str(ROOT / "examples" / "moving_average.py")])
-    config = replace(model_of("llama"), num_layers=4, hybrid_layer_pattern="A-*A")
+    config = with_fields(model_of("llama"), {"num_layers": 4, "hybrid_layer_pattern": "A-*A"})
     assert [kind.linear for kind in config.layers] == ["moving_average", None, None, "moving_average"]
     model, batch = GPTModel(config, FP64).eval(), random_batch(config, **packed_documents(config))
     whole = model.logits(None, Batch.of_tokens(batch.tokens))

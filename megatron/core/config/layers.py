@@ -9,8 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.config.hybrid import Sublayers, hybrid_layers, with_attention
-from megatron.core.parts import RECOMPUTED_PARTS
+from megatron.core.parts import LINEAR_ATTENTIONS, RECOMPUTED_PARTS
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,28 @@ class Rotation:
 
     percent: float = 1.0
     """Fraction of each head's channels that are rotated."""
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """A layer's parts: something that mixes tokens, something that mixes channels, or both in this order."""
+
+    attends: bool = False
+    """Whether it has the model's attention."""
+
+    linear: str | None = None
+    """Name of its entry of LINEAR_ATTENTIONS, in place of the module of the model's attention."""
+
+    mlp: bool = False
+    """Whether it has an MLP, dense or of experts."""
+
+    experts: bool = False
+    """Whether its MLP is a mixture of experts."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it mixes tokens."""
+        return self.attends or self.linear is not None
 
 
 @dataclass(frozen=True)
@@ -186,6 +207,11 @@ def _items(node: ast.expr) -> list[int]:
     return [value]
 
 
+def with_attention(variant: str | None, *mlp: bool) -> Sublayers:
+    """A layer with the model's attention or a variant, and the MLP that the last fields of `Sublayers` state."""
+    return Sublayers(variant is None or LINEAR_ATTENTIONS.facts(variant).attends, variant, *mlp)
+
+
 @lru_cache(maxsize=64)
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     """Kinds of all layers, followed by those of the modules of multi-token prediction: these have the sublayers and the
@@ -198,9 +224,8 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     def numbered(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
         return (*pattern, *(pattern[k % len(pattern)] for k in depths)) if pattern and by_number else as_last(pattern)
 
-    if config.hybrid_layer_pattern is not None:
-        sublayers = hybrid_layers(config)
-    else:
+    sublayers = config.stated_layers
+    if sublayers is None:
         whole = zip(config.expert_pattern, config.linear_pattern, strict=True)
         variant = config.experimental_attention_variant
         sublayers = as_last(

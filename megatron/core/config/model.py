@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron.core.config.attention import LOCAL, RotaryConfig, SelfAttentionConfig
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.config.hybrid import EXPERTS, HybridConfig, read_pattern
 from megatron.core.config.layers import (
     LayerKind,
     RecomputeConfig,
     Rotation,
     Span,
+    Sublayers,
     all_but_last_of_each,
     each,
     last_of_each,
@@ -28,11 +28,13 @@ from megatron.core.facts import AttentionFacts, MixerFacts
 from megatron.core.parts import (
     ACTIVATIONS,
     ATTENTIONS,
+    LAYER_PATTERNS,
     LAYERS,
     LINEAR_ATTENTIONS,
     LOSSES,
     MLPS,
     RESIDUALS,
+    layers_by_pattern,
 )
 
 
@@ -48,7 +50,6 @@ class TransformerConfig(
     RotaryConfig,
     SelfAttentionConfig,
     RecomputeConfig,
-    HybridConfig,
     Section,
 ):
     """The model: everything that fixes its parameters and what it computes."""
@@ -185,8 +186,8 @@ class TransformerConfig(
     """Dropout probability of embeddings and of the output of each sublayer."""
 
     init_method_std: float = flag(0.02, at_least=0)
-    """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections, with
-    --hybrid-layer-pattern by sqrt(num-layers)."""
+    """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections, or by
+    sqrt(num-layers) where a layer has one sublayer."""
 
     embedding_init_method_std: float | None = None
     """Standard deviation of initial word and position embeddings; default: init-method-std."""
@@ -319,6 +320,25 @@ class TransformerConfig(
         return layer_kinds(self)[self.num_layers :]
 
     @property
+    def stated_layers(self) -> tuple[Sublayers, ...] | None:
+        """Sublayers of all layers, followed by those of multi-token prediction, where one pattern states them.
+        ValueError if it cannot be read."""
+        named = layers_by_pattern(self)
+        return None if named is None else LAYER_PATTERNS[named](self)
+
+    @property
+    def linear_attentions(self) -> tuple[str, ...]:
+        """Names of the linear attentions that the model has. ValueError if a pattern of layers cannot be read."""
+        if (stated := self.stated_layers) is not None:
+            return tuple(dict.fromkeys(parts.linear for parts in stated if parts.linear is not None))
+        return () if self.experimental_attention_variant is None else (self.experimental_attention_variant,)
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers with an MLP that is none of experts, by number. ValueError if a pattern of layers cannot be read."""
+        return tuple(number for number, kind in enumerate(self.layers) if kind.mlp and not kind.experts)
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers whose MLP is a mixture of experts, by number. ValueError if --moe-layer-freq cannot be read."""
         return tuple(number for number, moe in enumerate(self.expert_pattern) if moe)
@@ -326,15 +346,15 @@ class TransformerConfig(
     @property
     def expert_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its MLP is a mixture of experts."""
-        if self.hybrid_layer_pattern is not None:
-            return tuple(letter == EXPERTS for letter in read_pattern(self.hybrid_layer_pattern).layers)
+        if (stated := self.stated_layers) is not None:
+            return tuple(parts.experts for parts in stated[: self.num_layers])
         return self._pattern(self.num_experts is not None, self.moe_layer_freq, each)
 
     @property
     def linear_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its attention is linear."""
-        if self.hybrid_layer_pattern is not None:
-            return tuple(kind.linear is not None for kind in self.layers)
+        if (stated := self.stated_layers) is not None:
+            return tuple(parts.linear is not None for parts in stated[: self.num_layers])
         linear = self.experimental_attention_variant is not None
         return self._pattern(linear, self.linear_attention_freq, all_but_last_of_each)
 
@@ -464,5 +484,5 @@ class TransformerConfig(
     def output_init_std(self) -> float:
         """Standard deviation of initial weights whose product is added to the residual stream: smaller, so that the
         stream's variance does not grow with depth."""
-        of_layer = 2 if self.hybrid_layer_pattern is None else 1
+        of_layer = 2 if layers_by_pattern(self) is None else 1
         return self.init_method_std / sqrt(of_layer * max(self.num_layers, 1))

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise, starmap
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.parameters import multi_token_metas, parameter_metas
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import layers_by_pattern
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def multi_token_cost(config: TransformerConfig) -> float:
 def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
     """Cost of each layer of one sublayer, in layers of the mean, by its FLOPs; layers of two count as equal."""
     layers, numbers = _layer_costs(config), range(config.num_layers)
-    if not layers or config.hybrid_layer_pattern is None:
+    if not layers or layers_by_pattern(config) is None:
         return (1.0,) * config.num_layers
     of_layer = (_matrices(parameter_metas(config, [number], first=False, last=False), config) for number in numbers)
     attention = (_attention_cost(config, number) for number in numbers)

@@ -13,11 +13,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from megatron.core.config.hybrid import DENSE, EXPERTS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.family_files import missing_part
+from megatron.extensions.hybrid_layers.flags import DENSE, EXPERTS
 from megatron.training.config.flags import dashed, flags_of, home_of, run_of, sections, value_of, with_fields
 
 YARN_SCALING = {

@@ -8,9 +8,9 @@ from math import gcd, lcm
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.config.hybrid import has_linear_attention
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags

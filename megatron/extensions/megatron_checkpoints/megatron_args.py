@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.config.flags import config_of_sections, flags_of, spelling_table, value_of
+from megatron.training.config.flags import config_of_sections, flags_of, named_value, spelling_table, value_of
 from megatron.training.config.run_config import RunConfig
 
 TRAINING = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "train_iters", "train_samples", "seed")
@@ -120,7 +120,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--head-wise-attn-gate": model.head_wise_attn_gate,
         "--moe-latent-size": model.moe_latent_size,
         "--ffn-hidden-size-pattern": model.ffn_hidden_size_pattern,
-        "--hybrid-layer-pattern": model.hybrid_layer_pattern,
+        "--hybrid-layer-pattern": named_value(config, "hybrid_layer_pattern"),
         "--experimental-attention-variant": any(model.linear_pattern),
         "--enable-mhc-connections": model.residual == "mhc",
         "--moe-shortcut": model.residual == "moe_shortcut",

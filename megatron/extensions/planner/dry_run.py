@@ -17,7 +17,7 @@ from megatron.extensions.planner.time.pipeline import Schedule
 from megatron.extensions.simulator.simulator import StageCosts
 from megatron.training.config.batch_size import batch_line, microbatches_of, shape_line
 from megatron.training.config.commands import Prepared
-from megatron.training.config.flags import flat_values
+from megatron.training.config.flags import flat_values, named_value
 from megatron.training.config.foreign_flags import DIFFERENCES
 from megatron.training.config.output_files import write_json
 from megatron.training.config.problem import Problem
@@ -168,9 +168,9 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     yield shape_line(m)
     attention = _local_attention(m) + _sinks(m)
     yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
-    if m.hybrid_layer_pattern is not None:
+    if (pattern := named_value(config, "hybrid_layer_pattern")) is not None:
         attends, dense = sum(kind.attends for kind in m.layers), len(m.dense_layers)
-        yield f"layers of one sublayer, {m.hybrid_layer_pattern}: {attends} with attention, {dense} with the MLP"
+        yield f"layers of one sublayer, {pattern}: {attends} with attention, {dense} with the MLP"
     for variant in m.linear_attentions:
         those = sum(kind.linear == variant for kind in m.layers)
         yield f"{those} layers with {variant}{LINEAR_ATTENTIONS.facts(variant).described(m)}"
@@ -181,7 +181,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         yield _experts_line(m)
     if m.mtp_depths:
         share = f"their mean loss times {m.mtp_loss_scaling_factor:g}"
-        by_pattern = "/" in (m.hybrid_layer_pattern or "")
+        by_pattern = "/" in (pattern or "")
         like = "with a layer by the pattern" if by_pattern else "of a layer like the last one"
         yield f"multi-token prediction: {m.mtp_depths} modules {like} each, {share}"
     count = count_parameters(m)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.config.hybrid import has_linear_attention
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import CALLBACKS, LINEAR_ATTENTIONS, linear_format
+from megatron.extensions.hybrid_layers.flags import has_linear_attention
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags

@@ -11,17 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron.core.config.hybrid import read_pattern
 from megatron.core.parts import PIPELINE_SCHEDULES, batch_schedule
 from megatron.training.config.batch_size import legal_sizes, samples_of_run
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     all_flags,
     dashed,
-    field_table,
     flat_values,
     holds,
-    named_value,
     value_of,
     with_named,
 )
@@ -127,7 +124,6 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     `vocab_size` is the tokenizer's; a larger --vocab-size holds, to leave room for more tokens.
     """
     given = config
-    config = _with_pattern(config)
     config = with_named(config, {field: value for field, value, _ in switched_off(config)})
     if config.training.skip_train:
         config = _without_training(config)
@@ -149,21 +145,6 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
     before, after = flat_values(given), flat_values(config)
     changed = {field: value for field, value in before.items() if value != after[field]}
     return replace(config, given=tuple((changed | dict(given.given)).items()))
-
-
-def _with_pattern(config: RunConfig) -> RunConfig:
-    """The configuration with the numbers of layers, the modules of multi-token prediction and the stages that
-    --hybrid-layer-pattern states. The model's pattern is then the same at every layout."""
-    model, layout = config.model, "pipeline_model_parallel_layout"
-    if model.hybrid_layer_pattern is None:
-        return config
-    pattern = read_pattern(model.hybrid_layer_pattern)
-    depths = len(pattern.modules) or None if model.mtp_num_layers is None else model.mtp_num_layers
-    values: dict[str, Any] = {"num_layers": model.num_layers or len(pattern.layers), "mtp_num_layers": depths}
-    if len(pattern.stages) > 1 and layout in field_table() and named_value(config, layout) is None:
-        stages = "|".join("t" * len(stage) for stage in pattern.stages)
-        values |= {"hybrid_layer_pattern": pattern.without_stages, layout: f"E{stages}{'m' * (depths or 0)}L"}
-    return with_named(config, values)
 
 
 def _filled(section: Any, **values: Any) -> Any:

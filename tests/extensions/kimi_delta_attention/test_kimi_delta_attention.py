@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoid_gated_norm
 from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from megatron.extensions.planner.flops import model_flops
+from megatron.training.config.flags import with_fields
 from tests.extensions.recurrences import (
     EXACT,
     check_chunks,
@@ -123,8 +123,8 @@ def test_layer_of_kimi_linear() -> None:
 def test_flops() -> None:
     """Products per token of a sample of one block, thrice: projections, those of low rank, and those of a chunk whose
     scores are sums over channels, no products."""
-    one = replace(KIMI, num_layers=1, hybrid_layer_pattern="K", seq_length=16)
-    none = replace(one, hybrid_layer_pattern="-")
+    one = with_fields(KIMI, {"num_layers": 1, "hybrid_layer_pattern": "K", "seq_length": 16})
+    none = with_fields(one, {"hybrid_layer_pattern": "-"})
     hidden, heads, width, chunk = 32, 8, 5, 16
     projections = hidden * heads * (3 * width + 1) + 2 * width * (hidden + heads * width) + heads * width * hidden
     mixed = heads * (3 * chunk * width + 3 * width**2)

@@ -3,7 +3,6 @@ of Hugging Face families compare logits and gradients."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import exp
 
 import pytest
@@ -15,6 +14,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.lightning_attention.lightning_attention import decay_rates
 from megatron.extensions.planner.flops import model_flops
+from megatron.training.config.flags import with_fields
 from tests.extensions import installed
 from tests.extensions.recurrences import check_greedy_text, check_recomputation_and_documents
 from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
@@ -83,8 +83,8 @@ def test_greedy_text_of_minimax() -> None:
 
 def test_flops() -> None:
     """Products per token, thrice: both projections, scores in a chunk and what they weigh, states kept and read."""
-    one = replace(LIGHTNING, num_layers=1, hybrid_layer_pattern="L")
-    none = replace(one, hybrid_layer_pattern="-")
+    one = with_fields(LIGHTNING, {"num_layers": 1, "hybrid_layer_pattern": "L"})
+    none = with_fields(one, {"hybrid_layer_pattern": "-"})
     hidden, heads, width, chunk = 32, 8, 4, 4
     mixed = heads * width * (2 * chunk + 2 * width)
     sums = 2 * heads * chunk  # of decays, which have no gradient

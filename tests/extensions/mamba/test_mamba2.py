@@ -19,10 +19,12 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
+from megatron.extensions.hybrid_layers.flags import HybridConfig
 from megatron.extensions.mamba.flags import MambaFlags, group_channels, num_heads
 from megatron.extensions.mamba.mamba2 import gated_group_norm, mamba_operands
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
 from megatron.extensions.planner.flops import model_flops
+from megatron.training.config.flags import with_fields
 from tests.extensions.recurrences import (
     EXACT,
     check_recomputation_and_documents,
@@ -240,8 +242,9 @@ def test_flops() -> None:
     """Products per token of a sample of several chunks, thrice: scores of a group, what they weigh, states that are
     kept and read, projections."""
     own = replace(MAMBA.options(MambaFlags), mamba_chunk_size=8)
-    one = replace(MAMBA.with_options(own), num_layers=1, hybrid_layer_pattern="M", seq_length=32)
-    none = replace(one, hybrid_layer_pattern="-")
+    shape = {"num_layers": 1, "hybrid_layer_pattern": "M", "seq_length": 32}
+    one = with_fields(MAMBA.with_options(own), shape)
+    none = with_fields(one, {"hybrid_layer_pattern": "-"})
     heads, width, states, chunk = num_heads(one), own.mamba_head_dim, own.mamba_state_dim, own.mamba_chunk_size
     mixed = own.mamba_num_groups * chunk * states + heads * width * (chunk + 2 * states)
     projections = one.hidden_size * (own.mamba_num_groups * sum(group_channels(one)) + heads * width)
@@ -281,8 +284,7 @@ def test_parameters_of_nemotron_h_8b() -> None:
     options = MambaFlags(mamba_num_heads=128)
     model = replace(
         replace(MAMBA, num_layers=52, hidden_size=4096, ffn_hidden_size=21504, num_attention_heads=32, kv_channels=128),
-        hybrid_layer_pattern=pattern,
         num_query_groups=8,
         vocab_size=131072,
-    ).with_options(options)
+    ).with_options(options, HybridConfig(pattern))
     assert count_parameters(model).total == expected

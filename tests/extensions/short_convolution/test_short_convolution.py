@@ -3,8 +3,6 @@ families compare logits and gradients."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.short_convolution.short_convolution import convolved
+from megatron.training.config.flags import with_fields
 from tests.extensions.recurrences import check_greedy_text, check_recomputation_and_documents
 from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
 from tests.pure import test_regions as regions
@@ -80,8 +79,8 @@ def test_parameters_of_lfm2() -> None:
 
 def test_flops() -> None:
     """Products of both projections; a convolution has none."""
-    one = replace(CONVOLUTION, num_layers=1, hybrid_layer_pattern="C")
-    none = replace(one, hybrid_layer_pattern="-")
+    one = with_fields(CONVOLUTION, {"num_layers": 1, "hybrid_layer_pattern": "C"})
+    none = with_fields(one, {"hybrid_layer_pattern": "-"})
     found = model_flops(one).matmul - model_flops(none).matmul
     assert found == 6 * (4 * one.hidden_size**2 - 3 * one.hidden_size * one.ffn_size)
     assert model_flops(one).attention == 0

@@ -164,7 +164,8 @@ def test_variants_of_some_layers_and_letters() -> None:
         (True, "dsa", False),
         (True, None, False),
     ]
-    lettered = replace(SPARSE, num_layers=4, experimental_attention_variant=None, hybrid_layer_pattern="D-+-")
+    letters = {"num_layers": 4, "experimental_attention_variant": None, "hybrid_layer_pattern": "D-+-"}
+    lettered = with_fields(SPARSE, letters)
     assert [(kind.attends, kind.linear, kind.mlp) for kind in lettered.layers] == [
         (True, "dsa", False),
         (False, None, True),

@@ -22,7 +22,6 @@ RULES: tuple[Rule, ...] = (
         model.yarn,
         model.mixers,
         model.linear_attention,
-        model.hybrid,
         moe.experts,
         model.multi_token,
     ),

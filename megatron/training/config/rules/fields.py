@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.core.config.flag_spec import Condition, FlagSpec
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
+from megatron.core.parts import layers_by_pattern
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     Flag,
@@ -38,8 +39,8 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
     """Checks each value on its own."""
     for flag in all_flags():
         value = value_of(config, flag)
-        if flag.field == "num_layers" and config.model.hybrid_layer_pattern is not None:
-            continue  # its letters are as many
+        if flag.field == "num_layers" and layers_by_pattern(config.model) is not None:
+            continue  # which states as many
         if flag.field in REQUIRED:
             if value < 1:
                 given = value != 0 or flag.field in dict(config.given)

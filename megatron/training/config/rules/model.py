@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 
-from megatron.core.config.hybrid import EXPERTS, PATTERN, hybrid_layers
 from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.facts import MixerFacts
-from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES
+from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, layers_by_pattern
 from megatron.core.registry import imported
-from megatron.training.config.flags import field_table, flags_of, named_value, value_of
+from megatron.training.config.flags import flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
 from megatron.training.config.run_config import RunConfig
 
@@ -210,7 +209,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if not LINEAR_ATTENTIONS.facts(variant).whole_sequences:
             why = "its layers see the tokens of their own rank only"
             yield Problem.exclusive("--context-parallel-size", cp, f"{VARIANT} {variant}", why)
-    if m.num_layers < 1 or not variants or m.hybrid_layer_pattern is not None:
+    if m.num_layers < 1 or not variants or layers_by_pattern(m) is not None:
         return
     try:
         linear = m.linear_pattern
@@ -221,40 +220,16 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "leaves no layer with linear attention"
         yield Problem(flag, m.linear_attention_freq, rule, "use another pattern", harmless=True)
     if all(linear) and not any(LINEAR_ATTENTIONS.facts(variant).attends for variant in variants):
-        yield from _without_attention(c, "where every layer has linear attention", flag)
+        yield from without_attention(c, "where every layer has linear attention", flag)
 
 
-def _without_attention(c: RunConfig, where: str, flag: str) -> Iterator[Problem]:
+def without_attention(c: RunConfig, where: str, flag: str) -> Iterator[Problem]:
     """What no layer reads in a model without the attention of --attention-module, which `flag` would give it."""
     for other in flags_of("model"):
         chooses = other.spec.effective == "attention"
         if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:
             shown, rule = None if value is True else value, f"has no effect {where}"
             yield Problem(other.name, shown, rule, f"remove it, or use {flag}", harmless=True)
-
-
-def hybrid(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Layers of one sublayer each."""
-    m, pattern, layout = c.model, c.model.hybrid_layer_pattern, "pipeline_model_parallel_layout"
-    if pattern is None:
-        return
-    if "|" in pattern and layout not in field_table():
-        rule = "has |, a border of stages, which needs the extension pipeline_split"
-        yield Problem(PATTERN, pattern, rule, "restore it, or remove |")
-    elif "|" in pattern:
-        why = "both state the stages"
-        yield Problem.exclusive(PATTERN, pattern, f"{field_table()[layout].name} {named_value(c, layout)}", why)
-    try:
-        layers = hybrid_layers(m)
-    except ValueError as error:
-        rule, _, remedy = str(error).partition("; ")
-        yield Problem(PATTERN, pattern, rule, remedy)
-        return
-    if any(parts.experts for parts in layers) and m.num_experts is None:
-        yield Problem(PATTERN, pattern, f"has {EXPERTS}, experts, without --num-experts", "add it, or use - for E")
-    if not any(parts.attends for parts in layers):
-        letter = m.attention_facts.letter
-        yield from _without_attention(c, "where no layer has attention", f"{letter} in {PATTERN}")
 
 
 OF_OTHER_ATTENTION = (

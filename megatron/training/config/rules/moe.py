@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.hybrid import EXPERTS, PATTERN
 from megatron.core.config.moe import MoEConfig
+from megatron.core.parts import layers_by_pattern
 from megatron.training.config.problem import (
     Problem,
     divides,
@@ -24,16 +24,9 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.num_experts is not None and m.num_experts > 0:
         yield from unless_at_most("--moe-router-topk", m.moe_router_topk, "--num-experts", m.num_experts)
     try:
-        if m.hybrid_layer_pattern is not None and not m.moe_layers:
-            rule = f"has no effect without {EXPERTS}, a layer of experts, in {PATTERN} {m.hybrid_layer_pattern}"
-            yield Problem("--num-experts", m.num_experts, rule, f"write {EXPERTS} for some -, or remove it")
-        elif m.num_layers > 0 and not m.moe_layers:
-            yield Problem(
-                "--moe-layer-freq",
-                m.moe_layer_freq,
-                "selects no layer for experts",
-                "use another pattern, or remove --num-experts",
-            )
+        if layers_by_pattern(m) is None and m.num_layers > 0 and not m.moe_layers:
+            remedy = "use another pattern, or remove --num-experts"
+            yield Problem("--moe-layer-freq", m.moe_layer_freq, "selects no layer for experts", remedy)
     except ValueError as error:
         yield Problem("--moe-layer-freq", m.moe_layer_freq, str(error), "use for example 1, 2 or ([0]*1+[1]*3)")
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:

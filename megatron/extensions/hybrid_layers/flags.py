@@ -1,0 +1,61 @@
+"""The flag of layers of one sublayer each, and what flags of linear attentions depend on. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.flag_spec import Condition, flag
+from megatron.core.parts import LAYER_PATTERNS
+from megatron.training.extensions import extension_flags
+
+PATTERN = "--hybrid-layer-pattern"
+DENSE, EXPERTS = "-", "E"
+"""Letters of an MLP, and of one of experts."""
+
+
+def has_linear_attention(name: str, letter: str) -> Condition:
+    """What flags of a linear attention depend on."""
+
+    def holds(config: Any) -> bool:
+        try:
+            return name in config.model.linear_attentions
+        except ValueError:
+            return True  # a rule reports the pattern
+
+    return Condition(f"--experimental-attention-variant {name} or {letter} in {PATTERN}", holds)
+
+
+@extension_flags(
+    "layers of one sublayer",
+    rules=f"{__package__}.pattern:rules",
+    resolve=f"{__package__}.pattern:with_pattern",
+    part_of="model",
+)
+@dataclass(frozen=True)
+class HybridConfig:
+    """Layers of one sublayer each."""
+
+    hybrid_layer_pattern: str | None = flag(
+        None,
+        "--hybrid-override-pattern",
+        excludes=(
+            "--experimental-attention-variant: letters say which layers have linear attention",
+            Condition(
+                "--moe-layer-freq: letters say which layers have experts",
+                lambda config: config.model.moe_layer_freq != "1",
+            ),
+            "--parallel-residual: a layer has one sublayer",
+        ),
+    )
+    """Layers of one sublayer each, a letter for each layer: * attention (+ with --multi-latent-attention), G gated
+    delta net, M Mamba-2, C short convolution, L lightning attention, K Kimi Delta Attention, - MLP, E experts. |
+    begins the next pipeline stage. / begins a module of multi-token prediction: a mixer, an MLP, or both. Replaces
+    --num-layers and --mtp-num-layers. Default: each layer has a mixer and an MLP."""
+
+
+LAYER_PATTERNS.register(
+    "letters",
+    f"{__package__}.pattern:hybrid_layers",
+    when=lambda config: config.options(HybridConfig).hybrid_layer_pattern is not None,
+)
