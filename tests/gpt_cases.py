@@ -35,9 +35,14 @@ def model_of(name: str) -> TransformerConfig:
 
 
 GPT, LLAMA, LATENT, DELTA_NET = map(model_of, ("gpt", "llama", "latent", "delta-net"))
-STYLES = {
-    name: model_of(name) for name, found in TABLE["styles"].items() if "needs" not in found or installed(found["needs"])
-}
+
+
+def models_in(table: str) -> dict[str, TransformerConfig]:
+    """Those of a table whose extensions are installed, by name."""
+    return {name: model_of(name) for name, found in TABLE[table].items() if installed(found.get("needs"))}
+
+
+STYLES = models_in("styles")
 
 
 def with_dropout(config: TransformerConfig, attention: float = 0.15, hidden: float = 0.2) -> TransformerConfig:

@@ -15,14 +15,14 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.init import initialize_parameters_
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import Balance
-from megatron.core.moe.router import SINKHORN_ITERATIONS
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.activations import FusedActivation, squared_relu
-from tests.gpt_cases import TABLE, model_of
+from megatron.training.config.flags import named_value, run_of
+from tests.gpt_cases import model_of, models_in
 from tests.harness import tp_context
 
 MIXTRAL, DEEPSEEK = map(model_of, ("mixtral", "deepseek"))
-CASES: dict[str, TransformerConfig] = {name: model_of(name) for name in TABLE["experts"]}
+CASES = models_in("experts")
 
 
 def build_layer(
@@ -70,10 +70,10 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     s, b, _ = x.shape
     count, k = config.moe_choices, config.moe_router_topk
     logits = F.linear(x, layer.router.weight, layer.router.bias)
-    if layer.router.random_logits is not None:
+    if getattr(layer.router, "random_logits", None) is not None:
         random = layer.router.random_logits(logits.detach(), torch.arange(s), context(b))
         logits = random + (logits - logits.detach())
-    sinkhorn = config.moe_sinkhorn
+    sinkhorn = "sinkhorn" in config.moe_router_load_balancing_type
     functions = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda logits: logits.exp().log1p().sqrt()}
     own = "sigmoid" if sinkhorn and k == 1 else config.moe_router_score_function
     scores = functions.get(own, lambda logits: logits.softmax(-1))(logits)
@@ -148,11 +148,11 @@ def in_groups(config: TransformerConfig, scores: list[float]) -> list[int]:
 
 def sparse_mixture(config: TransformerConfig, logits: Tensor, best: list[int]) -> dict[int, Tensor]:
     """The weight of each chosen expert of a token with logits [E]: its share of those left that are near it."""
-    left, found = list(range(len(logits))), {}
+    left, found, eps = list(range(len(logits))), {}, named_value(run_of(config), "moe_sparsemixer_eps")
     for e in best:
         top = logits[e].item()
         distance = {o: (top - logits[o].item()) / max(abs(logits[o].item()), top) for o in left}
-        near = [o for o in left if distance[o] <= 2 * config.moe_sparsemixer_eps]
+        near = [o for o in left if distance[o] <= 2 * eps]
         found[e] = logits[e].exp() / sum(logits[o].exp() for o in near)
         left.remove(e)
     return found
@@ -161,7 +161,7 @@ def sparse_mixture(config: TransformerConfig, logits: Tensor, best: list[int]) -
 def sinkhorn_matrix(logits: Tensor) -> Tensor:
     """exp(logits) [s, E] of one sequence, its rows and columns divided by their sums in turn."""
     matrix = logits.exp()
-    for _ in range(SINKHORN_ITERATIONS):
+    for _ in range(16):
         matrix = matrix / matrix.sum(1, keepdim=True)
         matrix = matrix / matrix.sum(0, keepdim=True)
     return matrix

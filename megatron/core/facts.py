@@ -107,6 +107,14 @@ class RecomputedFacts:
 
 
 @dataclass(frozen=True)
+class BalancingFacts:
+    """Of a way to balance the loads of experts."""
+
+    loss: bool = True
+    """Whether it is an auxiliary loss, to which others can be added."""
+
+
+@dataclass(frozen=True)
 class LossFacts:
     multi_token: bool = False
     """Whether it may be called with the labels of a later token (--mtp-num-layers): each loss follows from its logits

@@ -109,6 +109,26 @@ ctx)`: a module, (x [s, b, w], sublayer, context) -> [s, b, w], which feeds the 
 output. `Residual.enter(x, config)` makes a stream of hidden states, the module `Residual.leave(name, config, ctx)`
 hidden states of a stream, `name` being that of the norm behind it. `when` is of the model's configuration."""
 
+ROUTERS: Registry[Any, NoFacts] = Registry("router", NoFacts, "name, config, ctx")
+"""`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`."""
+
+ROUTERS.register("top_k", "megatron.core.moe.router:TopKRouter")
+
+ROUTER_SCORES: Registry[Any, NoFacts] = Registry("--moe-router-score-function", NoFacts, "config")
+"""`build(config)`: functions of the router's logits, as `megatron.core.moe.router.SoftmaxScores` has them."""
+
+for _scores in ("softmax", "sigmoid", "sqrtsoftplus"):
+    ROUTER_SCORES.register(_scores, f"megatron.core.moe.router:{_scores}_scores")
+
+BALANCINGS: Registry[Any, facts.BalancingFacts] = Registry(
+    "--moe-router-load-balancing-type", facts.BalancingFacts, "config"
+)
+"""`scores(config)`: the kind of scores (`MoEConfig.moe_router_scores`) that a way to balance experts' loads fixes, or
+None."""
+
+for _balancing in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"):
+    BALANCINGS.register(_balancing, lambda config: None, loss=_balancing != "none")
+
 RECOMPUTED_PARTS: Registry[Any, facts.RecomputedFacts] = Registry(
     "--recompute-modules", facts.RecomputedFacts, "config"
 )

@@ -83,6 +83,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("fp8", "Products of linear layers in 8-bit floating point."),
     BuiltIn("overlap", "Overlap of the collectives within layers with computation."),
     BuiltIn("hybrid_layers", "Layers of one sublayer each, as a pattern states them, as in Nemotron-H."),
+    BuiltIn("routing", "Sinkhorn routing, SparseMixer's weights, random choices of experts for benchmarks."),
     BuiltIn("moe_shortcut", "Experts whose output is added a layer later, as in LongCat-Flash."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
     BuiltIn("context_parallel", "Context parallelism with gathered keys and values, and by all-to-all of heads."),

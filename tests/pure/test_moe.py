@@ -218,41 +218,6 @@ def test_ties_go_to_the_lower_number() -> None:
     assert (choice.weights == 0.5).all()
 
 
-def test_sinkhorn_evens_the_loads_of_each_sequence_in_training_only() -> None:
-    config = replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",), moe_router_topk=1)
-    layer = build_layer(config)
-    x = torch.randn(64, B, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 1
-
-    def most(experts: Tensor) -> int:
-        return max(int(experts[:, j].flatten().bincount(minlength=8).max()) for j in range(B))
-
-    balanced, plain = layer.router(x, context(B)).experts, layer.eval().router(x, context(B)).experts
-    assert most(balanced) <= 12 < 20 < most(plain)  # an even share is 8
-    assert torch.equal(plain, (x @ layer.router.weight.T).argmax(-1, keepdim=True))
-
-
-def test_rounding_does_not_choose_experts_of_equal_tokens_under_sinkhorn_routing() -> None:
-    layer = build_layer(replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",)))
-    x = random_input(MIXTRAL)[:1].expand(S, -1, -1)
-    rounded = x * (1 + 1e-15 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3)))
-    assert (layer.router(rounded, context(B)).experts == torch.tensor([0, 1])).all()
-
-
-def test_forced_balance_is_random_by_sample_and_place_and_trains_the_router() -> None:
-    config = replace(MIXTRAL, moe_router_force_load_balancing=True)
-    layer, x = build_layer(config), random_input(config)
-    with torch.no_grad():
-        layer.router.weight[3] += 5.0
-    choice = layer.router(x, context(B))
-    loads = choice.experts.flatten().bincount(minlength=8)
-    assert loads.sum() == 2 * S * B and loads.min() >= 4 and loads.max() <= 22
-    later = replace(context(B), sample_index=torch.arange(1, B + 1))
-    assert torch.equal(layer.router(x, later).experts[:, :-1], choice.experts[:, 1:])
-    weights = torch.autograd.grad(choice.weights[..., 0].sum(), layer.router.weight)[0]
-    assert weights.abs().max() > 0.01
-    assert not torch.equal(layer.eval().router(x, context(B)).experts, choice.experts)
-
-
 def test_capacity_goes_by_weight_and_then_by_place() -> None:
     """Six tokens of one sequence, in another order of rows, which all choose expert 1 of 2."""
     chosen = torch.ones(6, 1, 1, dtype=torch.int64)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import Condition, flag
+from megatron.core.parts import BALANCINGS, ROUTER_SCORES
 
 CAPACITY = Condition("--moe-expert-capacity-factor", lambda config: config.model.moe_drops_tokens)
 OWN_SCORES = "--moe-router-score-function sigmoid or --moe-router-score-function sqrtsoftplus"
@@ -66,13 +67,10 @@ class MoEConfig:
     """Best experts of a group whose scores are summed for the group's: 1 in DeepSeek-V2, 2 in DeepSeek-V3. Default:
     --moe-router-topk / --moe-router-group-topk."""
 
-    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"))
+    moe_router_score_function: str = flag("softmax", choices=ROUTER_SCORES)
     """Score function of experts. Scores of sigmoid (DeepSeek-V3) and of sqrtsoftplus, the square root of the softplus
     (DeepSeek-V4), are divided by the sum of the chosen ones. sparsemixer (Phi-3.5-MoE) chooses one expert after the
     other, each weighted by a softmax over the experts that are not chosen yet and whose logits are near the largest."""
-
-    moe_sparsemixer_eps: float = flag(0.01, at_least=0, no_effect_without="--moe-router-score-function sparsemixer")
-    """Logits s are near the largest one m if (m - s) / max(|s|, m) is at most twice this number."""
 
     moe_router_topk_normalization: bool = flag(
         True, name="--no-moe-router-topk-normalization", no_effect_without=OWN_SCORES
@@ -81,9 +79,6 @@ class MoEConfig:
 
     moe_router_pre_softmax: bool = flag(False, no_effect_without="--moe-router-score-function softmax")
     """Softmax over all experts before the choice, instead of over the chosen experts after it."""
-
-    moe_router_force_load_balancing: bool = False
-    """Replace the router's logits by random numbers in training, for benchmarks with even loads."""
 
     moe_apply_probs_on_input: bool = False
     """Multiply the experts' inputs by their weights, in place of their outputs (Llama 4)."""
@@ -102,9 +97,7 @@ class MoEConfig:
     moe_router_bias_update_rate: float = flag(1e-3, no_effect_without="--moe-router-enable-expert-bias")
     """Update step of the expert bias per iteration."""
 
-    moe_router_load_balancing_type: tuple[str, ...] = flag(
-        ("aux_loss",), many=True, choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-    )
+    moe_router_load_balancing_type: tuple[str, ...] = flag(("aux_loss",), many=True, choices=BALANCINGS)
     """Scope of the auxiliary loss: each sequence (seq_aux_loss), or the samples of the global batch up to each one
     (aux_loss and global_aux_loss, which are the same here); several losses are added. sinkhorn balances the choice of
     experts within each sequence instead, without a loss."""
@@ -155,22 +148,15 @@ class MoEConfig:
         return sum(coefficient for kind, coefficient in pairs if kind in types)
 
     @property
-    def moe_sinkhorn(self) -> bool:
-        """Whether the choice of experts is balanced, without a loss."""
-        return "sinkhorn" in self.moe_router_load_balancing_type
-
-    @property
     def moe_drops_tokens(self) -> bool:
         """Whether experts have a limited capacity, in training or evaluation."""
         return not (self.moe_expert_capacity_factor is None and self.moe_eval_capacity_factor is None)
 
     @property
     def moe_router_scores(self) -> str:
-        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all), sigmoid or sqrtsoftplus.
-
-        Sinkhorn routing, which balances the choice, fixes them: sigmoid for one expert, pre_softmax for several.
-        """
-        if self.moe_sinkhorn:
-            return "sigmoid" if self.moe_router_topk == 1 else "pre_softmax"
+        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all), or another entry of
+        ROUTER_SCORES."""
+        fixed = [scores for kind in self.moe_router_load_balancing_type if (scores := BALANCINGS[kind](self))]
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"
-        return softmax if self.moe_router_score_function == "softmax" else self.moe_router_score_function
+        own = softmax if self.moe_router_score_function == "softmax" else self.moe_router_score_function
+        return [*fixed, own][0]

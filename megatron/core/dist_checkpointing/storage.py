@@ -416,14 +416,8 @@ INDEX_NAMES = {
 """Module -> the names in it that an index of tensors may contain."""
 
 
-RENAMED = {
-    ("megatron.core.dist_checkpointing.strategies.torch", f"MCore{name}"): (module, name)
-    for module, name in (
-        ("torch.distributed.checkpoint.metadata", "Metadata"),
-        ("torch.distributed.checkpoint.planner", "SavePlan"),
-    )
-}
-"""Megatron-LM's subclasses of the classes of an index -> the class that is read in their place."""
+RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
+"""(module, name) of another program's class -> those of the class of an index that is read in its place."""
 
 
 class _IndexUnpickler(pickle.Unpickler):

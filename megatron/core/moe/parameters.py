@@ -32,8 +32,8 @@ def latent_projections(name: str, config: TransformerConfig) -> tuple[Replicated
         return None
     hidden, latent, bias = config.hidden_size, config.moe_latent_size, config.add_bias_linear
     return (
-        ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, Init("normal", config.init_method_std), bias),
-        ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, Init("normal", config.output_init_std), bias),
+        ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, bias, Init("normal", config.init_method_std)),
+        ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, bias, Init("normal", config.output_init_std)),
     )
 
 

@@ -20,11 +20,10 @@ from torch.autograd.function import once_differentiable
 from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dropout import random_bits
-from megatron.core.init import site_key
 from megatron.core.moe.load_balancing import Balance
 from megatron.core.moe.parameters import router_metas
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import ROUTER_SCORES
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import rows_of
 from megatron.core.tensor_parallel.weight_grad import (
@@ -87,23 +86,6 @@ class SoftmaxScores:
 
 
 @dataclass(frozen=True)
-class SparseMixerScores(SoftmaxScores):
-    """For each chosen expert in turn, a softmax over those not chosen before it whose logits are near the largest one
-    (SparseMixer, arXiv 2409.12136, section 2.1.2, without its random choice in training)."""
-
-    eps: float
-
-    def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        found = []
-        for place in range(chosen.shape[-1]):
-            left = logits.scatter(-1, chosen[..., :place], float("-inf"))
-            largest, sizes = left.detach().amax(-1, keepdim=True), logits.detach().abs()
-            far = (largest - logits.detach()) / sizes.maximum(largest) > 2 * self.eps
-            found.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen[..., place : place + 1]))
-        return torch.cat(found, dim=-1)
-
-
-@dataclass(frozen=True)
 class OwnScores:
     """A positive function of each logit; the weights of several chosen experts sum to 1 (arXiv 2412.19437)."""
 
@@ -129,15 +111,17 @@ class OwnScores:
 
 Scores = SoftmaxScores | OwnScores
 
-SCORES: dict[str, Callable[[TransformerConfig], Scores]] = {
-    "softmax": lambda config: SoftmaxScores(before_choice=False),
-    "pre_softmax": lambda config: SoftmaxScores(before_choice=True),
-    "sigmoid": lambda config: OwnScores(torch.sigmoid, config.moe_router_topk_normalization),
-    "sqrtsoftplus": lambda config: OwnScores(
-        lambda logits: F.softplus(logits).sqrt(), config.moe_router_topk_normalization
-    ),
-    "sparsemixer": lambda config: SparseMixerScores(before_choice=False, eps=config.moe_sparsemixer_eps),
-}
+
+def softmax_scores(config: TransformerConfig) -> Scores:
+    return SoftmaxScores(before_choice=config.moe_router_scores == "pre_softmax")
+
+
+def sigmoid_scores(config: TransformerConfig) -> Scores:
+    return OwnScores(torch.sigmoid, config.moe_router_topk_normalization)
+
+
+def sqrtsoftplus_scores(config: TransformerConfig) -> Scores:
+    return OwnScores(lambda logits: F.softplus(logits).sqrt(), config.moe_router_topk_normalization)
 
 
 @dataclass(frozen=True)
@@ -168,13 +152,10 @@ class TopKRouter(nn.Module):
         weight, *bias = (make_parameter(meta, ctx) for meta in router_metas(name, config, ctx.sequence_parallel))
         self.weight, self.bias = weight, bias[0] if bias else None
         self.balance = Balance(name, config, ctx, weight)
-        self.scores: Scores = SCORES[config.moe_router_scores](config)
+        self.scores: Scores = ROUTER_SCORES[config.moe_router_scores.removeprefix("pre_")](config)
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
         self.group_score_topk = config.moe_router_group_score_topk or self.topk // (self.group_topk or 1)
-        self.sinkhorn, self.biased_logits = config.moe_sinkhorn, config.moe_expert_bias_on_logits
-        forced = config.moe_router_force_load_balancing
-        self.random_logits = RandomLogits(f"{name}.random_logits", ctx.seed) if forced else None
-        self.scaling = config.moe_router_topk_scaling_factor
+        self.biased_logits, self.scaling = config.moe_expert_bias_on_logits, config.moe_router_topk_scaling_factor
         self.dtype = torch.float64 if ctx.dtype == torch.float64 else torch.float32
         self.queue, self.sequence = ctx.queue, ctx.state.axis("tp_cp")
         self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
@@ -186,15 +167,8 @@ class TopKRouter(nn.Module):
 
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
         """x [s, b, h] -> experts and weights [s, b, k] of this rank's own tokens"""
-        logits = RouterFunction.apply(x, self.weight, self.dtype, self.queue)
-        if self.bias is not None:
-            logits = logits + self.bias.to(self.dtype)
-        if self.training and self.random_logits is not None:
-            logits = self.random_logits(logits, context.places_of(logits, self.shard), context)
-        ranked = self.scores.ranked(logits.detach())
-        if self.training and self.sinkhorn:
-            even = sinkhorn_bias(logits, context.places_of(logits, self.shard), self.sequence)
-            ranked = without_rounding(logits.detach() + even)
+        logits = self.logits_of(x, context)
+        ranked = self.ranked(logits, context)
         unbiased = self._best(ranked)
         chosen = self._chosen(logits.detach(), ranked, unbiased)
         weights = self.scores.weights(logits, chosen)
@@ -217,6 +191,15 @@ class TopKRouter(nn.Module):
             chosen, weights = chosen.masked_fill(zero, self.num_experts), weights.masked_fill(zero, 0.0)
             return Choice(chosen, weights, rows * samples, of_tokens)
         return Choice(chosen, weights, None if capacity is None else min(capacity, rows) * samples)
+
+    def logits_of(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, E], in fp32 or fp64"""
+        logits: Tensor = RouterFunction.apply(x, self.weight, self.dtype, self.queue)
+        return logits if self.bias is None else logits + self.bias.to(self.dtype)
+
+    def ranked(self, logits: Tensor, context: BatchContext) -> Tensor:
+        """Scores [s, b, E] whose k largest are chosen, without expert bias and groups."""
+        return self.scores.ranked(logits.detach())
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor) -> Tensor:
         """The choice [s, b, k] with expert bias and within groups of experts; `unbiased` is the one without both."""
@@ -242,61 +225,6 @@ class TopKRouter(nn.Module):
         places = context.places_of(chosen, self.shard)
         priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)
-
-
-class RandomLogits(nn.Module):
-    """For benchmarks: replaces logits by random numbers that depend on seed, layer, sample, place in the sample and
-    expert only, so that experts receive about equally many tokens, whatever the router has learnt.
-
-    Uniform in [-2, 2). Gradients pass straight through to the logits, so that the step costs what it always does.
-    """
-
-    def __init__(self, name: str, seed: int) -> None:
-        super().__init__()
-        self.key = site_key(seed, name)
-
-    def forward(self, logits: Tensor, places: Tensor, context: BatchContext) -> Tensor:
-        """logits [s, b, E] and places [s] of this rank's tokens -> [s, b, E]"""
-        bits = random_bits(self.key, context.sample_index, places, logits.shape[-1])
-        return _StraightThrough.apply(logits, bits.to(logits.dtype) * 2.0**-30)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The second operand, with the gradient of the first."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
-        return value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
-
-
-SINKHORN_ITERATIONS = 16
-"""A fixed number: a test for convergence would wait for the device, and could end differently at another layout."""
-
-
-@torch.no_grad()
-def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
-    """Logarithms of the experts' Sinkhorn factors: logits [s, b, E] of this rank's tokens -> [b, E].
-
-    The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums, and all columns
-    too. A token's experts are then those of its k largest entries, so that those of each sequence receive about equally
-    many tokens (Clark et al., arXiv 2202.01169, S-BASE). A token's own factor does not affect its choice, so what
-    remains is a bias of each expert, in the logarithm.
-
-    Tokens of a sequence are scaled together, whichever ranks hold them, and no others: neither layout nor micro-batch
-    size changes the choice. `places` [s] are the tokens' places in their sequences, which ranks along `sequence` hold.
-    Collective over it.
-    """
-    whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # in the same order at every layout
-    bias = whole.new_zeros(whole.shape[1:])
-    for _ in range(SINKHORN_ITERATIONS):
-        of_tokens = (whole + bias).logsumexp(-1, keepdim=True)
-        bias = -(whole - of_tokens).logsumexp(0)
-    return bias
 
 
 def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int) -> Tensor:

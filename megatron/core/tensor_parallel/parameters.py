@@ -5,7 +5,9 @@ The layers create exactly these parameters, and plans count them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.core.param_meta import Fused, Init, ParamMeta
 
@@ -51,30 +53,22 @@ class RowLinear:
     bias: bool
     init: Init
 
+    sharded: ClassVar[Mapping[str, int]] = {"tp": 1}
+
     def metas(self, sequence_parallel: bool) -> list[ParamMeta]:
         """The weight, and the bias if there is one."""
-        weight = ParamMeta(f"{self.name}.weight", (self.out_size, self.in_size), {"tp": 1}, self.init, linear=True)
-        partial_over = sequence_partial(sequence_parallel)
+        shape, partial_over = (self.out_size, self.in_size), sequence_partial(sequence_parallel)
+        of_weight = () if self.sharded else partial_over
+        weight = ParamMeta(f"{self.name}.weight", shape, self.sharded, self.init, of_weight, linear=True)
         bias = ParamMeta(f"{self.name}.bias", (self.out_size,), init=Init("zeros"), partial_over=partial_over)
         return [weight, bias] if self.bias else [weight]
 
 
 @dataclass(frozen=True)
-class ReplicatedLinear:
+class ReplicatedLinear(RowLinear):
     """A linear layer that every rank holds whole: weight [out_size, in_size].
 
     It acts between the sharded linear layers, on the tokens that a rank has there.
     """
 
-    name: str
-    in_size: int
-    out_size: int
-    init: Init
-    bias: bool = False
-
-    def metas(self, sequence_parallel: bool) -> list[ParamMeta]:
-        """The weight, and the bias if there is one."""
-        partial_over, shape = sequence_partial(sequence_parallel), (self.out_size, self.in_size)
-        weight = ParamMeta(f"{self.name}.weight", shape, init=self.init, partial_over=partial_over, linear=True)
-        bias = ParamMeta(f"{self.name}.bias", (self.out_size,), init=Init("zeros"), partial_over=partial_over)
-        return [weight, bias] if self.bias else [weight]
+    sharded = {}

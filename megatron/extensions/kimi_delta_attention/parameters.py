@@ -49,7 +49,7 @@ def kimi_delta_parameters(name: str, config: TransformerConfig) -> KimiDeltaPara
     by_heads, within = {"tp": 0}, Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
 
     def low_rank(of: str) -> tuple[ReplicatedLinear, ColumnLinear]:
-        down = ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, init)
+        down = ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, False, init)
         return down, ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False, init)
 
     return KimiDeltaParameters(

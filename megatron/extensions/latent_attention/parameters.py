@@ -46,9 +46,9 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
     of_output = config.add_bias_linear or config.add_attention_output_bias
     norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
     return LatentLinears(
-        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, init) if q_rank else None,
+        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, False, init) if q_rank else None,
         ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False, init),
-        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, init),
+        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, False, init),
         ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False, init),
         RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output, output_init),
         {f"{name}.{norm}": width for norm, width in norms.items() if width},

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dist_checkpointing.storage import Checkpoint
+from megatron.core.dist_checkpointing.storage import RENAMED, Checkpoint
 from megatron.core.models.gpt.parameters import model_states, parameter_metas
 from megatron.extensions.conversion.formats import Format, Options, Source, TrainingState, side_files_of
 from megatron.extensions.megatron_checkpoints.common_state import args_of, load_pickle, loss_scaler_of, update_count
@@ -24,6 +24,10 @@ from megatron.extensions.megatron_checkpoints.megatron_args import config_of, pr
 from megatron.extensions.megatron_checkpoints.megatron_names import find_ways, stacked_misfits, stacked_ways
 from megatron.extensions.megatron_checkpoints.megatron_target import TorchDistTarget
 from megatron.training.progress import Progress
+
+for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # of an index
+    theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
+    RENAMED[theirs] = f"torch.distributed.checkpoint.{_module}", _name
 
 STATE = "optimizer.state."
 KINDS = {

@@ -98,8 +98,12 @@ MET: dict[str, Callable[[RunConfig, Given], bool]] = {
     "multi-token prediction, dropout of the embedding": lambda c, given: (
         c.model.mtp_depths > 0 and c.model.hidden_dropout > 0
     ),
-    "sinkhorn routing": lambda c, given: bool(c.model.num_experts) and c.model.moe_sinkhorn,
-    "forced load balancing": lambda c, given: bool(c.model.num_experts) and c.model.moe_router_force_load_balancing,
+    "sinkhorn routing": lambda c, given: (
+        bool(c.model.num_experts) and "sinkhorn" in c.model.moe_router_load_balancing_type
+    ),
+    "forced load balancing": lambda c, given: bool(
+        c.model.num_experts and named_value(c, "moe_router_force_load_balancing")
+    ),
     "`--qk-l2-norm`": lambda c, given: c.model.qk_l2_norm and (c.model.no_rope_freq is not None or not c.model.rotary),
     "default width of a gated MLP": lambda c, given: (
         "ffn_hidden_size" in dict(c.given) and c.model.gated and not c.model.swiglu

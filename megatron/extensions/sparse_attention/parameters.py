@@ -34,9 +34,9 @@ def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
     heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
     q_rank = config.options(LatentAttentionFlags).q_lora_rank or hidden
     return IndexerLinears(
-        ReplicatedLinear(f"{name}.linear_wq_b", q_rank, heads * width, init),
-        ReplicatedLinear(f"{name}.linear_wk", hidden, width, init),
-        ReplicatedLinear(f"{name}.linear_weights_proj", hidden, heads, init),
+        ReplicatedLinear(f"{name}.linear_wq_b", q_rank, heads * width, False, init),
+        ReplicatedLinear(f"{name}.linear_wk", hidden, width, False, init),
+        ReplicatedLinear(f"{name}.linear_weights_proj", hidden, heads, False, init),
     )
 
 

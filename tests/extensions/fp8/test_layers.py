@@ -41,7 +41,7 @@ class Layers(nn.Module):
 
     def __init__(self, ctx: TPContext, inner: int) -> None:
         super().__init__()
-        self.down = ReplicatedParallelLinear(ReplicatedLinear("down", H, H, NORMAL), ctx)
+        self.down = ReplicatedParallelLinear(ReplicatedLinear("down", H, H, False, NORMAL), ctx)
         self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, inner), True, NORMAL, shard_dim=1), ctx)
         self.fc2 = RowParallelLinear(RowLinear("fc2", inner, H, True, NORMAL), ctx)
 

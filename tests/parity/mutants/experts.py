@@ -44,13 +44,14 @@ def _router_not_summed(*args: Any) -> list[ParamMeta]:
 _true_router_metas = router.router_metas
 
 
-@mutant(experts, "_gradients_of_weighted_rows", mlp="moe", routing="weighted inputs")
-def _no_gradient_of_input_weights(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+@mutant(experts, "_weighted_backward", mlp="moe", routing="weighted inputs")
+def _no_gradient_of_input_weights(x: Tensor, weights: Tensor, grad: Tensor, kind: Any) -> tuple[Tensor, Tensor]:
     """No gradient of the weights of experts' inputs."""
-    return _true_weighted_rows(x, weights, grad)[0], torch.zeros_like(weights)
+    dx, of_weights = _true_weighted_backward(x, weights, grad, kind)
+    return dx, torch.zeros_like(of_weights) if kind == "identity" else of_weights
 
 
-_true_weighted_rows = experts._gradients_of_weighted_rows
+_true_weighted_backward = experts._weighted_backward
 
 
 @mutant(dispatcher, "reduce_scatter", world="2", tp="2sp", mlp="moe")
@@ -88,21 +89,6 @@ def _sum_of_all_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) ->
     A token gets another one's row for each expert that dropped it."""
     index = slots if valid is None else torch.where(valid, slots, 0)
     return y.index_select(0, index).unflatten(0, (-1, k)).sum(1)
-
-
-@mutant(router, "sinkhorn_bias", world="2", cp="2ring", mlp="moe", balancing="sinkhorn")
-def _bias_by_local_places(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
-    """Sinkhorn over a part of the sequence."""
-    return _true_sinkhorn_bias(logits, places, Axis())
-
-
-@mutant(router, "random_bits", world="4", tp="2sp", etp="1", mlp="moe", balancing="forced")
-def _bits_of_local_places(key: Any, sample: Tensor, places: Tensor, n: int) -> Tensor:
-    """Forced choices by places in a part of the sequence."""
-    return _true_random_bits(key, sample, places % 8, n)
-
-
-_true_sinkhorn_bias, _true_random_bits = router.sinkhorn_bias, router.random_bits
 
 
 plant(

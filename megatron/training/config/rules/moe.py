@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.moe import MoEConfig
-from megatron.core.parts import layers_by_pattern
+from megatron.core.parts import BALANCINGS, layers_by_pattern
 from megatron.training.config.problem import (
     Problem,
     divides,
@@ -90,31 +90,19 @@ def _grouped(c: RunConfig) -> Iterator[Problem]:
 
 def _router(c: RunConfig) -> Iterator[Problem]:
     m = c.model
-    yield from _sinkhorn(m) if m.moe_sinkhorn else _scores(m)
+    if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
+        rule = "the softmax over one expert is always 1, so the router receives no gradient"
+        yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
     yield from _groups(m)
     types, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
     if any(coefficients) and types == ("none",):
         none = "--moe-router-load-balancing-type none"
         yield Problem.exclusive("--moe-aux-loss-coeff", coefficients, none)
-    if len(types) > 1 and (alone := [kind for kind in types if kind in ("sinkhorn", "none")]):
+    if len(types) > 1 and (alone := [kind for kind in types if not BALANCINGS.facts(kind).loss]):
         yield Problem("--moe-router-load-balancing-type", types, f"{alone[0]} is no loss to add", "give it alone")
     elif len(types) != len(coefficients):
         rule = f"must be as many as the {len(types)} of --moe-router-load-balancing-type {' '.join(types)}"
         yield Problem("--moe-aux-loss-coeff", coefficients, rule, "give one for each")
-
-
-def _scores(m: MoEConfig) -> Iterator[Problem]:
-    if m.moe_router_score_function == "sparsemixer":
-        scores, why = "--moe-router-score-function sparsemixer", "it weights the experts of the largest logits"
-        for flag, value in (
-            ("--moe-router-enable-expert-bias", m.moe_router_enable_expert_bias or None),
-            ("--moe-router-group-topk", m.moe_router_group_topk),
-        ):
-            if value is not None:
-                yield Problem.exclusive(flag, None if value is True else value, scores, why)
-    if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
-        rule = "the softmax over one expert is always 1, so the router receives no gradient"
-        yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
 
 
 def _groups(m: MoEConfig) -> Iterator[Problem]:
@@ -122,9 +110,6 @@ def _groups(m: MoEConfig) -> Iterator[Problem]:
     groups, best, topk = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
     if groups is None or best is None:
         return
-    if m.moe_sinkhorn:
-        sinkhorn = "--moe-router-load-balancing-type sinkhorn"
-        yield Problem.exclusive("--moe-router-group-topk", best, sinkhorn, "it balances over all experts")
     if not divides(groups, m.num_experts):
         rule = f"must divide --num-experts {m.num_experts}"
         nearest = nearest_divisor(m.num_experts or 1, groups)
@@ -144,19 +129,3 @@ def _groups(m: MoEConfig) -> Iterator[Problem]:
         each = m.num_experts // groups
         rule = f"must be at most the {best * each} experts of --moe-router-group-topk {best} groups of {each}"
         yield Problem("--moe-router-topk", topk, rule, f"nearest: {best * each}")
-
-
-def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
-    """Sinkhorn routing balances by the choice of experts alone, and fixes the scores."""
-    sinkhorn = "--moe-router-load-balancing-type sinkhorn"
-    if any(m.moe_aux_loss_coeff):
-        yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, sinkhorn, "it has no auxiliary loss")
-    if m.moe_router_enable_expert_bias:
-        yield Problem.exclusive("--moe-router-enable-expert-bias", None, sinkhorn, "each biases the choice of experts")
-    one = m.moe_router_topk == 1
-    scores = "the sigmoid of one expert" if one else "the softmax over all experts"
-    rule = f"has no effect with {sinkhorn}, whose weights are {scores}"
-    if m.moe_router_score_function not in ("softmax", m.moe_router_scores):
-        yield Problem("--moe-router-score-function", m.moe_router_score_function, rule, "remove it", harmless=True)
-    if m.moe_router_pre_softmax and one:
-        yield Problem("--moe-router-pre-softmax", None, rule, "remove it", harmless=True)

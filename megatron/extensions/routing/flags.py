@@ -1,0 +1,82 @@
+"""Flags of routing, their rules, and where its parts are. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.moe import MoEConfig
+from megatron.core.parts import BALANCINGS, ROUTER_SCORES, ROUTERS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("routing", part_of="model")
+@dataclass(frozen=True)
+class RoutingFlags:
+    """Routers beside those of the trunk."""
+
+    NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
+
+    moe_sparsemixer_eps: float = flag(0.01, at_least=0, no_effect_without="--moe-router-score-function sparsemixer")
+    """Logits s are near the largest one m if (m - s) / max(|s|, m) is at most twice this number."""
+
+    moe_router_force_load_balancing: bool = False
+    """Replace the router's logits by random numbers in training, for benchmarks with even loads."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if config.model.num_experts is None:
+            return
+        if balances_choices(config.model):
+            yield from _sinkhorn(config.model)
+        elif config.model.moe_router_score_function == "sparsemixer":
+            yield from _sparsemixer(config.model)
+
+
+def balances_choices(config: MoEConfig) -> bool:
+    """Whether the choice of experts is balanced, without a loss."""
+    return "sinkhorn" in config.moe_router_load_balancing_type
+
+
+def sinkhorn_scores(config: MoEConfig) -> str:
+    """Sinkhorn routing fixes the scores."""
+    return "sigmoid" if config.moe_router_topk == 1 else "pre_softmax"
+
+
+def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
+    """Sinkhorn routing balances by the choice of experts alone, and fixes the scores."""
+    sinkhorn = "--moe-router-load-balancing-type sinkhorn"
+    if any(m.moe_aux_loss_coeff):
+        yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, sinkhorn, "it has no auxiliary loss")
+    if m.moe_router_enable_expert_bias:
+        yield Problem.exclusive("--moe-router-enable-expert-bias", None, sinkhorn, "each biases the choice of experts")
+    one = m.moe_router_topk == 1
+    scores = "the sigmoid of one expert" if one else "the softmax over all experts"
+    rule = f"has no effect with {sinkhorn}, whose weights are {scores}"
+    if m.moe_router_score_function not in ("softmax", m.moe_router_scores):
+        yield Problem("--moe-router-score-function", m.moe_router_score_function, rule, "remove it", harmless=True)
+    if m.moe_router_pre_softmax and one:
+        yield Problem("--moe-router-pre-softmax", None, rule, "remove it", harmless=True)
+    if m.moe_router_group_topk is not None and m.moe_router_num_groups is not None:
+        why = "it balances over all experts"
+        yield Problem.exclusive("--moe-router-group-topk", m.moe_router_group_topk, sinkhorn, why)
+
+
+def _sparsemixer(m: MoEConfig) -> Iterator[Problem]:
+    scores, why = "--moe-router-score-function sparsemixer", "it weights the experts of the largest logits"
+    if m.moe_router_enable_expert_bias:
+        yield Problem.exclusive("--moe-router-enable-expert-bias", None, scores, why)
+    if m.moe_router_group_topk is not None:
+        yield Problem.exclusive("--moe-router-group-topk", m.moe_router_group_topk, scores, why)
+
+
+def _is_special(name: str, config: Any, ctx: Any) -> bool:
+    return balances_choices(config) or config.options(RoutingFlags).moe_router_force_load_balancing
+
+
+BALANCINGS.register("sinkhorn", sinkhorn_scores, loss=False)
+ROUTER_SCORES.register("sparsemixer", f"{__package__}.routers:sparsemixer_scores")
+ROUTERS.substitute("top_k", f"{__package__}.routers:SpecialRouter", when=_is_special)
