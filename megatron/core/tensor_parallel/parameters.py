@@ -71,4 +71,4 @@ class ReplicatedLinear(RowLinear):
     It acts between the sharded linear layers, on the tokens that a rank has there.
     """
 
-    sharded = {}
+    sharded: ClassVar[Mapping[str, int]] = {}
