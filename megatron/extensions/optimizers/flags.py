@@ -128,7 +128,7 @@ class PrecisionAwareFlags:
 @extension_flags("named parameters", may_change=True, rules=f"{HERE}.named_parameters:rules", part_of="optimizer")
 @dataclass(frozen=True)
 class NamedParameterFlags:
-    """What is said of parameters by their names."""
+    """Settings of parameters by their names."""
 
     param_group: tuple[str, ...] | None = flag(None, repeats=True)
     """'REGEX key=value ...': learning rate and weight decay of the parameters whose name matches the regular
