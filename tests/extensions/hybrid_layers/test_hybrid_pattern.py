@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stages import pipeline_stages, stage_costs
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import with_fields
+from megatron.training.config.flags import named_value, with_fields
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 from tests.gpt_cases import FP64, model_of, random_batch
@@ -56,7 +56,7 @@ def test_initial_weights_are_divided_by_the_number_of_sublayers() -> None:
 def test_letters_state_layers_stages_and_modules() -> None:
     config = config_of("--hybrid-layer-pattern *|-*-/*-/- --pp 2", 2)
     model = config.model
-    assert (model.num_layers, model.mtp_num_layers, model.hybrid_layer_pattern) == (4, 2, "*-*-/*-/-")
+    assert (model.num_layers, model.mtp_num_layers, named_value(config, "hybrid_layer_pattern")) == (4, 2, "*-*-/*-/-")
     assert [[*stage.layers] for stage in pipeline_stages(model, config.parallel)] == [[0], [1, 2, 3]]
     assert [kind.mixes for kind in model.layers] == [True, False, True, False]
     assert [kind.mlp for kind in model.layers] == [False, True, False, True]
