@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
-from megatron.training.config.problem import Problem, divides, multiples
+from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
@@ -42,25 +42,11 @@ def heads(config: TransformerConfig) -> str:
 
 def kimi_delta(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with Kimi Delta Attention."""
-    own, p = c.options(KimiDeltaFlags), c.parallel
-    count, width, name = own.kda_num_heads, own.kda_head_dim, linear_format(p)
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-    if not divides(tp * cp, count):
-        rule, near = f"must be a multiple of --tensor-model-parallel-size {tp}", multiples(count, max(tp * cp, 1))
-        if cp > 1:
-            rule = f"{rule} * --context-parallel-size {cp} = {tp * cp}, as these ranks share its heads"
-            near = f"{near}, or lower --context-parallel-size"
-        yield Problem("--kda-num-heads", count, rule, near)
-    elif name is not None and count > 0 and width > 0:
-        alignment, under = LINEAR_FORMATS.facts(name).alignment(p, tp)
-        if width % alignment:
-            rule = f"is the rank of projections, and under {under} must be a multiple of {alignment}"
-            yield Problem("--kda-head-dim", width, rule, multiples(width, alignment))
-        elif (rows := count // tp * (3 * width + 1)) % alignment:
-            rule = f"under {under}, a rank's {rows} rows of the projection must be a multiple of {alignment}"
-            yield Problem(
-                "--kda-num-heads", count, rule, multiples(count, alignment // gcd(alignment, 3 * width + 1) * tp)
-            )
+    own = c.options(KimiDeltaFlags)
+    heads, width = ("--kda-num-heads", own.kda_num_heads), own.kda_head_dim
+    yield from unless_shared(c, *heads, "its heads")
+    yield from unless_aligned(c, "--kda-head-dim", width, 1, "rows of the projections of low rank", cut=False)
+    yield from unless_aligned(c, *heads, 3 * width + 1, "rows of the projection")
 
 
 LINEAR_ATTENTIONS.register(

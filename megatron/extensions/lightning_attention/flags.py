@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
-from megatron.training.config.problem import Problem, divides, multiples
+from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
+from megatron.training.config.problem import Problem, divides
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
@@ -29,22 +29,11 @@ class LightningFlags:
 
 def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with lightning attention. Another rule makes the heads a multiple of TP."""
-    m, p = c.model, c.parallel
-    tp, cp, heads, name = p.tensor_model_parallel_size, p.context_parallel_size, m.num_attention_heads, linear_format(p)
-    if not divides(tp, heads):
-        return
-    if not divides(tp * cp, heads):
-        ranks = f"--tensor-model-parallel-size {tp} * --context-parallel-size {cp} = {tp * cp}"
-        rule = f"must be a multiple of {ranks}, as these ranks share the heads of lightning attention"
-        near = f"{multiples(heads, max(tp * cp, 1))}, or lower --context-parallel-size"
-        yield Problem("--num-attention-heads", heads, rule, near)
-    elif name is not None and not m.attention_facts.grouped:  # whose heads have a rule of their own
-        alignment, under = LINEAR_FORMATS.facts(name).alignment(p, tp)
-        if heads // tp * m.head_dim % alignment:
-            each = f"a rank's {heads // tp} heads of {m.head_dim} channels of lightning attention"
-            rule = f"under {under}, {each} must have a multiple of {alignment} channels"
-            step = alignment // gcd(alignment, m.head_dim) * tp
-            yield Problem("--num-attention-heads", heads, rule, multiples(heads, step))
+    heads = "--num-attention-heads", c.model.num_attention_heads
+    if divides(c.parallel.tensor_model_parallel_size, heads[1]):
+        yield from unless_shared(c, *heads, "the heads of lightning attention")
+        if not c.model.attention_facts.grouped:  # whose heads have a rule of their own
+            yield from unless_aligned(c, *heads, c.model.head_dim, "channels of heads of lightning attention")
 
 
 LINEAR_ATTENTIONS.register(

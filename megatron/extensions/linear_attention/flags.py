@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, lcm
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
-from megatron.training.config.problem import Problem, divides, multiples
+from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
+from megatron.training.config.problem import Problem, divides, unless_multiple
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
@@ -56,35 +56,15 @@ def heads(config: TransformerConfig) -> str:
 
 def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with gated delta nets."""
-    own, p = c.options(LinearAttentionFlags), c.parallel
-    keys, values = own.linear_num_key_heads, own.linear_num_value_heads
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-    if keys > 0 and not divides(keys, values):
-        rule = f"must be a multiple of --linear-num-key-heads {keys}"
-        yield Problem("--linear-num-value-heads", values, rule, multiples(values, keys))
-    if not divides(tp * cp, keys):
-        rule, near = f"must be a multiple of --tensor-model-parallel-size {tp}", multiples(keys, tp * cp)
-        if cp > 1:
-            rule = f"{rule} * --context-parallel-size {cp} = {tp * cp}, as these ranks share its heads"
-            near = f"{near}, or lower --context-parallel-size"
-        yield Problem("--linear-num-key-heads", keys, rule, near)
-    if (name := linear_format(p)) is not None and tp >= 1 and keys >= 1 and keys % tp == 0:
-        yield from _aligned(c, *LINEAR_FORMATS.facts(name).alignment(p, tp))
-
-
-def _aligned(c: RunConfig, alignment: int, under: str) -> Iterator[Problem]:
-    """Each rank's matrices in another format must have aligned dimensions."""
     own, tp = c.options(LinearAttentionFlags), c.parallel.tensor_model_parallel_size
-    keys = own.linear_num_key_heads
-    values, width, step = own.linear_num_value_heads // tp, own.linear_value_head_dim, alignment * tp
-    rule = f"under {under}, a rank's {{}} must be a multiple of {alignment}"
-    if values * width % alignment:
-        near = multiples(width, alignment // gcd(alignment, values))
-        yield Problem("--linear-value-head-dim", width, rule.format(f"{values} value heads"), near)
-    rows = keys // tp * sum(own.linear_channels)
-    if rows % alignment:
-        near = multiples(keys, lcm(step // gcd(step, sum(own.linear_channels)), tp))
-        yield Problem("--linear-num-key-heads", keys, rule.format(f"{rows} rows of the projection"), near)
+    keys, values = ("--linear-num-key-heads", own.linear_num_key_heads), own.linear_num_value_heads
+    if own.linear_num_key_heads > 0:
+        yield from unless_multiple("--linear-num-value-heads", values, *keys)
+    yield from unless_shared(c, *keys, "its heads")
+    if divides(tp, own.linear_num_key_heads):
+        width = "--linear-value-head-dim", own.linear_value_head_dim
+        yield from unless_aligned(c, *width, values // max(tp, 1), "channels of value heads", cut=False)
+    yield from unless_aligned(c, *keys, sum(own.linear_channels), "rows of the projection")
 
 
 LINEAR_ATTENTIONS.register(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.parts import LINEAR_ATTENTIONS, LINEAR_FORMATS, linear_format
+from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
-from megatron.training.config.problem import Problem, divides, multiples
+from megatron.extensions.hybrid_layers.rules import unless_aligned, unless_shared
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
@@ -30,17 +31,8 @@ class ShortConvolutionFlags:
 
 def convolutions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with short convolutions."""
-    hidden, p = c.model.hidden_size, c.parallel
-    tp, cp, name = p.tensor_model_parallel_size, p.context_parallel_size, linear_format(p)
-    ranks = f"--tensor-model-parallel-size {tp}" + (f" * --context-parallel-size {cp} = {tp * cp}" if cp > 1 else "")
-    if not divides(tp * cp, hidden):
-        rule = f"must be a multiple of {ranks}, as these ranks share the channels of short convolutions"
-        yield Problem("--hidden-size", hidden, rule, multiples(hidden, max(tp * cp, 1)))
-    elif name is not None:
-        alignment, under = LINEAR_FORMATS.facts(name).alignment(p, tp)
-        if hidden // tp % alignment:
-            rule = f"under {under}, a rank's {hidden // tp} channels of a short convolution must be a multiple of"
-            yield Problem("--hidden-size", hidden, f"{rule} {alignment}", multiples(hidden, alignment * tp))
+    yield from unless_shared(c, "--hidden-size", c.model.hidden_size, "the channels of short convolutions")
+    yield from unless_aligned(c, "--hidden-size", c.model.hidden_size, 1, "channels of a short convolution")
 
 
 LINEAR_ATTENTIONS.register(

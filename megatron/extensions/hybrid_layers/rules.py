@@ -1,0 +1,40 @@
+"""Rules that mixers share. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from megatron.core.parts import LINEAR_FORMATS, linear_format
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+
+
+def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default: int = 0) -> Iterator[Problem]:
+    """The problem of a number of `what` that tensor- and context-parallel ranks cannot share evenly. Without a value of
+    the flag it is the `default`."""
+    tp, cp, count = c.parallel.tensor_model_parallel_size, c.parallel.context_parallel_size, value or default
+    if not divides(tp * cp, count):
+        ranks, near = f"--tensor-model-parallel-size {tp}", multiples(count, max(tp * cp, 1))
+        if cp > 1:
+            ranks = f"{ranks} * --context-parallel-size {cp} = {tp * cp}"
+            near = f"{near}, or lower --context-parallel-size"
+        rule = f"must be a multiple of {ranks}, as these ranks share {what}"
+        yield Problem(flag, value, rule if value else f"is {count} by default, and {rule}", near)
+
+
+def unless_aligned(
+    c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
+) -> Iterator[Problem]:
+    """The problem of a number, a part of which a rank has if it is `cut`, where each of them makes `each` rows or
+    columns of a rank's matrices, which are `what`, and these are too few or too many for the format of linear layers.
+    """
+    tp, count = c.parallel.tensor_model_parallel_size, value or default
+    parts = tp if cut else 1
+    if (name := linear_format(c.parallel)) is None or min(tp, count, each) < 1 or count % parts:
+        return
+    alignment, under = LINEAR_FORMATS.facts(name).alignment(c.parallel, tp)
+    if (rows := count // parts * each) % alignment:
+        rule = f"under {under}, a rank's {rows} {what} must be a multiple of {alignment}"
+        near = multiples(count, alignment // gcd(alignment, each) * parts)
+        yield Problem(flag, value, rule if value else f"is {count} by default, and {rule}", near)
