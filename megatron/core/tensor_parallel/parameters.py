@@ -5,7 +5,7 @@ The layers create exactly these parameters, and plans count them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,7 +34,7 @@ class ColumnLinear:
     fused: Fused | None = None
     """Linear maps whose weights lie side by side in the weight."""
 
-    def metas(self) -> list[ParamMeta]:
+    def metas(self, sequence_parallel: bool = False) -> list[ParamMeta]:
         """The weight, and the bias if there is one."""
         sharded = {"tp": self.shard_dim}
         shape = (*self.out_dims, self.in_size)
@@ -72,3 +72,12 @@ class ReplicatedLinear(RowLinear):
     """
 
     sharded: ClassVar[Mapping[str, int]] = {}
+
+
+def metas_of(
+    parts: Iterable[ColumnLinear | RowLinear | ParamMeta | None], sequence_parallel: bool
+) -> Iterator[ParamMeta]:
+    """The parameters of the parts of a layer, in their order; None has none."""
+    for part in parts:
+        if part is not None:
+            yield from (part,) if isinstance(part, ParamMeta) else part.metas(sequence_parallel)

@@ -10,7 +10,7 @@ from math import prod
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear, metas_of
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")
 HEAD_NORM_PARTIAL_OVER = ("tp",)
@@ -104,10 +104,8 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
 def self_attention_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of self-attention."""
     qkv, proj = attention_linears(name, config)
-    yield from qkv.metas()
-    yield from query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
-    yield from sinks_metas(name, config)
-    yield from proj.metas(sequence_parallel)
+    norms = query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
+    return metas_of((qkv, *norms, *sinks_metas(name, config), proj), sequence_parallel)
 
 
 def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:

@@ -37,10 +37,9 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.cp, self.layer, self.eps, width = ctx.state.cp, ctx.layer, config.norm_epsilon, own.kda_head_dim
         self.channels, self.value_width, self.widths = (width, width, width, width, 1, width), width, (width, width)
         self.in_proj = column_parallel(parameters.in_proj, ctx)
-        self.f_a_proj, self.g_a_proj = (
-            ReplicatedParallelLinear(down, ctx) for down, _ in (parameters.decay, parameters.gate)
-        )
-        self.f_b_proj, self.g_b_proj = (column_parallel(up, ctx) for _, up in (parameters.decay, parameters.gate))
+        downs, ups = (parameters.f_a_proj, parameters.g_a_proj), (parameters.f_b_proj, parameters.g_b_proj)
+        self.f_a_proj, self.g_a_proj = (ReplicatedParallelLinear(down, ctx) for down in downs)
+        self.f_b_proj, self.g_b_proj = (column_parallel(up, ctx) for up in ups)
         self.conv1d = make_parameter(parameters.conv1d, ctx)
         self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
         self.out_norm = make_parameter(parameters.out_norm, ctx)

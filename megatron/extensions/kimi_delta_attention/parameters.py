@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear, metas_of
 from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER
 from megatron.extensions.kimi_delta_attention.flags import KimiDeltaFlags
 
 
-@dataclass(frozen=True)
-class KimiDeltaParameters:
-    """Parameters of a layer. No projection has a bias."""
-
-    in_proj: ColumnLinear
-    """in_proj [heads, 3 * channels + 1, h]: query, key, value and writing strength of a head, then of the next one."""
-
-    decay: tuple[ReplicatedLinear, ColumnLinear]
-    """f_a_proj [channels, h] and f_b_proj [heads, channels, channels]: decays."""
-
-    gate: tuple[ReplicatedLinear, ColumnLinear]
-    """g_a_proj and g_b_proj: gates of outputs."""
+class KimiDeltaParameters(NamedTuple):
+    """Parameters of a layer, in the order in which it makes them. No projection has a bias."""
 
     conv1d: ParamMeta
     """conv1d.weight [heads, channels of query, key and value, taps]."""
@@ -37,6 +27,21 @@ class KimiDeltaParameters:
     out_norm: ParamMeta
     """out_norm.weight [channels]: one for all heads."""
 
+    in_proj: ColumnLinear
+    """in_proj [heads, 3 * channels + 1, h]: query, key, value and writing strength of a head, then of the next one."""
+
+    f_a_proj: ReplicatedLinear
+    """f_a_proj [channels, h], of decays."""
+
+    g_a_proj: ReplicatedLinear
+    """g_a_proj [channels, h], of gates of outputs."""
+
+    f_b_proj: ColumnLinear
+    """f_b_proj [heads, channels, channels]."""
+
+    g_b_proj: ColumnLinear
+    """g_b_proj [heads, channels, channels]."""
+
     out_proj: RowLinear
     """out_proj [h, heads * channels]."""
 
@@ -48,29 +53,23 @@ def kimi_delta_parameters(name: str, config: TransformerConfig) -> KimiDeltaPara
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     by_heads, within = {"tp": 0}, Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
 
-    def low_rank(of: str) -> tuple[ReplicatedLinear, ColumnLinear]:
-        down = ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, False, init)
-        return down, ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False, init)
+    def down(of: str) -> ReplicatedLinear:
+        return ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, False, init)
+
+    def up(of: str) -> ColumnLinear:
+        return ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False, init)
 
     return KimiDeltaParameters(
-        ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False, init),
-        low_rank("f"),
-        low_rank("g"),
         ParamMeta(f"{name}.conv1d.weight", (heads, 3 * width, taps), by_heads, within, role="convolution"),
         ParamMeta(f"{name}.dt_bias", (heads, width), by_heads, Init("inverse_softplus", low=1e-3, high=0.1)),
         ParamMeta(f"{name}.A_log", (heads,), by_heads, Init("log_of_uniform", low=1.0, high=16.0)),
         ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER),
+        ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False, init),
+        *(down("f"), down("g"), up("f"), up("g")),
         RowLinear(f"{name}.out_proj", heads * width, hidden, False, output_init),
     )
 
 
 def kimi_delta_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    """The parameters of a layer, in the order in which it makes them."""
-    found = kimi_delta_parameters(name, config)
-    yield from (found.conv1d, found.dt_bias, found.a_log, found.out_norm)
-    yield from found.in_proj.metas()
-    for down, _ in (found.decay, found.gate):
-        yield from down.metas(sequence_parallel)
-    for _, up in (found.decay, found.gate):
-        yield from up.metas()
-    yield from found.out_proj.metas(sequence_parallel)
+    """The parameters of a layer."""
+    return metas_of(kimi_delta_parameters(name, config), sequence_parallel)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear, sequence_partial
+from megatron.core.tensor_parallel.parameters import (
+    ColumnLinear,
+    ReplicatedLinear,
+    RowLinear,
+    metas_of,
+    sequence_partial,
+)
 from megatron.core.transformer.parameters import norm_metas, sinks_metas
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 
@@ -58,11 +64,7 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
 def latent_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of multi-latent attention."""
     linears, bias = latent_linears(name, config), config.normalization == "LayerNorm"
-    if linears.q_down is not None:
-        yield from linears.q_down.metas(sequence_parallel)
-    yield from linears.q.metas()
-    yield from linears.kv_down.metas(sequence_parallel)
-    yield from linears.kv_up.metas()
+    yield from metas_of((linears.q_down, linears.q, linears.kv_down, linears.kv_up), sequence_parallel)
     for norm, width in linears.norms.items():
         yield from norm_metas(norm, width, sequence_partial(sequence_parallel), config, bias=bias)
     yield from linears.proj.metas(sequence_parallel)

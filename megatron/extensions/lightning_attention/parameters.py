@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear, metas_of
 from megatron.core.transformer.parameters import heads_norm_meta
 
 EPSILON = 1e-6
 """Of the norm of outputs, whatever --norm-epsilon is, as in MiniMax-Text-01."""
 
 
-@dataclass(frozen=True)
-class LightningParameters:
-    """Parameters of a layer. Neither projection has a bias."""
+class LightningParameters(NamedTuple):
+    """Parameters of a layer, in the order in which it makes them. Neither projection has a bias."""
 
     in_proj: ColumnLinear
     """in_proj [heads, 4 * channels, h]: query, key, value and gate of a head, then of the next one."""
@@ -44,8 +44,5 @@ def lightning_parameters(name: str, config: TransformerConfig) -> LightningParam
 
 
 def lightning_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    """The parameters of a layer, in the order in which it makes them."""
-    found = lightning_parameters(name, config)
-    yield from found.in_proj.metas()
-    yield found.norm
-    yield from found.out_proj.metas(sequence_parallel)
+    """The parameters of a layer."""
+    return metas_of(lightning_parameters(name, config), sequence_parallel)

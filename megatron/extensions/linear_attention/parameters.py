@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear, metas_of
 from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER
 from megatron.extensions.linear_attention.flags import LinearAttentionFlags
 
 
-@dataclass(frozen=True)
-class DeltaNetParameters:
-    """Parameters of a gated delta net. Neither projection has a bias."""
-
-    in_proj: ColumnLinear
-    """in_proj [key heads, channels, h], see `linear_channels`."""
+class DeltaNetParameters(NamedTuple):
+    """Parameters of a gated delta net, in the order in which it makes them. Neither projection has a bias."""
 
     conv1d: ParamMeta
     """conv1d.weight [key heads, channels of query, key and values, taps]."""
@@ -30,6 +26,9 @@ class DeltaNetParameters:
 
     out_norm: ParamMeta
     """out_norm.weight [channels of a value head]: one for all heads."""
+
+    in_proj: ColumnLinear
+    """in_proj [key heads, channels, h], see `linear_channels`."""
 
     out_proj: RowLinear
     """out_proj [h, value heads * channels]."""
@@ -44,18 +43,15 @@ def delta_net_parameters(name: str, config: TransformerConfig) -> DeltaNetParame
     by_heads = {"tp": 0}
     within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
     return DeltaNetParameters(
-        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init),
         ParamMeta(f"{name}.conv1d.weight", (groups, sum(channels[:3]), taps), by_heads, within, role="convolution"),
         ParamMeta(f"{name}.dt_bias", (heads,), by_heads, Init("ones")),
         ParamMeta(f"{name}.A_log", (heads,), by_heads, Init("log_of_uniform", low=1.0, high=16.0)),
         ParamMeta(f"{name}.out_norm.weight", (value,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER),
+        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init),
         RowLinear(f"{name}.out_proj", heads * value, hidden, False, output_init),
     )
 
 
 def delta_net_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of a gated delta net."""
-    found = delta_net_parameters(name, config)
-    yield from (found.conv1d, found.dt_bias, found.a_log, found.out_norm)
-    yield from found.in_proj.metas()
-    yield from found.out_proj.metas(sequence_parallel)
+    return metas_of(delta_net_parameters(name, config), sequence_parallel)

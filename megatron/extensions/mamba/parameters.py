@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear, metas_of
 from megatron.extensions.mamba.flags import MambaFlags, group_channels, num_heads
 
 STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
 """Initial step sizes, softplus(dt_bias), have uniform logarithms in this range."""
 
 
-@dataclass(frozen=True)
-class MambaParameters:
-    """Parameters of a layer. Neither projection has a bias."""
-
-    in_proj: ColumnLinear
-    """in_proj [groups, channels, h], see `group_channels`."""
+class MambaParameters(NamedTuple):
+    """Parameters of a layer, in the order in which it makes them. Neither projection has a bias."""
 
     conv_weight: ParamMeta
     """conv1d.weight [groups, channels of x, B and C, taps]."""
@@ -39,14 +35,11 @@ class MambaParameters:
     norm: ParamMeta
     """norm.weight [heads * channels]."""
 
+    in_proj: ColumnLinear
+    """in_proj [groups, channels, h], see `group_channels`."""
+
     out_proj: RowLinear
     """out_proj [h, heads * channels]."""
-
-    def metas(self, sequence_parallel: bool) -> Iterator[ParamMeta]:
-        """All of them, in the order in which a layer makes them."""
-        yield from (self.conv_weight, self.conv_bias, self.dt_bias, self.a_log, self.d, self.norm)
-        yield from self.in_proj.metas()
-        yield from self.out_proj.metas(sequence_parallel)
 
 
 def mamba_parameters(name: str, config: TransformerConfig) -> MambaParameters:
@@ -62,17 +55,17 @@ def mamba_parameters(name: str, config: TransformerConfig) -> MambaParameters:
     mixed, by_heads = (groups, sum(channels[1:4])), {"tp": 0}
     within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
     return MambaParameters(
-        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init),
         ParamMeta(f"{name}.conv1d.weight", (*mixed, taps), by_heads, within, role="convolution"),
         ParamMeta(f"{name}.conv1d.bias", mixed, by_heads, within, role="convolution"),
         ParamMeta(f"{name}.dt_bias", (heads,), by_heads, STEPS),
         ParamMeta(f"{name}.A_log", (heads,), by_heads, Init("log_of_uniform", low=1.0, high=16.0)),
         ParamMeta(f"{name}.D", (heads,), by_heads, Init("ones")),
         ParamMeta(f"{name}.norm.weight", (width,), by_heads, Init("ones")),
+        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init),
         RowLinear(f"{name}.out_proj", width, hidden, False, output_init),
     )
 
 
 def mamba_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of a layer."""
-    return mamba_parameters(name, config).metas(sequence_parallel)
+    return metas_of(mamba_parameters(name, config), sequence_parallel)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ReplicatedLinear, sequence_partial
+from megatron.core.tensor_parallel.parameters import ReplicatedLinear, metas_of, sequence_partial
 from megatron.core.transformer.parameters import norm_metas
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.latent_attention.parameters import latent_metas
 from megatron.extensions.sparse_attention.flags import SparseAttentionFlags
 
 
-@dataclass(frozen=True)
-class IndexerLinears:
+class IndexerLinears(NamedTuple):
     """Linear layers of the indexer, with Megatron-LM's names, which every rank holds whole. None has a bias."""
 
     q: ReplicatedLinear
@@ -50,11 +50,6 @@ def of_key_norm(config: TransformerConfig) -> TransformerConfig:
 def sparse_attention_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of sparse attention."""
     yield from latent_metas(name, config, sequence_parallel)
-    linears, width = (
-        indexer_linears(f"{name}.indexer", config),
-        config.options(SparseAttentionFlags).dsa_indexer_head_dim,
-    )
-    for linear in (linears.q, linears.k, linears.weights):
-        yield from linear.metas(sequence_parallel)
-    partial_over = sequence_partial(sequence_parallel)
+    yield from metas_of(indexer_linears(f"{name}.indexer", config), sequence_parallel)
+    width, partial_over = config.options(SparseAttentionFlags).dsa_indexer_head_dim, sequence_partial(sequence_parallel)
     yield from norm_metas(f"{name}.indexer.k_norm", width, partial_over, of_key_norm(config), bias=True)

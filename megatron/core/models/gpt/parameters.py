@@ -24,7 +24,7 @@ from megatron.core.parts import (
     RESIDUALS,
 )
 from megatron.core.registry import Registry, imported
-from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
+from megatron.core.tensor_parallel.parameters import ColumnLinear, metas_of, sequence_partial
 from megatron.core.transformer.parameters import (
     mlp_linears,
     norm_metas,
@@ -217,8 +217,7 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
     for metas in expert_metas(f"{name}.experts", config):
         yield from metas
     yield from _activation(f"{name}.experts.activation", config)
-    for linear in latent_projections(name, config) or ():
-        yield from linear.metas(sequence_parallel)
+    yield from metas_of(latent_projections(name, config) or (), sequence_parallel)
     if config.moe_shared_expert_intermediate_size:
         shared = config.moe_shared_expert_intermediate_size
         if config.moe_shared_expert_gate:
@@ -228,9 +227,9 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
         yield from _norm(f"{name}.output_layernorm", config.hidden_size, config, sequence_partial(sequence_parallel))
 
 
-def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:
+def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> Iterator[ParamMeta]:
     fc1, fc2 = mlp_linears(name, config, ffn)
-    return fc1.metas() + _activation(f"{name}.activation", config) + fc2.metas(sequence_parallel)
+    return metas_of((fc1, *_activation(f"{name}.activation", config), fc2), sequence_parallel)
 
 
 def _activation(name: str, config: TransformerConfig) -> list[ParamMeta]:
