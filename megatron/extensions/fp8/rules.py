@@ -96,13 +96,14 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
         return
     alignment, under = alignment_of(c.parallel, tp)
     rank, cut = alignment * tp, f"{alignment} * --tensor-model-parallel-size {tp}"
+    kinds = _kinds(c)
     if m.hidden_size % ALIGNMENT:
         rule = f"must be a multiple of {ALIGNMENT} under --fp8-format"
         near = multiples(m.hidden_size, lcm(ALIGNMENT, tp, m.num_attention_heads))
         yield Problem("--hidden-size", m.hidden_size, rule, near)
     for heads, flag in ((m.num_attention_heads, "--num-attention-heads"), (2 * m.query_groups, "--num-query-groups")):
         width = heads * m.head_dim
-        if heads > 0 and width % rank and m.attention_facts.grouped:
+        if heads > 0 and width % rank and kinds.attention and m.attention_facts.grouped:
             what = "queries" if flag == "--num-attention-heads" else "keys and values"
             rule = f"{what} of {width} channels must be a multiple of {cut} under {under}"
             shown = m.num_attention_heads if what == "queries" else m.query_groups
@@ -110,8 +111,9 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
             yield Problem(flag, shown, rule, f"add --kv-channels, {near}")
             break
     else:
-        yield from _uneven_heads(c, rank, f"must be a multiple of {cut} under {under}")
-    if _kinds(c).dense and (wrong := next((width for width in _widths(c) if width % rank), None)):
+        if kinds.attention:
+            yield from _uneven_heads(c, rank, f"must be a multiple of {cut} under {under}")
+    if kinds.dense and (wrong := next((width for width in _widths(c) if width % rank), None)):
         pattern = m.ffn_hidden_size_pattern
         flag = "--ffn-hidden-size-pattern" if pattern else "--ffn-hidden-size"
         rule = f"must be a multiple of {cut} under {under}"
@@ -121,7 +123,7 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
         ("--moe-latent-size", m.moe_latent_size, ALIGNMENT, f"{ALIGNMENT} under --fp8-format"),
         ("--moe-shared-expert-intermediate-size", m.moe_shared_expert_intermediate_size, rank, f"{cut} under {under}"),
     ]
-    if (etp := p.expert_tp) > 0 and _kinds(c).experts:
+    if (etp := p.expert_tp) > 0 and kinds.experts:
         alignment, under = alignment_of(c.parallel, etp)
         of_experts = f"{alignment} * --expert-tensor-parallel-size {etp} under {under}"
         widths.append(("--moe-ffn-hidden-size", m.moe_ffn_size, alignment * etp, of_experts))
@@ -179,20 +181,25 @@ def _widths(c: RunConfig) -> tuple[int, ...]:
 
 
 class _Kinds(NamedTuple):
-    """Whether a layer in fp8 has a dense MLP, and whether one has experts."""
+    """Whether a layer in fp8 has the model's attention, whether one has a dense MLP, and whether one has experts."""
 
+    attention: bool
     dense: bool
     experts: bool
 
 
 def _kinds(c: RunConfig) -> _Kinds:
-    """Kinds of MLPs in fp8. Neither if the pattern cannot be parsed, as another rule reports that."""
+    """Parts of layers in fp8. No MLPs if a pattern of layers cannot be parsed, as another rule reports that."""
     try:
-        dense, experts = set(c.model.dense_layers), set(c.model.moe_layers)
+        every = c.model.layers
     except ValueError:
-        return _Kinds(False, False)
-    layers = c.options(Fp8Flags).layers(c.model.num_layers)
-    return _Kinds(any(number in dense for number in layers), any(number in experts for number in layers))
+        return _Kinds(True, False, False)
+    kinds = [every[number] for number in c.options(Fp8Flags).layers(c.model.num_layers)]
+    return _Kinds(
+        any(kind.attends and kind.linear is None for kind in kinds),
+        any(kind.mlp and not kind.experts for kind in kinds),
+        any(kind.experts for kind in kinds),
+    )
 
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
