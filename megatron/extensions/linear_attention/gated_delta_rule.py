@@ -84,8 +84,8 @@ def gated_delta_chunks(
     if g.shape[-1] > 1:
         keys, scores, reach, left = channel_products(q, k, g, numbers)
     else:
-        decay, reach, left = decays(g.squeeze(-1), numbers)
-        keys, scores = (k @ k.mT) * decay, (q @ k.mT) * decay
+        total, reach, left = decays(g.squeeze(-1), numbers)
+        keys, scores = Decayed.apply(torch.stack((k, q)) @ k.mT, total, numbers).unbind()
     mixed = keys * beta
     rows = torch.eye(chunk, dtype=wide, device=v.device).expand(mixed.shape)
     solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads what is below
@@ -119,17 +119,44 @@ def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
 
 
 def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """g [..., chunk], number [..., 1 + chunk] -> what is left at token i of what token j <= i wrote [..., i, j], at
-    token i of the state before the chunk [..., i, 1], and at the chunk's end of what token i wrote [..., i, 1]"""
-    later = torch.ones(g.shape[-1:] * 2, dtype=torch.bool, device=g.device).triu(1)
-    total = g @ (~later).mT.to(g.dtype)  # torch has no deterministic cumsum for GPUs
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    """g [..., chunk], number [..., 1 + chunk] -> the sum of g up to each token [..., i], what is left at token i of the
+    state before the chunk [..., i, 1], and at the chunk's end of what token i wrote [..., i, 1]"""
+    earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
+    total = g @ earlier  # torch has no deterministic cumsum for GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()
     if number is not None:
         before, number = number[..., :1], number[..., 1:]
-        decay = decay.masked_fill(number.unsqueeze(-1) != number.unsqueeze(-2), 0.0)
         reach, left = reach.masked_fill(number != before, 0.0), left.masked_fill(number != number[..., -1:], 0.0)
-    return decay, reach.unsqueeze(-1), left.unsqueeze(-1)
+    return total, reach.unsqueeze(-1), left.unsqueeze(-1)
+
+
+class Decayed(torch.autograd.Function):
+    """Products of tokens i and j [..., i, j], times what is left at token i of what token j <= i wrote, and 0 for later
+    tokens and those of other documents: P_ij exp(G_i - G_j). `total` G [..., i] is that of `decays`, as is `number`.
+
+    The gradient of G_i is the sum over j of R_ij - R_ji with R = results times their gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
+        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).exp_().tril_()
+        if number is not None:
+            number = number[..., 1:]
+            decay.masked_fill_(number.unsqueeze(-1) != number.unsqueeze(-2), 0.0)
+        decayed = products * decay
+        ctx.save_for_backward(decay, decayed)
+        ctx.shape = products.shape
+        return decayed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        decay, decayed = ctx.saved_tensors
+        of_total = None
+        if ctx.needs_input_grad[1]:
+            change = grad * decayed
+            of_total = (change.sum(-1) - change.sum(-2)).sum_to_size(decay.shape[:-1])
+        return (grad * decay).sum_to_size(ctx.shape), of_total, None
 
 
 BLOCK = 16

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.extensions.linear_attention.gated_delta_rule import decays, in_chunks, numbers_in_chunks
+from megatron.extensions.linear_attention.gated_delta_rule import Decayed, decays, in_chunks, numbers_in_chunks
 
 CHUNK = 128
 
@@ -69,14 +69,15 @@ def ssd_chunks(
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, a = x.to(wide), dt.to(wide), a.to(wide)
     written, g, B, C = (in_chunks(t, wide, chunk, groups) for t in (x * dt.unsqueeze(-1), dt * a, B, C))
-    decay, reach, left = decays(g.squeeze(-1), None if number is None else numbers_in_chunks(number, chunk))
+    numbers = None if number is None else numbers_in_chunks(number, chunk)
+    total, reach, left = decays(g.squeeze(-1), numbers)
     kept = B.squeeze(3).mT @ _columns(written * left).flatten(-2)  # [chunks, b, groups, n, heads of a group * p]
     kept = kept.unflatten(-1, (-1, width))
     if state is None:
         state = x.new_zeros(samples, heads, B.shape[-1], width)
     state = state.to(wide).unflatten(1, (groups, -1)).transpose(2, 3)
     states, final = _Scan.apply(kept, reach[..., -1:, :].transpose(3, 4), state)
-    out = ((C @ B.mT) * decay) @ written  # [chunks, b, groups, heads of a group, chunk, p]
+    out = Decayed.apply(C @ B.mT, total, numbers) @ written  # [chunks, b, groups, heads of a group, chunk, p]
     read = (C.squeeze(3) @ states.flatten(-2)).unflatten(-1, (-1, width))
     out = _columns(out) + read * reach.transpose(3, 4)
     out = out.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3)[:length]
