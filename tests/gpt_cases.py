@@ -76,6 +76,15 @@ def logits_in_parts(model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int
     return torch.cat(parts, 1), cache
 
 
+def check_documents_apart(model: GPTModel, packed: Batch) -> None:
+    """Asserts that the logits of packed documents are those of each document alone."""
+    logits = model.logits(None, packed)
+    for sample, ids in enumerate(packed.document_ids):
+        for document in ids.unique():
+            alone = model.logits(None, Batch.of_tokens(packed.tokens[sample : sample + 1, ids == document]))
+            torch.testing.assert_close(logits[sample : sample + 1, ids == document], alone, rtol=1e-10, atol=1e-10)
+
+
 def packed_documents(config: TransformerConfig, samples: int = 3) -> dict[str, torch.Tensor]:
     """Position and document ids of samples that hold three documents each, cut at other places in each sample."""
     document_ids = torch.zeros(samples, config.seq_length, dtype=torch.int64)

@@ -17,7 +17,7 @@ from megatron.core.parts import OPTIMIZERS
 from megatron.training.config.flags import sections, with_fields
 from megatron.training.extensions import load_extensions
 from tests.forked import ROOT, run_forked, run_program
-from tests.gpt_cases import FP64, logits_in_parts, model_of, packed_documents, random_batch
+from tests.gpt_cases import FP64, check_documents_apart, logits_in_parts, model_of, packed_documents, random_batch
 from tests.tiny import TINY
 
 EXAMPLES = {
@@ -103,11 +103,7 @@ def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
     model, batch = GPTModel(config, FP64).eval(), random_batch(config, **packed_documents(config))
     whole = model.logits(None, Batch.of_tokens(batch.tokens))
     torch.testing.assert_close(logits_in_parts(model, batch.tokens, (1, 6, 9))[0], whole, rtol=1e-12, atol=1e-12)
-    packed, ids = model.logits(None, batch), batch.document_ids
-    for sample, document in ((0, 0), (0, 1), (2, 2)):
-        alone = model.logits(None, Batch.of_tokens(batch.tokens[sample : sample + 1, ids[sample] == document]))
-        found = packed[sample : sample + 1, ids[sample] == document]
-        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    check_documents_apart(model, batch)
 
 
 def test_planted_wrong_gradient_is_named(tmp_path: Path) -> None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.matrix import difference, every_choice
+from tests.parity.matrix import difference, every_choice, many_pairs
 from tests.parity.matrix.combination import FACTORS, Combination
 from tests.parity.matrix.design import all_pairs, faults, illegal_pairs, pairs_of, pairwise
 from tests.parity.matrix.named import NAMED
-from tests.parity.mutants import MUTANTS, seen
+from tests.parity.mutants import MUTANTS, edited, function_of, seen
 
 FEW = 7
 """Combinations of `every_choice` in the core suite: small worlds, with most of the choices."""
+
+MORE = 44
+"""Further ones as campaigns: more than three in four of all pairs of choices are in them."""
 
 
 @pytest.mark.parametrize("combination", every_choice()[:FEW], ids=str)
@@ -27,14 +30,20 @@ def test_named_combination_computes_what_one_process_does(name: str) -> None:
     assert difference(NAMED[name]) is None
 
 
-@pytest.mark.grid("combination", list(dict.fromkeys([*every_choice()[FEW:], *pairwise()[::10]])), pairwise())
+@pytest.mark.grid("combination", [*every_choice()[FEW:], *many_pairs(MORE)], pairwise())
 def test_combination_computes_what_one_process_does(combination: Combination) -> None:
     assert difference(combination) is None
 
 
 @pytest.mark.grid("name", list(MUTANTS)[::12], list(MUTANTS))
 def test_matrix_notices_a_broken_reduction(name: str) -> None:
-    assert seen(name, MUTANTS[name][1]) is not None
+    assert seen(name, MUTANTS[name].combination) is not None
+
+
+def test_every_mutant_fits_the_source() -> None:
+    for mutant in MUTANTS.values():
+        for path, edits in mutant.edits.items():
+            edited(function_of(path)[1], edits)
 
 
 def test_every_pair_occurs_in_a_legal_combination_or_none_was_found() -> None:

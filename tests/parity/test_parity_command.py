@@ -66,24 +66,18 @@ def test_refused_layouts_are_shown_with_their_rule(capsys: pytest.CaptureFixture
     assert found["ep2-alltoall"].startswith("equal")
 
 
-def test_a_wrong_gradient_at_one_layout_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("only_under_tp", "row", "equal"), [(True, "tp2", "pp2-1f1b"), (False, "finite-differences", "tp2")]
+)
+def test_a_wrong_gradient_is_named(
+    only_under_tp: bool, row: str, equal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plant(monkeypatch, only_under_tp=True)
-    assert main(["--layouts", "tp2", "pp2-1f1b", "--", "--num-layers", "2"]) == 1
+    """At one layout, or at every layout."""
+    plant(monkeypatch, only_under_tp)
+    assert main(["--layouts", row, equal, "--", "--num-layers", "2"]) == 1
     found = verdicts(capsys.readouterr().out)
-    assert "step 1 gradient decoder.layers.1.pre_mlp_layernorm.bias" in found["tp2"]
-    assert found["tp2"].startswith("DIFFERS") and found["pp2-1f1b"].startswith("equal")
-
-
-def test_a_gradient_wrong_at_every_layout_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plant(monkeypatch, only_under_tp=False)
-    assert main(["--layouts", "finite-differences", "tp2", "--", "--num-layers", "2"]) == 1
-    found = verdicts(capsys.readouterr().out)
-    assert "gradient decoder.layers.1.pre_mlp_layernorm" in found["finite-differences"]
-    assert found["tp2"].startswith("equal")
+    assert found[row].startswith("DIFFERS") and "gradient decoder.layers.1.pre_mlp_layernorm" in found[row]
+    assert found[equal].startswith("equal")
 
 
 def test_a_crash_is_one_row_and_the_others_run(

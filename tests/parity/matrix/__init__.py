@@ -31,7 +31,7 @@ from megatron.core.distributed import param_layout
 from megatron.core.moe import dispatcher, layer
 from megatron.testing.parity import TOLERANCE
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
-from tests.parity.matrix.combination import Combination
+from tests.parity.matrix.combination import FACTORS, Combination
 from tests.parity.matrix.design import pairwise
 from tests.parity.matrix.named import NAMED
 
@@ -57,6 +57,21 @@ def every_choice() -> list[Combination]:
     while missing:
         found.append(max(several, key=lambda c: len(missing & c.items) / (2 + c.world_size)))
         missing -= found[-1].items
+    return found
+
+
+def many_pairs(count: int) -> list[Combination]:
+    """Of the others those with the most further pairs of choices for their worlds."""
+    choices = [(name, choice) for name, options in FACTORS.items() for choice in options]
+    first, second = np.triu_indices(len(FACTORS), 1)
+    numbers = np.array([[choices.index(item) for item in zip(FACTORS, c.choices, strict=True)] for c in pairwise()])
+    pairs, seen = numbers[:, first] * len(choices) + numbers[:, second], np.zeros(len(choices) ** 2, bool)
+    seen[pairs[[pairwise().index(combination) for combination in every_choice()]]] = True
+    costs, found = np.array([4 + combination.world_size for combination in pairwise()]), list[Combination]()
+    for _ in range(count):
+        best = int(((~seen[pairs]).sum(1) / costs).argmax())
+        found.append(pairwise()[best])
+        seen[pairs[best]] = True
     return found
 
 

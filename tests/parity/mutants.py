@@ -1,0 +1,158 @@
+"""Is the parity matrix able to fail? Each reduction is broken on purpose, and the matrix must go red.
+
+A mutant edits the source of functions of the product for one comparison; the one-process reference is computed before,
+from the product as it is. `mutants.txt`, here and in the folders of extensions, has a mutant in lines
+
+    NAME: COMBINATION
+      MODULE.FUNCTION
+      - text that occurs once in the source of the function
+      + text in its place, further lines with the same indentation
+
+The combination of the matrix is one that exercises what is broken. Modules are those of megatron.
+
+    python -m tests.parity.mutants            every mutant against its combination: what was seen, a line each
+    python -m tests.parity.mutants --matrix   every mutant against the matrix until something is red
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from pkgutil import resolve_name
+from textwrap import dedent, indent
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from megatron.extensions import BUILT_IN
+from tests.parity.matrix import difference, reference, whole_matrix
+from tests.parity.matrix.combination import Combination
+
+INSTALLED = {extension.name for extension in BUILT_IN}
+OF_EXTENSIONS = (Path(__file__).parents[1] / "extensions" / name / "mutants.txt" for name in sorted(INSTALLED))
+FILES = [Path(__file__).with_suffix(".txt"), *filter(Path.exists, OF_EXTENSIONS)]
+STALE = ("TypeError", "AttributeError", "NameError", "ImportError")
+"""Errors of a mutant that no longer fits what it edits, not of the product."""
+
+
+class Mutant(NamedTuple):
+    """Edits of functions, (old, new) of each, and a combination that exercises what is broken."""
+
+    edits: dict[str, list[tuple[str, str]]]
+    combination: Combination
+
+    @property
+    def is_there(self) -> bool:
+        """Whether no extension that it needs is deleted."""
+        gone = [each for each in self.edits if each.startswith("extensions.") and each.split(".")[1] not in INSTALLED]
+        return self.combination.is_there and not gone
+
+
+def read(path: Path) -> Iterator[tuple[str, Mutant]]:
+    """(name, mutant) of a file."""
+    name, mutant, edits = "", Mutant({}, Combination.of()), list[tuple[str, str]]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        mark, text = line[:4].strip(), line[4:]
+        if not line.startswith(" "):
+            if name:
+                yield name, mutant
+            name, _, choices = line.rpartition(": ")
+            mutant = Mutant({}, Combination.read(choices))
+        elif mark == "-":
+            edits.append((text, ""))
+        elif mark == "+":
+            old, new = edits[-1]
+            edits[-1] = old, f"{new}\n{text}" if new else text
+        else:
+            edits = mutant.edits.setdefault(line.strip(), [])
+    yield name, mutant
+
+
+MUTANTS = {name: each for path in FILES for name, each in read(path) if each.is_there}
+
+
+def function_of(path: str) -> tuple[Any, FunctionType]:
+    """What stands at `MODULE.FUNCTION`, and the function within its decorators."""
+    found = resolve_name(f"megatron.{path}")
+    return found, inspect.unwrap(found.fget if isinstance(found, property) else found)
+
+
+def edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeType:
+    """Code of the function with edits of its source, within the same closure."""
+    source = dedent(inspect.getsource(function))
+    for old, new in edits:
+        before, found, behind = source.partition(old)
+        assert found and old not in behind, f"{function.__qualname__} must have {old!r} once"
+        line = before.rpartition("\n")[2]
+        source = before + new.replace("\n", "\n" + line[: len(line) - len(line.lstrip())]) + behind
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list.clear()
+    closure = f"def closure({', '.join(function.__code__.co_freevars)}):\n{indent(ast.unparse(definition), '    ')}"
+    (outer,) = _codes(compile(closure, function.__code__.co_filename, "exec"))
+    (code,) = _codes(outer)
+    return code
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    return [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The product with a mutant in it."""
+    places = [(*function_of(path), edits) for path, edits in mutant.edits.items()]
+    kept = [(found, function, function.__code__) for found, function, _ in places]
+    try:
+        for _, function, edits in places:
+            function.__code__ = edited(function, edits)
+        _forget_results(kept)
+        yield
+    finally:
+        for _, function, code in kept:
+            function.__code__ = code
+        _forget_results(kept)
+
+
+def _forget_results(places: Sequence[tuple[Any, ...]]) -> None:
+    for found, *_ in places:
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
+
+
+def seen(name: str, combination: Combination) -> str | None:
+    """What the matrix says of a combination with the mutant planted; None if it notices nothing."""
+    reference(combination.alone)
+    with planted(MUTANTS[name]):
+        try:
+            return difference(combination)
+        except (RuntimeError, TimeoutError) as error:
+            said = str(error).strip().splitlines()[-1]
+            if said.startswith(STALE):
+                raise
+            return f"{type(error).__name__}: {said[:160]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--matrix", action="store_true", help="look for the first red combination of the whole matrix")
+    args = parser.parse_args(argv)
+    survivors = []
+    for name, mutant in MUTANTS.items():
+        for combination in whole_matrix() if args.matrix else [mutant.combination]:
+            if said := seen(name, combination):
+                print(f"{name} | {combination} | {said}", flush=True)
+                break
+        else:
+            print(f"{name} | NOT NOTICED", flush=True)
+            survivors.append(name)
+    print(f"{len(MUTANTS)} mutants, {len(survivors)} survived: {survivors or 'none'}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
