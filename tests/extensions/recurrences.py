@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,9 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
-from tests.gpt_cases import FP64, packed_documents, random_batch
+from tests.gpt_cases import FP64, check_documents_apart, logits_in_parts, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -45,33 +47,66 @@ def delta_operands(
     return [x.to(dtype).requires_grad_() for x in found]
 
 
-def check_chunks(operands: list[Tensor], chunk: int, packed: bool) -> None:
-    """The delta rule by chunks is the recurrence, with its gradients."""
+Rule = Callable[..., tuple[Tensor, Tensor]]
+
+
+def check_chunks(chunks: Rule, steps: Rule, operands: list[Tensor], chunk: int, packed: bool) -> None:
+    """Asserts that a rule by chunks is the recurrence, with its gradients."""
     *tokens, state = operands
     number = documents(len(tokens[0])) if packed else None
-    expected = gated_delta_steps(*tokens, number, state)
-    found = gated_delta_chunks(*tokens, number, state, chunk)
+    expected = steps(*tokens, number, state)
+    found = chunks(*tokens, number, state, chunk)
     torch.testing.assert_close(found, expected, **EXACT)
     gradients = [torch.autograd.grad(weighted(results), operands) for results in (found, expected)]
     torch.testing.assert_close(*gradients, **EXACT)
 
 
-def check_recomputation_and_documents(config: TransformerConfig, packed: bool) -> None:
-    """Asserts that the logits of packed documents are those of each document alone, and that loss and gradients are the
-    same where activations are kept."""
-    batch = random_batch(config, **(packed_documents(config) if packed else {}))
-    gradients = []
-    for training in (True, False):
-        model = GPTModel(config, FP64).train(training)
-        loss = model(None, batch)
-        gradients.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
-    torch.testing.assert_close(*gradients, **EXACT)
-    if packed:
-        logits = model.logits(None, batch)
-        for sample, ids in enumerate(batch.document_ids):
-            for document in ids.unique():
-                alone = model.logits(None, Batch.of_tokens(batch.tokens[sample : sample + 1, ids == document]))
-                torch.testing.assert_close(logits[sample : sample + 1, ids == document], alone, **EXACT)
+def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> None:
+    """Asserts that a chunk over which the state decays by more than the largest number is no overflow."""
+    *tokens, state = operands
+    found, expected = (rule(*tokens, None, state) for rule in (chunks, steps))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(weighted(found), tokens))
+
+
+class ModelTests:
+    """Tests of a tiny model with a mixer that has a state, whose subclass is beside those of the mixer itself."""
+
+    config: TransformerConfig
+    cached: tuple[tuple[int, ...], ...]
+    """Shapes of what generation keeps of a layer with the mixer, which is nothing for each token."""
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_recomputation_and_packed_documents(self, packed: bool) -> None:
+        """Logits of packed documents are those of each document alone; loss and gradients are the same where
+        activations are kept."""
+        batch = random_batch(self.config, **(packed_documents(self.config) if packed else {}))
+        gradients = []
+        for training in (True, False):
+            model = GPTModel(self.config, FP64).train(training)
+            loss = model(None, batch)
+            gradients.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+        torch.testing.assert_close(*gradients, **EXACT)
+        if packed:
+            check_documents_apart(model, batch)
+
+    @pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
+    def test_generation(self, lengths: tuple[int, ...]) -> None:
+        """The logits of the whole text, read in parts."""
+        model, tokens = GPTModel(self.config, FP64).eval(), random_batch(self.config).tokens
+        found, cache = logits_in_parts(model, tokens, lengths)
+        torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
+        attends = {number for number, kind in enumerate(self.config.layers) if kind.attends}
+        states = {number for number, kind in enumerate(self.config.layers) if kind.linear}
+        assert cache._states.keys() == states and cache._layers.keys() == attends - states
+        assert tuple(kept.shape for kept in cache._states[0]) == self.cached
+
+    def test_half_precision_follows_single(self) -> None:
+        losses = [
+            GPTModel(self.config, parallel)(None, random_batch(self.config)).item()
+            for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
+        ]
+        assert abs(losses[0] / losses[1] - 1) < 0.01
 
 
 def greedy_text(model: GPTModel, tokens: Tensor, count: int) -> list[list[int]]:

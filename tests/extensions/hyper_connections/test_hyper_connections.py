@@ -30,8 +30,7 @@ from megatron.training.config.flags import with_fields
 from megatron.training.forward_backward import hidden_shape
 from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
 from tests.gpt_cases import FP64, GPT, model_of, packed_documents, random_batch
-from tests.pure import test_regions as regions
-from tests.pure.test_regions import compiles
+from tests.pure.test_regions import check_region, compiles
 
 STREAMS, MEAN = model_of("streams"), model_of("streams-mean")
 N, H = 3, STREAMS.hidden_size
@@ -245,9 +244,6 @@ def weighted_streams(x: Tensor, compiled: bool) -> Tensor:
     return MixFunction.apply(streams, post, res, read, compiled).flatten(-2)
 
 
-regions.REGIONS["streams"] = weighted_streams
-
-
 @compiles
 def test_the_compiled_regions_are_the_plain_ones() -> None:
-    regions.test_a_compiled_region_is_the_plain_one("streams")
+    check_region(weighted_streams)

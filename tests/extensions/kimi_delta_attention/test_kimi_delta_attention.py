@@ -10,22 +10,14 @@ from torch import Tensor
 
 from megatron.core.batch import Batch, BatchContext
 from megatron.core.compiled_regions import region
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoid_gated_norm
 from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import (
-    EXACT,
-    check_chunks,
-    check_recomputation_and_documents,
-    delta_operands,
-    weighted,
-)
-from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
-from tests.pure import test_regions as regions
-from tests.pure.test_regions import compiles
+from tests.extensions.recurrences import EXACT, ModelTests, check_chunks, check_strong_decay, delta_operands, weighted
+from tests.gpt_cases import FP64, model_of
+from tests.pure.test_regions import check_region, compiles
 
 KIMI = model_of("kimi-delta")
 
@@ -37,7 +29,7 @@ operands = partial(delta_operands, 3, (3, 5))
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 24), (70, 64)])
 def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
     """Chunks of one block and of several, some of them not whole."""
-    check_chunks(operands(length), chunk, packed)
+    check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
 
 def test_recurrence() -> None:
@@ -56,35 +48,13 @@ def test_recurrence() -> None:
 
 
 def test_strong_decay_is_no_overflow() -> None:
-    """A chunk, and a block, over which the state decays by more than the largest number."""
-    *tokens, state = operands(64, torch.float32, decay=40.0)
-    found, expected = (f(*tokens, None, state) for f in (gated_delta_chunks, gated_delta_steps))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert all(x.isfinite().all() for x in torch.autograd.grad(weighted(found), tokens))
+    """Of a chunk, and of a block."""
+    check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_recomputation_and_packed_documents(packed: bool) -> None:
-    check_recomputation_and_documents(KIMI, packed)
-
-
-@pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
-def test_generation(lengths: tuple[int, ...]) -> None:
-    """States and last inputs of the convolution are cached, nothing for each token: the logits of the whole text."""
-    model, tokens = GPTModel(KIMI, FP64).eval(), random_batch(KIMI).tokens
-    found, cache = logits_in_parts(model, tokens, lengths)
-    torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
-    assert cache._states.keys() == {0, 3} and cache._layers.keys() == {2}
-    before, state = cache._states[0]
-    assert before.shape == (3, 2, 8, 15) and state.shape == (3, 8, 5, 5)
-
-
-def test_half_precision_follows_single() -> None:
-    losses = [
-        GPTModel(KIMI, parallel)(None, random_batch(KIMI)).item()
-        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
-    ]
-    assert abs(losses[0] / losses[1] - 1) < 0.01
+class TestModel(ModelTests):
+    config = KIMI
+    cached = ((3, 2, 8, 15), (3, 8, 5, 5))
 
 
 def test_layer_of_kimi_linear() -> None:
@@ -138,9 +108,6 @@ def region_of_gates(x: Tensor, compiled: bool) -> Tensor:
     return region(sigmoid_gated_norm, compiled)(heads, heads * 2, torch.linspace(-1, 1, 4, dtype=x.dtype), 1e-5)
 
 
-regions.REGIONS["gates of Kimi Delta Attention"] = region_of_gates
-
-
 @compiles
 def test_the_compiled_region_is_the_plain_one() -> None:
-    regions.test_a_compiled_region_is_the_plain_one("gates of Kimi Delta Attention")
+    check_region(region_of_gates)

@@ -24,9 +24,8 @@ from tests.dist import test_collective_counts as counts
 from tests.dist.test_collective_counts import B, H, S, per_layer
 from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
 from tests.gpt_cases import LATENT
-from tests.pure import test_regions as regions
 from tests.pure.test_model_math import LLAMA, STYLES, shape
-from tests.pure.test_regions import ANGLES, compiles
+from tests.pure.test_regions import ANGLES, check_region, compiles
 
 DEEPSEEK: dict[str, Any] = {
     **LLAMA,
@@ -116,9 +115,6 @@ def latent_heads(x: Tensor, compiled: bool) -> Tensor:
     return torch.cat([part.flatten(2) for part in parts], -1)
 
 
-regions.REGIONS["heads of latents"] = latent_heads
-
-
 @compiles
 def test_the_compiled_region_is_the_plain_one() -> None:
-    regions.test_a_compiled_region_is_the_plain_one("heads of latents")
+    check_region(latent_heads)

@@ -10,21 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.batch import Batch, BatchContext
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.lightning_attention.lightning_attention import decay_rates
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 from tests.extensions import installed
-from tests.extensions.recurrences import check_greedy_text, check_recomputation_and_documents
-from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
+from tests.extensions.recurrences import ModelTests, check_greedy_text
+from tests.gpt_cases import FP64, model_of
 
 LIGHTNING = model_of("lightning")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_recomputation_and_packed_documents(packed: bool) -> None:
-    check_recomputation_and_documents(LIGHTNING, packed)
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -57,23 +51,9 @@ def test_rates() -> None:
     assert (last > 0).all() and torch.equal(last, further) and last.max() < 1e-4 < whole.min()
 
 
-@pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
-def test_generation(lengths: tuple[int, ...]) -> None:
-    """States are cached, and nothing for each token: the logits of the whole text."""
-    model, tokens = GPTModel(LIGHTNING, FP64).eval(), random_batch(LIGHTNING).tokens
-    found, cache = logits_in_parts(model, tokens, lengths)
-    torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
-    assert cache._states.keys() == {0, 3} and cache._layers.keys() == {2}
-    (state,) = cache._states[0]
-    assert state.shape == (3, 8, 4, 4)
-
-
-def test_half_precision_follows_single() -> None:
-    losses = [
-        GPTModel(LIGHTNING, parallel)(None, random_batch(LIGHTNING)).item()
-        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
-    ]
-    assert abs(losses[0] / losses[1] - 1) < 0.01
+class TestModel(ModelTests):
+    config = LIGHTNING
+    cached = ((3, 8, 4, 4),)
 
 
 @pytest.mark.skipif(not installed("normed_residual"), reason="normed_residual is deleted")

@@ -15,18 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.batch import Batch
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.linear_attention import gated_delta_net
-from megatron.extensions.linear_attention.gated_delta_net import short_convolution
+from megatron.extensions.linear_attention.gated_delta_net import gated_norm, short_convolution
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
-from tests.extensions.recurrences import check_chunks, delta_operands, documents, weighted
-from tests.gpt_cases import DELTA_NET, FP64, logits_in_parts, packed_documents, random_batch
-
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
-
+from megatron.extensions.planner.flops import model_flops
+from megatron.training.config.flags import with_fields
+from tests.extensions.recurrences import EXACT, ModelTests, check_chunks, check_strong_decay, delta_operands, documents
+from tests.gpt_cases import DELTA_NET, packed_documents, random_batch
+from tests.pure.test_model_math import DELTA_NET as LINEAR
+from tests.pure.test_model_math import LLAMA, shape
+from tests.pure.test_regions import check_region, compiles
 
 operands = partial(delta_operands, 2, (6,))
 
@@ -34,24 +37,11 @@ operands = partial(delta_operands, 2, (6,))
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 16), (70, 64)])
 def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
-    check_chunks(operands(length), chunk, packed)
+    check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
 
 def test_strong_decay_is_no_overflow() -> None:
-    """A chunk over which the state decays by more than the largest number."""
-    *tokens, state = operands(64, torch.float32, decay=40.0)
-    found, expected = (f(*tokens, None, state) for f in (gated_delta_chunks, gated_delta_steps))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert all(x.isfinite().all() for x in torch.autograd.grad(weighted(found), tokens))
-
-
-def test_documents_are_computed_apart() -> None:
-    *tokens, _ = operands(53)
-    whole, _ = gated_delta_chunks(*tokens, documents(53), chunk=16)
-    for sample, places in enumerate(((0, 3, 4, 15, 16, 17, 40, 53), (0, 5, 31, 32, 53))):
-        for start, stop in pairwise(places):
-            alone, _ = gated_delta_chunks(*(x[start:stop, sample : sample + 1] for x in tokens))
-            torch.testing.assert_close(whole[start:stop, sample : sample + 1], alone, **EXACT)
+    check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
 
 
 @pytest.mark.parametrize("rule", [gated_delta_chunks, gated_delta_steps])
@@ -96,16 +86,9 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
     torch.testing.assert_close((out, state), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_generation() -> None:
-    """States and last inputs of the convolution are cached, and nothing for each token: the logits of the whole text,
-    read in parts."""
-    model, tokens = GPTModel(DELTA_NET, FP64).eval(), random_batch(DELTA_NET).tokens
-    found, cache = logits_in_parts(model, tokens, (1, 6, 1, 3, 5))
-    expected = model.logits(None, Batch.of_tokens(tokens))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    before, state = cache._states[0]
-    assert cache._states.keys() == {0} and cache._layers.keys() == {1}
-    assert before.shape == (3, 2, 4, 2 * 6 + 2 * 5) and state.shape == (3, 8, 6, 5)
+class TestModel(ModelTests):
+    config = DELTA_NET
+    cached = ((3, 2, 4, 2 * 6 + 2 * 5), (3, 8, 6, 5))
 
 
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
@@ -186,3 +169,32 @@ def test_pattern() -> None:
     assert config.linear_pattern == (True, True, True, False) * 2
     assert [kind.linear for kind in config.layers] == ["gated_delta_net" if x else None for x in config.linear_pattern]
     assert [kind.rotation is None and kind.span.window is None for kind in config.layers] == [*config.linear_pattern]
+
+
+def test_flops_of_gated_delta_nets() -> None:
+    """Of two chunks of 64 tokens, per token: products of [64, 64] by [64, d] and those with the state, thrice; twice
+    the sums of decays, and the gradient of the solution. What the backward computes again does not count."""
+    config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR)
+    plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)
+    chunk, keys, heads, dk, dv = 64, 4, 8, 6, 5
+    products = 2 * keys * chunk * dk + heads * (2 * chunk * dv + chunk * dk + 3 * dk * dv)
+    projections = 32 * (keys * (2 * dk) + heads * (2 * dv + 2)) + heads * dv * 32 - 4 * 32 * 32
+    once = heads * (2 * chunk + chunk**2)
+    assert model_flops(config).matmul - model_flops(plain).matmul == 6 * (products + projections) + 2 * once
+    assert model_flops(config).attention == 0
+
+
+def delta_net(x: Tensor, compiled: bool) -> Tensor:
+    mixed, number = x.unflatten(-1, (2, 20)), torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]).t()
+    weights = torch.linspace(-1, 1, 2 * 16 * 3, dtype=x.dtype).view(2, 16, 3), *mixed[0, 0, :, 0:4].unbind()
+    operands = region(gated_delta_net.delta_operands, compiled)(
+        mixed[..., :16], mixed[..., 16:18].flatten(2), mixed[..., 18:].flatten(2), *weights, (4, 4), number, None
+    )
+    q, k, v, g, beta = operands[0]
+    out = region(gated_norm, compiled)(v, v * 2, weights[1], 1e-5)
+    return torch.cat([part.flatten(2) for part in (q, k, g, beta, out)], -1)
+
+
+@compiles
+def test_the_compiled_region_is_the_plain_one() -> None:
+    check_region(delta_net)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.batch import Batch
 from megatron.core.compiled_regions import region
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hybrid_layers.flags import HybridConfig
@@ -25,16 +22,9 @@ from megatron.extensions.mamba.mamba2 import gated_group_norm, mamba_operands
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import (
-    EXACT,
-    check_recomputation_and_documents,
-    documents,
-    greedy_text,
-    weighted,
-)
-from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
-from tests.pure import test_regions as regions
-from tests.pure.test_regions import compiles
+from tests.extensions.recurrences import ModelTests, check_chunks, check_strong_decay, greedy_text
+from tests.gpt_cases import FP64, model_of, random_batch
+from tests.pure.test_regions import check_region, compiles
 
 MAMBA = model_of("mamba")
 
@@ -54,31 +44,11 @@ def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 16), (70, 64)])
 def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
-    *tokens, state = operands(length)
-    number = documents(length) if packed else None
-    expected = ssd_steps(*tokens, number, state)
-    found = ssd_chunks(*tokens, number, state, chunk)
-    torch.testing.assert_close(found, expected, **EXACT)
-    gradients = [torch.autograd.grad(weighted(results), [*tokens, state]) for results in (found, expected)]
-    torch.testing.assert_close(*gradients, **EXACT)
+    check_chunks(ssd_chunks, ssd_steps, operands(length), chunk, packed)
 
 
 def test_strong_decay_is_no_overflow() -> None:
-    """A chunk over which the state decays by more than the largest number."""
-    *tokens, state = operands(64, torch.float32, decay=40.0)
-    found, expected = (f(*tokens, None, state) for f in (ssd_chunks, ssd_steps))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert all(x.isfinite().all() for x in torch.autograd.grad(weighted(found), tokens))
-
-
-def test_documents_are_computed_apart() -> None:
-    x, dt, a, B, C, _ = operands(53)
-    whole, _ = ssd_chunks(x, dt, a, B, C, documents(53), chunk=16)
-    for sample, places in enumerate(((0, 3, 4, 15, 16, 17, 40, 53), (0, 5, 31, 32, 53))):
-        for start, stop in pairwise(places):
-            part = slice(start, stop), slice(sample, sample + 1)
-            alone, _ = ssd_chunks(x[part], dt[part], a, B[part], C[part])
-            torch.testing.assert_close(whole[part], alone, **EXACT)
+    check_strong_decay(ssd_chunks, ssd_steps, operands(64, torch.float32, decay=40.0))
 
 
 def test_sixteen_bits_are_computed_in_fp32() -> None:
@@ -88,21 +58,9 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
     torch.testing.assert_close(found, ssd_chunks(*(x.float() for x in rounded)))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_recomputation_and_packed_documents(packed: bool) -> None:
-    check_recomputation_and_documents(MAMBA, packed)
-
-
-@pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
-def test_generation(lengths: tuple[int, ...]) -> None:
-    """States and last inputs of the convolution are cached, and nothing for each token: the logits of the whole text,
-    read in parts."""
-    model, tokens = GPTModel(MAMBA, FP64).eval(), random_batch(MAMBA).tokens
-    found, cache = logits_in_parts(model, tokens, lengths)
-    torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
-    assert cache._states.keys() == {0, 3} and cache._layers.keys() == {2}
-    before, state = cache._states[0]
-    assert before.shape == (3, 2, 4, 2 * 5 + 2 * 6) and state.shape == (3, 8, 6, 5)
+class TestModel(ModelTests):
+    config = MAMBA
+    cached = ((3, 2, 4, 2 * 5 + 2 * 6), (3, 8, 6, 5))
 
 
 def test_initial_values() -> None:
@@ -113,14 +71,6 @@ def test_initial_values() -> None:
     assert 1e-3 < steps.min() < 1.2e-3 and 0.08 < steps.max() < 0.1 and 0.007 < steps.log().mean().exp() < 0.014
     assert 1 < decay.min() < 1.2 and 15.5 < decay.max() < 16
     assert (mixer.d == 1).all() and (mixer.norm == 1).all()
-
-
-def test_half_precision_follows_single() -> None:
-    losses = [
-        GPTModel(MAMBA, parallel)(None, random_batch(MAMBA)).item()
-        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
-    ]
-    assert abs(losses[0] / losses[1] - 1) < 0.01
 
 
 class ExactTorch:
@@ -264,12 +214,9 @@ def region_of_mamba(x: Tensor, compiled: bool) -> Tensor:
     return torch.cat([part.flatten(2) for part in (*operands, out)], -1)
 
 
-regions.REGIONS["mamba"] = region_of_mamba
-
-
 @compiles
 def test_the_compiled_region_is_the_plain_one() -> None:
-    regions.test_a_compiled_region_is_the_plain_one("mamba")
+    check_region(region_of_mamba)
 
 
 def test_parameters_of_nemotron_h_8b() -> None:

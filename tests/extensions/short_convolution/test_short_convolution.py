@@ -10,23 +10,16 @@ from torch import Tensor
 
 from megatron.core.batch import Batch, BatchContext
 from megatron.core.compiled_regions import region
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.short_convolution.short_convolution import convolved
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import check_greedy_text, check_recomputation_and_documents
-from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
-from tests.pure import test_regions as regions
-from tests.pure.test_regions import compiles
+from tests.extensions.recurrences import ModelTests, check_greedy_text
+from tests.gpt_cases import FP64, model_of
+from tests.pure.test_regions import check_region, compiles
 
 CONVOLUTION = model_of("convolution")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_recomputation_and_packed_documents(packed: bool) -> None:
-    check_recomputation_and_documents(CONVOLUTION, packed)
 
 
 def test_formula() -> None:
@@ -40,23 +33,9 @@ def test_formula() -> None:
     torch.testing.assert_close(mixer(x, context), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
-def test_generation(lengths: tuple[int, ...]) -> None:
-    """The last inputs of the convolution are cached, and nothing for each token: the logits of the whole text."""
-    model, tokens = GPTModel(CONVOLUTION, FP64).eval(), random_batch(CONVOLUTION).tokens
-    found, cache = logits_in_parts(model, tokens, lengths)
-    torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
-    assert cache._states.keys() == {0, 3} and cache._layers.keys() == {2}
-    (last,) = cache._states[0]
-    assert last.shape == (3, 2, 32)
-
-
-def test_half_precision_follows_single() -> None:
-    losses = [
-        GPTModel(CONVOLUTION, parallel)(None, random_batch(CONVOLUTION)).item()
-        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
-    ]
-    assert abs(losses[0] / losses[1] - 1) < 0.01
+class TestModel(ModelTests):
+    config = CONVOLUTION
+    cached = ((3, 2, 32),)
 
 
 def test_greedy_text_of_lfm2() -> None:
@@ -92,9 +71,6 @@ def region_of_convolution(x: Tensor, compiled: bool) -> Tensor:
     return region(convolved, compiled)(x, weight, weight[:, 0, 1], number, None)[0]
 
 
-regions.REGIONS["convolution"] = region_of_convolution
-
-
 @compiles
 def test_the_compiled_region_is_the_plain_one() -> None:
-    regions.test_a_compiled_region_is_the_plain_one("convolution")
+    check_region(region_of_convolution)
