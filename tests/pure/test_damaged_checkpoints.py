@@ -101,11 +101,11 @@ def test_every_flipped_bit_counts(root: Path) -> None:
     assert load(root) == (30, [])
 
 
-@pytest.mark.parametrize("text", [None, "", "\n", "garbage", "30.5", "9" * 5000])
-def test_without_a_readable_latest_the_newest_is_taken(root: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", [None, b"", b"\n", b"garbage", b"\x93\xff\x00", b"30.5", b"9" * 5000])
+def test_without_a_readable_latest_the_newest_is_taken(root: Path, text: bytes | None) -> None:
     (root / LATEST).unlink()
     if text is not None:
-        (root / LATEST).write_text(text)
+        (root / LATEST).write_bytes(text)
     loaded, lines = load(root)
     assert loaded == 30 and len(lines) == 1 and "taken as the latest: 30" in lines[0] and LATEST in lines[0]
 

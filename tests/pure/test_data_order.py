@@ -1,6 +1,8 @@
-"""The order of samples: equal to Megatron-LM's on its own recordings, and to the rule written out on anything."""
+"""The order of samples: equal to Megatron-LM's on its own recordings, and to the rule written out on anything.
+A run that becomes longer takes each token of an epoch as an input once."""
 
 import json
+from collections import Counter
 from contextlib import contextmanager
 from itertools import pairwise
 from math import ceil
@@ -14,7 +16,10 @@ from hypothesis import strategies as st
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import indices
 from megatron.core.datasets.build import build_datasets
+from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, TextDataset
+from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.source_order import SourceOrder
 from tests.corpus import write_documents
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"
@@ -240,3 +245,34 @@ def test_other_tokens_of_the_same_lengths_have_another_fingerprint(tmp_path):
 
 def test_a_split_in_quotes() -> None:
     assert indices.parse_split("'949,50,1'") == indices.parse_split("949,50,1") == indices.parse_split("949/50/1")
+
+
+def source_of_lengths(folder: Path, lengths: list[int]) -> IndexedDataset:
+    """Documents of so many tokens; every token has an id of its own."""
+    ends = np.cumsum(lengths)
+    documents = map(np.arange, ends - lengths, ends)
+    return IndexedDataset(write_documents(folder / "x", documents, "<i4"))
+
+
+def order_of(indexed: IndexedDataset, folder: Path) -> SourceOrder:
+    return SourceOrder(indexed, range(len(indexed)), seed=3, split="train", cache=IndexCache(str(folder / "c"), ""))
+
+
+def inputs(view: TextDataset, samples: int) -> list[int]:
+    return [token for number in range(samples) for token in view.text(number)[:-1].tolist()]
+
+
+def test_a_longer_plan_keeps_the_order_and_goes_on_behind_it(tmp_path: Path) -> None:
+    indexed = source_of_lengths(tmp_path, [7, 30, 11, 2, 50])
+    begun = order_of(indexed, tmp_path).view(SampleFormat(4), [30])
+    megatron = GPTDataset(indexed, range(5), 30, SampleFormat(4), seed=3, cache=IndexCache(str(tmp_path / "c"), ""))
+    assert isinstance(begun, GPTDataset) and begun.fingerprint == megatron.fingerprint
+    alone = order_of(indexed, tmp_path).view(SampleFormat(4), [90])
+    assert inputs(alone, 30) != inputs(begun, 30), "Megatron-LM's order depends on the number of samples"
+    longer = order_of(indexed, tmp_path).view(SampleFormat(4), [30, 40, 90])
+    assert inputs(longer, len(begun)) == inputs(begun, len(begun)) and len(longer) >= 90
+    again = order_of(indexed, tmp_path).view(SampleFormat(4), [30, 90, 70])
+    assert inputs(again, len(begun)) == inputs(begun, len(begun))
+    # All but the end of each segment is taken as often: 100 tokens, 24 or 49 samples of 4.
+    counts = Counter(inputs(longer, len(longer)))
+    assert set(counts.values()) <= {len(inputs(longer, len(longer))) // 100 + n for n in (-1, 0, 1)}

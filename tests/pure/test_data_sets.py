@@ -1,4 +1,5 @@
-"""Datasets of a run: what a sample holds, which mistakes are named, and the index files that processes share."""
+"""Datasets of a run: what a sample holds, which mistakes are named, shares of documents, and the index files that
+processes share."""
 
 import os
 import re
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.datasets.build import Demands, build_datasets, parse_blend
+from megatron.core.datasets.build import Demands, build_datasets, parse_blend, split_share
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
 from megatron.core.datasets.source_order import split_tokens
@@ -290,3 +291,18 @@ def test_mock_tokens_stay_in_the_vocabulary_and_can_be_learnt(vocab_size, eod):
     np.add.at(counts, (texts[:100, :-1], texts[:100, 1:]), 1)
     guess = counts.argmax(1)
     assert (guess[texts[100:, :-1]] == texts[100:, 1:]).mean() > 0.85
+
+
+def test_a_share_of_the_documents(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "d", [[number] * 8 for number in range(10)])
+    sizes = (None, None, None)
+    data = DatasetConfig(train_data_path=(f"{prefix}@0:0.6",), valid_data_path=(f"{prefix}@0.6:1",))
+    found = build_datasets(data, seq_length=4, seed=1, sizes=sizes)
+    assert found.train is not None and found.valid is not None
+    tokens = [{int(t) for n in range(len(each)) for t in each[n]["tokens"]} for each in (found.train, found.valid)]
+    assert tokens[0] <= set(range(6)) and tokens[1] <= set(range(6, 10)) and all(tokens)
+    assert split_share("a.b") == ("a.b", None)
+    with pytest.raises(ValueError, match="0 <= START < END <= 1"):
+        split_share("a@0.5:0.5")
+    with pytest.raises(ValueError, match="cannot be divided by --split"):
+        build_datasets(DatasetConfig(data_path=(f"{prefix}@0:0.5",)), seq_length=4, seed=1, sizes=sizes)

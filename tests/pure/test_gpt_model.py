@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.attention.core_attention import alibi_slopes
 from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.embedding import rounded
@@ -16,6 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recompute_segments
+from megatron.core.transformer.rotary import RotaryEmbedding
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, random_batch, token_losses, with_dropout
 from tests.harness import tp_context
 
@@ -25,27 +27,6 @@ def loss_and_gradients(model: GPTModel, batch: Batch) -> tuple[Tensor, dict[str,
     loss = model(None, batch)
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, (parameter, _) in model.named_metas().items()}
-
-
-@pytest.mark.parametrize("style", ["gpt", "llama"])
-def test_stages_in_a_row_are_the_whole_model(style: str) -> None:
-    config = with_dropout(replace(STYLES[style], num_layers=5))
-    batch = random_batch(config)
-    whole = loss_and_gradients(GPTModel(config, FP64), batch)
-    cuts = [(0, 1), (1, 1), (1, 4), (4, 5)]
-    stages = [GPTModel(config, FP64, layers=range(*cut), first=cut is cuts[0], last=cut is cuts[-1]) for cut in cuts]
-    hidden = None
-    for stage in stages:
-        hidden = stage(hidden, batch)
-    assert hidden is not None
-    hidden.backward()
-    gradients: dict[str, Tensor] = {}
-    for stage in stages:
-        for name, (parameter, _) in stage.named_metas().items():
-            gradients[name] = gradients.get(name, 0) + parameter.grad
-    assert torch.equal(hidden, whole[0])
-    for name, grad in whole[1].items():
-        torch.testing.assert_close(gradients[name], grad, rtol=1e-12, atol=1e-14)
 
 
 def test_recompute_segments_cover_every_layer_once() -> None:
@@ -151,3 +132,26 @@ def test_word_embeddings_are_scaled_in_the_models_precision() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for hidden in (32, 2048, 3072):
             assert rounded(sqrt(hidden), dtype) == float(torch.tensor(sqrt(hidden), dtype=dtype)), (dtype, hidden)
+
+
+CPU = torch.device("cpu")
+ROPE = replace(LLAMA, hidden_size=64, kv_channels=8)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_interpolated_positions_are_divided(scaled: bool) -> None:
+    """Position 4i under a factor of 4 is position i, also where Llama 3.1 scales frequencies."""
+    config = replace(ROPE, use_rope_scaling=scaled, rope_scaling_original_max_position_embeddings=16)
+    at = torch.arange(6)
+    longer = replace(config, rotary_seq_len_interpolation_factor=4)
+    plain = RotaryEmbedding(config, CPU, torch.float64, config.rotation)(at)
+    stretched = RotaryEmbedding(longer, CPU, torch.float64, config.rotation)(4 * at)
+    for one, other in zip(plain, stretched, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 14, 16, 71, 112])
+def test_slopes_are_those_of_bloom(heads: int) -> None:
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    theirs = bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs, rtol=2e-6, atol=0)

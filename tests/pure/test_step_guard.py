@@ -1,4 +1,4 @@
-"""Which overflows are those of fp16's loss scale."""
+"""The dynamic loss scale, step by step, and which overflows are its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.core.optimizer.grad_scaler import DynamicLossScaler, build_loss_scaler
 from megatron.training.step_guard import is_nan
 
 
@@ -27,3 +29,40 @@ def test_an_overflow_that_a_lower_loss_scale_mends_is_no_nan(
     result = StepResult(values, 2.0, can_fall)
     assert is_nan(result) is nan
     assert result.skipped is overflow
+
+
+def feed(scaler, overflows):
+    scales = []
+    for overflow in overflows:
+        scaler.update(bool(overflow))
+        scales.append(scaler.scale)
+    return scales
+
+
+def test_hysteresis_forgives_once_then_each_overflow_halves():
+    scaler = DynamicLossScaler(1024.0, 1.0, window=3, hysteresis=2)
+    assert feed(scaler, [1, 1, 1]) == [1024, 512, 256]
+
+
+def test_good_steps_do_not_restore_the_allowance_before_the_window_is_full():
+    scaler = DynamicLossScaler(1024.0, 1.0, window=3, hysteresis=2)
+    assert feed(scaler, [1, 0, 0, 1, 0, 0, 0, 1, 1]) == [1024, 1024, 1024, 512, 512, 512, 1024, 1024, 512]
+
+
+def test_scale_stays_above_its_minimum():
+    assert feed(DynamicLossScaler(8.0, 4.0, window=9, hysteresis=1), [1, 1, 1]) == [4, 4, 4]
+
+
+def test_state_round_trip():
+    scaler = DynamicLossScaler(1024.0, 1.0, window=3, hysteresis=2)
+    feed(scaler, [1, 0, 0])
+    other = DynamicLossScaler(2.0, 1.0, window=3, hysteresis=2)
+    other.load_state_dict(scaler.state_dict())
+    assert feed(other, [0, 1, 1, 1]) == feed(scaler, [0, 1, 1, 1]) == [2048, 2048, 1024, 512]
+
+
+def test_which_scaler_a_run_gets():
+    assert build_loss_scaler(OptimizerConfig(), fp16=False).scale == 1.0
+    fixed = build_loss_scaler(OptimizerConfig(loss_scale=128.0), fp16=True)
+    assert feed(fixed, [1, 1, 1]) == [128, 128, 128]
+    assert build_loss_scaler(OptimizerConfig(), fp16=True).scale == 2.0**32

@@ -1,10 +1,12 @@
-"""Layers of one sublayer each: the model is that of layers with two, and patterns state stages and modules."""
+"""Flags whose value is a pattern of layers: what each layer is. Layers of one sublayer each:
+the model is that of layers with two, and patterns state stages and modules."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from megatron.core.config.layers import Span
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stages import pipeline_stages, stage_costs
 from megatron.training.config.arguments import parse_args
@@ -89,3 +91,24 @@ def test_windows_are_of_layers_with_attention() -> None:
     layers = config_of("--hybrid-layer-pattern *-*- --window-size 4 --position-embedding-type rope").model.layers
     assert [kind.span.window for kind in layers] == [4, None, 4, None]
     assert [kind.rotation is None for kind in layers] == [False, True, False, True]
+
+
+ROPE = "--num-layers 4 --position-embedding-type rope "
+
+
+def test_periods_are_those_of_megatron() -> None:
+    """Of N layers the last one has full attention, or no rotary embedding."""
+    model = config_of(f"{ROPE} --window-size 5 --window-attn-skip-freq 4 --no-rope-freq 2").model
+    assert [kind.span for kind in model.layers] == [Span(5)] * 3 + [Span()]
+    assert [kind.rotation is not None for kind in model.layers] == [True, False, True, False]
+
+
+def test_layers_with_a_window_may_have_another_base_without_scaling() -> None:
+    flags = "--window-size 5 --window-attn-skip-freq [0,1,1,0] --window-rotary-base 500"
+    rotations = [kind.rotation for kind in config_of(ROPE + flags).model.layers]
+    assert [(rotation.base, rotation.scaled) for rotation in rotations if rotation] == [
+        (10000.0, True),
+        (500.0, False),
+        (500.0, False),
+        (10000.0, True),
+    ]

@@ -17,7 +17,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.extensions.phases.file_phase import cut_anew, rest_of
 from tests.corpus import write_documents
-from tests.pure.test_source_order import inputs, order_of, source
+from tests.pure.test_data_order import inputs, order_of, source_of_lengths
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 40), st.integers(0, 40))
@@ -28,7 +28,7 @@ def test_the_rest_of_a_stream_is_what_no_sample_had(
     if sum(lengths) < 1:
         return
     folder = tmp_path_factory.mktemp("rest")
-    indexed, cache = source(folder, lengths), IndexCache(str(folder / "c"), "")
+    indexed, cache = source_of_lengths(folder, lengths), IndexCache(str(folder / "c"), "")
     whole = GPTDataset(indexed, range(len(indexed)), samples, SampleFormat(seq_length), seed=1, cache=cache)
     rest = rest_of(whole, min(taken, len(whole)), cache)
     tokens = Counter(
@@ -42,7 +42,7 @@ def test_the_rest_of_a_stream_is_what_no_sample_had(
 
 
 def test_a_source_goes_on_or_starts_anew_in_a_later_phase(tmp_path: Path) -> None:
-    indexed, format = source(tmp_path, [7, 30, 11, 2, 50]), SampleFormat(4)
+    indexed, format = source_of_lengths(tmp_path, [7, 30, 11, 2, 50]), SampleFormat(4)
     whole = order_of(indexed, tmp_path).view(format, [24])
     order = order_of(indexed, tmp_path)
     found = inputs(order.view(format, [24]), 10)
