@@ -48,8 +48,6 @@ def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
                 fc2.boundary = LOCAL
             case "partial norm gradient":
                 norm.weight.meta = replace(norm.weight.meta, partial_over=())
-            case "no input gradient reduction":
-                self.mlp.linear_fc1.boundary = LOCAL
             case "error":
                 self.mlp.activation = None  # type: ignore[assignment]
 
@@ -64,25 +62,13 @@ def test_layouts_agree(bugs: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no difference in " in out
 
 
-@pytest.mark.parametrize(
-    ("bug", "layout", "first"),
-    [
-        ("no all-reduce", "--tp 2 --pp 2", "step 1 activation decoder.layers.2"),
-        (
-            "partial norm gradient",
-            "--tp 2 --sequence-parallel --dp 2",
-            "step 1 gradient decoder.layers.2.pre_mlp_layernorm.weight",
-        ),
-        ("no input gradient reduction", "--tp 2", "step 1 gradient decoder.layers.2.pre_mlp_layernorm.bias"),
-    ],
-)
 def test_a_planted_bug_is_found(
-    bug: str, layout: str, first: str, bugs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bugs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(PLANT, bug)
-    assert compare("", layout) == 1
+    monkeypatch.setenv(PLANT, "no all-reduce")
+    assert compare("", "--tp 2 --pp 2") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert f"first difference: {first}" in lines
+    assert "first difference: step 1 activation decoder.layers.2" in lines
     assert any(line.startswith("  a ") for line in lines) and any("elements differ" in line for line in lines)
 
 

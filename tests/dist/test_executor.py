@@ -129,14 +129,13 @@ def note_who_adds(stages, executor) -> set[Kind]:
     return kinds
 
 
-CASES = [("1f1b", 1, 1, 3), ("1f1b", 3, 1, 2), ("1f1b", 4, 1, 8), ("gpipe", 2, 1, 20)]  # 20: more than may be in flight
-CASES += [("interleaved", 1, 2, 3), ("interleaved", 3, 2, 4), ("interleaved", 4, 2, 7), ("zb-h1", 1, 1, 2)]
-CASES += [("zb-h1", 3, 1, 7), ("zb-h2", 3, 1, 2), ("zb-h2", 4, 1, 8), ("zb-v", 2, 2, 1), ("zb-v", 4, 2, 7)]
+CASES = [("1f1b", 4, 1, 8), ("interleaved", 4, 2, 7), ("zb-h1", 3, 1, 7), ("zb-v", 4, 2, 7), ("zb-h2", 4, 1, 8)]
+CASES += [("1f1b", 1, 1, 3), ("gpipe", 2, 1, 20)]  # 20: more than may be in flight
 
 
 @pytest.mark.parametrize(
     ("schedule", "p", "v", "m", "lanes"),
-    [*((*case, False) for case in CASES), *((*case, True) for case in (CASES[2], CASES[5], CASES[8], CASES[12]))],
+    [*((*case, False) for case in CASES), *((*case, True) for case in CASES[:4])],
 )
 def test_losses_and_gradients_equal_one_process(schedule, p, v, m, lanes):
     """`lanes`: as under NCCL, four groups for what must not wait for each other."""

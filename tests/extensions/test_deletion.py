@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import re
 import shutil
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -24,11 +25,16 @@ RUN = (
     "--train-iters 3 --eval-iters 0 --num-workers 0"
 )
 
-# Run in the copy: prints the flags that --help all shows, what becomes of the flags given, and the losses of 3 steps.
+# Run in the copy: writes the flags that --help all shows, what becomes of the flags given, and the losses of 3 steps.
 TRIAL = """
-import io, json, sys
+import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 
+sys.path.insert(0, folder)
+os.chdir(folder)
+
+import megatron
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import command_line, parse_args
@@ -51,17 +57,21 @@ def losses(rank, world_size, flags):
         return [loss.tolist() for loss in run.interval.losses]
 
 
-run, given = json.loads(sys.argv[1])
+assert megatron.__path__ == [f"{folder}/megatron"]
 found = {"help": said("--help", "all"), "refused": {flag: said(*run, flag) for flag in given}}
-print(json.dumps(found | {"losses": run_world(4, losses, run)}))
+Path(answer).write_text(json.dumps(found | {"losses": run_world(4, losses, run)}))
 """
+SERVER = mp.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "torch._dynamo"])
 
 
 def tried(folder: Path, given: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-c", TRIAL, json.dumps([RUN.split(), given])]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    """In a process of its own, which has imported torch already, and nothing of this library."""
+    with TemporaryDirectory() as name, ProcessPoolExecutor(1, SERVER) as process:
+        answer = Path(name) / "answer"
+        told = {"folder": str(folder), "run": RUN.split(), "given": given, "answer": str(answer)}
+        process.submit(exec, TRIAL, told).result(HANG)
+        found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
 
@@ -72,7 +82,7 @@ def whole() -> dict[str, Any]:
 
 def without(name: str, folder: Path) -> set[str]:
     """Copies the library without an extension and those that need it. Returns their names."""
-    shutil.copytree(ROOT / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "megatron", folder / "megatron")  # compiled modules too, which times of change keep valid
     gone = {name}
     while more := {each.name for each in extensions.BUILT_IN if gone & set(each.needs)} - gone:
         gone |= more

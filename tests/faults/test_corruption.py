@@ -1,9 +1,9 @@
 """Damaged checkpoints of a run that resumes: what is said, what is loaded, and how it ends. And a full disk.
 
-A run of two processes (TP2) saves at iterations 2, 4 and 6 and is then stopped. For each kind of damage the same
-command goes on from a damaged copy to iteration 8; where it comes there, its last checkpoint is compared with that of
-an undisturbed run, bit for bit. A limit on the size of files stands for a full disk. test_damaged_checkpoints.py
-damages files one by one.
+A run of two processes (TP2) saves at iterations 2, 4 and 6 and is then stopped. The same command goes on from a copy
+of which the two newest checkpoints are damaged to iteration 8, and its last checkpoint is compared with that of an
+undisturbed run, bit for bit. A limit on the size of files stands for a full disk. test_damaged_checkpoints.py damages
+files in every way.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
-from megatron.core.dist_checkpointing.storage import INDEX
 from megatron.core.parallel_state import Axis
 from megatron.training import training
 from tests.forked import run_forked
-from tests.pure.test_damaged_checkpoints import flip, truncate
+from tests.pure.test_damaged_checkpoints import flip
 from tests.tiny import TINY
 from tools.inspect_checkpoint import differences
 
@@ -52,41 +49,15 @@ def assert_same_end(save: Path, whole: Path) -> None:
     assert not differences(one, other)
 
 
-TENSORS = "__0_0.distcp"
-NEWEST = "iter_0000006"
-DAMAGE: dict[str, tuple[Callable[[Path], object], int | None]] = {
-    "none": (lambda save: None, 6),
-    "a flipped bit in a tensor file": (lambda save: flip(save / NEWEST / TENSORS), 4),
-    "a flipped bit in the index": (lambda save: flip(save / NEWEST / INDEX), 4),
-    "a flipped bit in the metadata": (lambda save: flip(save / NEWEST / METADATA), 4),
-    "a flipped bit in the manifest": (lambda save: flip(save / NEWEST / MANIFEST), 4),
-    "a truncated tensor file": (lambda save: truncate(save / NEWEST / TENSORS), 4),
-    "a missing tensor file": (lambda save: (save / NEWEST / TENSORS).unlink(), 4),
-    "a missing manifest": (lambda save: (save / NEWEST / MANIFEST).unlink(), 4),
-    "a missing checkpoint": (lambda save: shutil.rmtree(save / NEWEST), 4),
-    "the two newest damaged": (lambda save: [flip(save / f"iter_000000{n}" / TENSORS) for n in (4, 6)], 2),
-    "an empty `latest`": (lambda save: (save / LATEST).write_text(""), 6),
-    "garbage in `latest`": (lambda save: (save / LATEST).write_bytes(b"\x93\xff\x00garbage"), 6),
-    "a missing `latest`": (lambda save: (save / LATEST).unlink(), 6),
-    "a number in `latest` that there is not": (lambda save: (save / LATEST).write_text("700"), 6),
-    "all damaged": (lambda save: [flip(folder / TENSORS) for folder in save.glob("iter_*")], None),
-}
-"""Damage -> what does it, and the iteration that the run has to go on from; None: it has to stop."""
-
-
-@pytest.mark.grid("damage", ["the two newest damaged"], list(DAMAGE))
-def test_a_run_resumes_from_the_newest_whole_checkpoint(runs: tuple[Path, Path], damage: str, tmp_path: Path) -> None:
-    (base, whole), (inflict, expected) = runs, DAMAGE[damage]
-    save = tmp_path / "save"
+def test_a_run_resumes_from_the_newest_whole_checkpoint(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    (base, whole), save = runs, tmp_path / "save"
     shutil.copytree(base, save)
-    inflict(save)
-    text = train(save, code=2 if expected is None else 0)
-    assert bool(SAID.search(text)) == (damage != "none")
-    if expected is not None:
-        assert f"loaded checkpoint of iteration {expected} " in text
-        assert_same_end(save, whole)
-    if damage == "the two newest damaged":
-        assert all(text.count(f"skipped checkpoint {save}/iter_000000{number}") == 1 for number in (4, 6))
+    for number in (4, 6):
+        flip(save / f"iter_000000{number}" / "__0_0.distcp")
+    text = train(save)
+    assert "loaded checkpoint of iteration 2 " in text
+    assert_same_end(save, whole)
+    assert all(text.count(f"skipped checkpoint {save}/iter_000000{number}") == 1 for number in (4, 6))
 
 
 def test_a_full_disk(runs: tuple[Path, Path], tmp_path: Path) -> None:

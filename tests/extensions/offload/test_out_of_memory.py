@@ -11,7 +11,7 @@ from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.out_of_memory import flags_of, planned_memory, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from tests.extensions.planner.test_out_of_memory import MODEL, planned, report
+from tests.extensions.planner.test_out_of_memory import MODEL, measured_once, planned, report  # noqa: F401 (a fixture)
 
 
 def test_offload_of_activations_is_named_before_recomputation_of_layers() -> None:
