@@ -63,6 +63,9 @@ class LinearAttentionFacts(MixerFacts):
     attends: bool = False
     """Whether it is the model's attention with something added, whose flags and positions it has."""
 
+    of_layer: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
+    """(model's configuration, layer) -> fields of the layer's `LayerKind` that the model's flags do not state."""
+
 
 @dataclass(frozen=True)
 class AttentionFacts(MixerFacts):

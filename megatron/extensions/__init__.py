@@ -104,7 +104,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn(
         "sparse_attention",
-        "DeepSeek sparse attention (DSA), as in DeepSeek-V3.2.",
+        "DeepSeek sparse attention (DSA), as in DeepSeek-V3.2, and compressed attention, as in DeepSeek-V4.",
         needs=("context_parallel", "hybrid_layers", "latent_attention"),
     ),
     BuiltIn(

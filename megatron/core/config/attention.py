@@ -85,7 +85,7 @@ class RotaryConfig:
     )
     """YaRN: leave the bounds of the pairs of channels between both unrounded, as gpt-oss does."""
 
-    mscale: float = flag(1.0, no_effect_without=YARN)
+    mscale: float = flag(1.0, at_least=0, no_effect_without=YARN)
     """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
 
     mscale_all_dim: float = flag(0.0, no_effect_without=YARN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -136,13 +136,15 @@ def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bo
     return tuple(item == 1 for item in _for_each_layer(value, num_layers, "a 0 or 1", lambda item: item in (0, 1)))
 
 
-def layer_numbers(text: str, num_layers: int) -> tuple[int, ...]:
-    """Parses a list of numbers above 0, one for each layer, such as "([64]*3+[96]*9)". Raises ValueError if the text is
-    not legal."""
+def layer_numbers(text: str, num_layers: int | None, least: int = 1) -> tuple[int, ...]:
+    """Parses a list of numbers above 0, or from 0 on if that is `least`, one for each layer, such as "([64]*3+[96]*9)";
+    any number of them without `num_layers`. Raises ValueError if the text is not legal."""
     value = _value_of(text, "is not a list of numbers")
     if isinstance(value, int):
-        raise ValueError(f"{value} must be a list with a number for each of {num_layers} layers")
-    return _for_each_layer(value, num_layers, "a number above 0", lambda item: item > 0)
+        raise ValueError(f"{value} must be a list with a number for each of {num_layers or 'the'} layers")
+    what = "a number above 0" if least else "a number, at least 0,"
+    count = len(value) if num_layers is None else num_layers
+    return _for_each_layer(value, count, what, lambda item: item >= least)
 
 
 def each(layer: int, period: int) -> bool:
@@ -231,7 +233,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         sublayers = as_last(
             tuple(with_attention(variant if linear else None, True, experts) for experts, linear in whole)
         )
-    return tuple(
+    kinds = (
         LayerKind(**vars(parts), own=_own_width(config, parts, ffn))
         if not parts.attends
         else LayerKind(
@@ -249,6 +251,10 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             as_last(config.ffn_sizes),
             strict=True,
         )
+    )
+    return tuple(
+        replace(kind, **LINEAR_ATTENTIONS.facts(kind.linear).of_layer(config, number)) if kind.linear else kind
+        for number, kind in enumerate(kinds)
     )
 
 

@@ -27,18 +27,18 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
     if config.use_rope_scaling:
         frequencies = _scale_frequencies(frequencies, config)
     if config.yarn:
-        frequencies = _yarn_frequencies(frequencies, channels, config)
+        frequencies = _yarn_frequencies(frequencies, channels, rotation.base, config)
     return frequencies / (config.rotary_seq_len_interpolation_factor or 1.0)
 
 
-def _yarn_frequencies(frequencies: Tensor, channels: int, config: TransformerConfig) -> Tensor:
+def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: TransformerConfig) -> Tensor:
     """Divides slow frequencies by the scaling factor, keeps fast ones, and blends linearly over the pairs in between
     (YaRN, arXiv:2309.00071, section 3.2). The bounds are rounded to pairs, as in most published models, or not."""
 
     def pair(rotations: float) -> float:
         """The pair, as a real number, that makes this many rotations over the original context length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
-        return channels * math.log(wavelengths) / (2 * math.log(config.rotary_base))
+        return channels * math.log(wavelengths) / (2 * math.log(base))
 
     first, last = pair(config.beta_fast), pair(config.beta_slow)
     if config.yarn_correction_range_round_to_int:

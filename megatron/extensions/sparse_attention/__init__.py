@@ -1,8 +1,12 @@
 """DeepSeek sparse attention (DSA) of DeepSeek-V3.2 and GLM-5: an indexer selects the keys that each query sees.
+Compressed attention of DeepSeek-V4 (CSA and HCA): queries see the last tokens, and keys made of several earlier ones.
 
 Flags: --experimental-attention-variant dsa, on top of --multi-latent-attention, or D in --hybrid-layer-pattern. The
 indexer's shape is --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk, its loss
---dsa-indexer-loss-coeff and --dsa-indexer-use-sparse-loss.
+--dsa-indexer-loss-coeff and --dsa-indexer-use-sparse-loss. Compressed attention is
+--experimental-attention-variant dsv4_hybrid, with --csa-compress-ratios, --csa-window-size, --csa-compress-rotary-base,
+--o-groups and --o-lora-rank.
 
-Read first: `sparse_attention.py`, the module; `selection.py`, selection, attention and loss in chunks of queries.
+Read first: `sparse_attention.py`, the module; `selection.py`, selection, attention and loss in chunks of queries;
+`compressed_attention.py`, the module of DeepSeek-V4.
 """

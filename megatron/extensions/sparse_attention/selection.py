@@ -6,11 +6,17 @@ Attention is that of one key group whose values are the first channels of its ke
 attention that attends to latents. The loss of a token is KL(p, softmax(scores)), p being the mean over heads of
 attention's weights, over the selected keys or over all that the query could see (equations 3 and 4).
 
+Keys may be of several sets that share a softmax, as those of tokens and compressed ones of DeepSeek-V4. Then p is the
+part of attention's weights that selected keys have, divided by its sum.
+
 No more than a chunk of scores is in memory. Shapes: n queries of b samples, s keys, h heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.tiles import Spans
+from megatron.core.attention.varlen import sinks_grad
 from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.weight_grad import add_rows_
@@ -33,6 +40,8 @@ class Chunk(NamedTuple):
     rows: slice
     keys: int
     """Keys that some of them see: all before this position."""
+    first: int = 0
+    """The keys from this position on."""
 
     def moved(self, start: int) -> Chunk:
         """The same queries, their rows counted from `start`."""
@@ -48,7 +57,7 @@ class Queries(NamedTuple):
 
     def hidden(self, chunk: Chunk) -> Tensor:
         """[rows, 1 or b, keys] bool, true where a query could not see the key."""
-        keys = torch.arange(chunk.keys, device=self.last.device)
+        keys = torch.arange(chunk.first, chunk.keys, device=self.last.device)
         return (keys > self.last[chunk.rows, :, None]) | (keys < self.first[chunk.rows, :, None])
 
 
@@ -120,9 +129,10 @@ class Rows:
 
     def __init__(self, q: Tensor, k: Tensor, queries: Queries, chunk: Chunk, picked: Tensor | None) -> None:
         """q [n, b, h, w], k [s, b, w], picked [n, b, topk] or None for all keys"""
-        self.q, self.samples, self.keys, self.flat = q[chunk.rows], k.shape[1], chunk.keys, None
+        self.rows, self.q, self.samples = chunk.rows, q[chunk.rows], k.shape[1]
+        self.keys, self.flat = slice(chunk.first, chunk.keys), None
         if picked is None or chunk.keys <= picked.shape[-1]:
-            self.k, self.hidden = k[: chunk.keys], queries.hidden(chunk)
+            self.k, self.hidden = k[self.keys], queries.hidden(chunk)
         else:
             self.picked = picked[chunk.rows].long()
             sample = torch.arange(self.samples, device=k.device)[:, None]
@@ -149,13 +159,13 @@ class Rows:
             add_rows_(out.flatten(0, 1), self.flat.flatten(), (weights.mT @ rows).flatten(0, 2))
         else:
             both = (x.transpose(0, 1).flatten(1, 2) for x in (weights, rows))
-            out[: self.keys] += (next(both).mT @ next(both)).transpose(0, 1)
+            out[self.keys] += (next(both).mT @ next(both)).transpose(0, 1)
 
     def distribution(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """weights [rows, b, keys or topk] of what is attended to -> [rows, b, keys], and which keys are not."""
         if self.flat is None:
             return weights, self.hidden
-        shape, at = (*weights.shape[:2], self.keys), self.picked.clamp(min=0)
+        shape, at = (*weights.shape[:2], self.keys.stop), self.picked.clamp(min=0)
         seen = weights.new_zeros(shape).scatter_add_(-1, at, (self.picked >= 0).to(weights.dtype))
         return weights.new_zeros(shape).scatter_add_(-1, at, weights), seen == 0
 
@@ -165,48 +175,89 @@ class Rows:
         return (x.flatten(1, 2) @ matrices).unflatten(1, x.shape[1:3]).transpose(0, 1)
 
 
+class Keys(NamedTuple):
+    """How queries see a set of keys."""
+
+    queries: Queries
+    picked: Tensor | None = None
+    """[n, b, topk]; None for all keys."""
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
 class AttentionToSelected(torch.autograd.Function):
-    """q [n, b, h, w], k [s, b, w] whose first `width` channels are the values, picked [n, b, topk] or None for all keys
-    -> [n, b, h, width]. Saved are these, outputs and log-sum-exps. `note` is called with the largest scores [h]."""
+    """q [n, b, h, w], sinks [h] or None, a set of keys [s, b, w] for each of `seen`, whose first `width` channels are
+    values -> [n, b, h, width], and the log-sum-exps [n, b, h] of the scores of the first set and sinks. Saved are
+    operands, outputs and log-sum-exps. `note` is called with the largest scores [h]."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, picked: Tensor | None, queries: Queries, scale: float, width: int, note: Any
-    ) -> Tensor:
+        ctx: Any,
+        q: Tensor,
+        sinks: Tensor | None,
+        seen: tuple[Keys, ...],
+        scale: float,
+        width: int,
+        note: Any,
+        *k: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         out = q.new_empty(*q.shape[:3], width)
         lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for chunk in queries.chunks:
-            rows = Rows(q, k, queries, chunk, picked)
-            scores = rows.scores(scale)
+        of_first = torch.empty_like(lse)
+        for parts in _parts(q, k, seen):
+            found, at = [rows.scores(scale) for rows in parts], parts[0].rows
+            scores = joined(found)
             if note is not None:
                 note(scores.amax((0, 1, 3)))
-            lse[chunk.rows] = scores.logsumexp(-1)
-            weights = scores.sub_(lse[chunk.rows].unsqueeze(-1)).exp_().to(q.dtype)
-            out[chunk.rows] = rows.of_keys(weights, rows.k[..., :width])
-        ctx.save_for_backward(q, k, picked, out, lse, queries.first, queries.last)
-        ctx.settings = queries.chunks, scale, width
-        return out
+            of_first[at] = found[0].logsumexp(-1)
+            lse[at] = of_first[at] if len(found) == 1 else scores.logsumexp(-1)
+            if sinks is not None:
+                for each in (of_first, lse):
+                    each[at] = torch.logaddexp(each[at], sinks.to(lse.dtype))
+            weights = scores.sub_(lse[at].unsqueeze(-1)).exp_().to(q.dtype).split([x.shape[-1] for x in found], -1)
+            pairs = zip(parts, weights, strict=True)
+            out[at] = reduce(add, [rows.of_keys(of_rows, rows.k[..., :width]) for rows, of_rows in pairs])
+        picked, bounds = [each.picked for each in seen], [x for each in seen for x in each.queries[:2]]
+        ctx.save_for_backward(q, sinks, out, lse, *k, *picked, *bounds)
+        ctx.settings = [each.queries.chunks for each in seen], scale, width
+        ctx.mark_non_differentiable(of_first)
+        return out, of_first
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """With P the weights: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO."""
-        q, k, picked, out, lse, first, last = ctx.saved_tensors
-        chunks, scale, width = ctx.settings
-        queries, dq = Queries(first, last, chunks), torch.empty_like(q)
-        dk = torch.zeros(k.shape, dtype=lse.dtype, device=k.device)
-        for chunk in chunks:
-            rows, do = Rows(q, k, queries, chunk, picked), grad[chunk.rows]
-            with again():
-                weights = rows.scores(scale).sub_(lse[chunk.rows].unsqueeze(-1)).exp_()
-            delta = (do.to(lse.dtype) * out[chunk.rows].to(lse.dtype)).sum(-1, keepdim=True)
-            ds = rows.with_keys(do, rows.k[..., :width]).to(lse.dtype).sub_(delta).mul_(weights).mul_(scale).to(q.dtype)
-            dq[chunk.rows] = rows.of_keys(ds, rows.k)
-            values = torch.zeros_like(rows.q)
+        (q, sinks, out, lse, *more), (chunks, scale, width) = ctx.saved_tensors, ctx.settings
+        count = len(chunks)
+        k, picked, bounds = more[:count], more[count : 2 * count], more[2 * count :]
+        queries = [Queries(bounds[2 * at], bounds[2 * at + 1], each) for at, each in enumerate(chunks)]
+        dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
+        for parts in _parts(q, k, tuple(map(Keys, queries, picked))):
+            at = parts[0].rows
+            do, of_rows = grad[at], lse[at].unsqueeze(-1)
+            delta = (do.to(lse.dtype) * out[at].to(lse.dtype)).sum(-1, keepdim=True)
+            values = torch.zeros_like(parts[0].q)
             values[..., :width] = do
-            both = torch.cat((ds, weights.to(q.dtype)), dim=2), torch.cat((rows.q, values), dim=2)
-            rows.add_to_keys_(dk, *both)
-        return dq, dk.to(k.dtype), None, None, None, None, None
+            into, total = torch.cat((parts[0].q, values), dim=2), torch.zeros_like(parts[0].q)
+            for rows, of_keys in zip(parts, dk, strict=True):
+                with again():
+                    weights = rows.scores(scale).sub_(of_rows).exp_()
+                ds = rows.with_keys(do, rows.k[..., :width]).to(lse.dtype).sub_(delta)
+                ds = ds.mul_(weights).mul_(scale).to(q.dtype)
+                total += rows.of_keys(ds, rows.k)
+                rows.add_to_keys_(of_keys, torch.cat((ds, weights.to(q.dtype)), dim=2), into)
+            dq[at] = total
+        of_sinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
+        return dq, of_sinks, None, None, None, None, *(of.to(x.dtype) for of, x in zip(dk, k, strict=True))
+
+
+def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
+    """By chunk of queries, the rows of each set of keys."""
+    for chunks in zip(*(each.queries.chunks for each in seen), strict=True):
+        sets = zip(k, seen, chunks, strict=True)
+        yield [Rows(q, x, each.queries, chunk, each.picked) for x, each, chunk in sets]
 
 
 class Loss(NamedTuple):
@@ -221,9 +272,10 @@ class Loss(NamedTuple):
     scale: float
     heads: Axis
     """The ranks that have other heads."""
-    num_heads: int
     own: range
     """The rows that this rank's index has the queries of."""
+    beside: Tensor | None = None
+    """[n, b, h]: log-sum-exps of the scores of what else is attended to."""
 
 
 @torch.no_grad()
@@ -236,13 +288,19 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
     for chunk in loss.queries.chunks:
         rows = Rows(loss.q, loss.k, loss.queries, chunk, loss.picked)
         with again():
-            of_heads = rows.scores(loss.scale).softmax(-1).sum(2).contiguous().div_(loss.num_heads)
-        p, hidden = rows.distribution(all_reduce_(of_heads, loss.heads))
+            scores = rows.scores(loss.scale)
+            lse = scores.logsumexp(-1)
+            lse = lse if loss.beside is None else torch.logaddexp(lse, loss.beside[chunk.rows])
+            of_heads = scores.sub_(lse.unsqueeze(-1)).exp_().sum(2).contiguous()
+        of_heads = all_reduce_(of_heads, loss.heads)
+        of_heads.div_(of_heads.sum(-1, keepdim=True).clamp_(min=torch.finfo(wide).tiny))
+        p, hidden = rows.distribution(of_heads)
         if chunk.rows.start not in loss.own:
             continue
         mine = chunk.moved(loss.own.start)
         products = index_products(index, mine)
         logs = index_scores(index, mine, products).masked_fill(hidden, -torch.inf).log_softmax(-1)
+        logs.masked_fill_(hidden, -torch.inf)  # where a query sees no key, all are not a number
         total += (torch.xlogy(p, p) - p * logs.masked_fill(hidden, 0.0)).sum(dtype=torch.float64)
         g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # [b, rows, 1, keys]
         found.weights[mine.rows] = (products @ g.mT).squeeze(-1).transpose(0, 1)

@@ -11,6 +11,7 @@ whole sequence, whatever --cp-comm-type other layers have: both are narrow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from megatron.core.collectives import all_gather, all_gather_sequence, local_sli
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
 from megatron.core.tensor_parallel.parameters import sequence_partial
 from megatron.core.transformer.norm import LayerNorm
@@ -38,6 +40,7 @@ from megatron.extensions.sparse_attention.selection import (
     AttachLoss,
     AttentionToSelected,
     Index,
+    Keys,
     Loss,
     Queries,
     chunks_of,
@@ -82,11 +85,14 @@ class SparseLatents(NamedTuple):
 class SelectedKeys(CoreAttention):
     """Attention to the keys that the indexer selects, and the projection up to values."""
 
-    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, kv_rank: int) -> None:
-        super().__init__(name, config, ctx)
-        own, self.kv_rank, self.tp, self.layer = config.options(SparseAttentionFlags), kv_rank, ctx.tp, ctx.layer
+    def __init__(
+        self, name: str, config: TransformerConfig, ctx: TPContext, width: int, sinks: Sequence[ParamMeta] = ()
+    ) -> None:
+        """`width`: channels of keys that are values."""
+        super().__init__(name, config, ctx, sinks)
+        own, self.width, self.tp, self.layer = config.options(SparseAttentionFlags), width, ctx.tp, ctx.layer
         self.topk, self.coeff = own.dsa_indexer_topk, own.dsa_indexer_loss_coeff
-        self.sparse_loss, self.num_heads = own.dsa_indexer_use_sparse_loss, config.num_attention_heads
+        self.sparse_loss = own.dsa_indexer_use_sparse_loss
         self.rows = ctx.tp if ctx.sequence_parallel else Axis()
         """The ranks that have other rows of the indexer's operands."""
         self.kernel = self.varlen_kernel = TorchKernel(self.scale)
@@ -117,22 +123,48 @@ class SelectedKeys(CoreAttention):
         else:
             k, index_k = (from_rank_order(all_gather_sequence(x, self.cp), self.cp.size) for x in (k, index_k))
         queries = self._queries(q, k, index_q, None if cached is None else context.cache, context)
-        rows = len(index_q)
-        own = range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
-        index, picked = Index(index_q, index_k, index_weights), None
-        if max(chunk.keys for chunk in queries.chunks) > self.topk:
-            mine = tuple(chunk.moved(own.start) for chunk in queries.chunks if chunk.rows.start in own)
-            of_own = Queries(queries.first[own.start : own.stop], queries.last[own.start : own.stop], mine)
-            picked = all_gather(selected(index, of_own, self.topk), self.rows)
-        note = None if self.max_logits is None else self._note
-        out = AttentionToSelected.apply(q, k, picked, queries, self.scale, self.kv_rank, note)
-        if self.training:
-            trained = index_q.requires_grad and self.coeff > 0 and context.aux_scale is not None
-            of_loss = q.detach(), k.detach(), picked if self.sparse_loss else None, queries, self.scale
-            loss = Loss(*of_loss, self.tp, self.num_heads, own) if trained else None
-            scale = None if context.aux_scale is None else context.aux_scale * self.coeff
-            out = AttachLoss.apply(out, loss, scale, self.tally, *index)
+        index = Index(index_q, index_k, index_weights)
+        seen = Keys(queries, self._select(index, queries))
+        out, _ = self._attend(q, (seen,), k)
+        out = self._with_loss(out, index, q, k, seen, context)
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
+
+    def _attend(self, q: Tensor, seen: tuple[Keys, ...], *k: Tensor) -> tuple[Tensor, Tensor]:
+        note = None if self.max_logits is None else self._note
+        return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, note, *k)
+
+    def _own(self, index: Index) -> range:
+        """The rows that this rank's index has the queries of."""
+        rows = len(index.q)
+        return range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
+
+    def _select(self, index: Index, queries: Queries) -> Tensor | None:
+        """[n, b, topk] keys that each query sees; None where all see every earlier one."""
+        if max(chunk.keys for chunk in queries.chunks) <= self.topk:
+            return None
+        own = self._own(index)
+        mine = tuple(chunk.moved(own.start) for chunk in queries.chunks if chunk.rows.start in own)
+        of_own = Queries(queries.first[own.start : own.stop], queries.last[own.start : own.stop], mine)
+        return all_gather(selected(index, of_own, self.topk), self.rows)
+
+    def _with_loss(
+        self,
+        out: Tensor,
+        index: Index,
+        q: Tensor,
+        k: Tensor,
+        seen: Keys,
+        context: BatchContext,
+        beside: Tensor | None = None,
+    ) -> Tensor:
+        """`out`, whose backward adds the indexer's loss in training."""
+        if not self.training:
+            return out
+        trained = index.q.requires_grad and self.coeff > 0 and context.aux_scale is not None
+        of_loss = q.detach(), k.detach(), seen.picked if self.sparse_loss else None, seen.queries, self.scale
+        loss = Loss(*of_loss, self.tp, self._own(index), beside) if trained else None
+        scale = None if context.aux_scale is None else context.aux_scale * self.coeff
+        return AttachLoss.apply(out, loss, scale, self.tally, *index)
 
     def _queries(
         self, q: Tensor, k: Tensor, index_q: Tensor, cache: EarlierTokens | None, context: BatchContext

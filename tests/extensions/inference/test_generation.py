@@ -68,6 +68,7 @@ def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
         "gpt-oss",
         needs("latent_attention", "latent"),
         needs("sparse_attention", "sparse"),
+        needs("sparse_attention", "compressed"),
         needs("linear_attention", "delta-net"),
         needs("mamba", "mamba"),
         needs("short_convolution", "convolution"),

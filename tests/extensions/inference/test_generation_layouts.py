@@ -36,6 +36,7 @@ CASES: list[Any] = [
     ("gpt-oss", 2, {TP: 2, "sequence_parallel": True}),
     needs("latent_attention", "latent", 2, {TP: 2, "sequence_parallel": True}),
     needs("sparse_attention", "sparse", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
+    needs("sparse_attention", "compressed", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     needs("linear_attention", "delta-net", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     needs("mamba", "mamba", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     needs("short_convolution", "convolution", 4, {TP: 2, PP: 2, "sequence_parallel": True}),

@@ -1,0 +1,102 @@
+"""Rules of sparse and of compressed attention. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.parts import linear_format
+from megatron.extensions.latent_attention.flags import LatentAttentionFlags
+from megatron.extensions.sparse_attention.flags import (
+    COMPRESSED,
+    MLA,
+    CompressedAttentionFlags,
+    SparseAttentionFlags,
+    has_indexer,
+    listed_ratios,
+    ratios,
+)
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+
+VARIANT = "--experimental-attention-variant"
+
+
+def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with sparse attention."""
+    m, own, name = c.model, c.options(SparseAttentionFlags), "--experimental-attention-variant"
+    shown = "dsa" if m.experimental_attention_variant == "dsa" else None
+    name = name if shown else "D in --hybrid-layer-pattern"
+    if m.attention != MLA:
+        yield Problem(name, shown, "selects the latents of --multi-latent-attention", "add --multi-latent-attention")
+    for other, given, why in (
+        (f"--attention-dropout {m.attention_dropout:g}", m.attention_dropout, "it drops no weights"),
+        (f"--softmax-type {m.softmax_type}", m.softmax_type != "vanilla", "its rows have no sinks"),
+        (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "its scores have no cap"),
+        (f"--window-size {m.window_size}", m.window_size, "the indexer selects among all earlier keys"),
+        (
+            f"--attention-chunk-size {m.attention_chunk_size}",
+            m.attention_chunk_size,
+            "the indexer selects among all earlier keys",
+        ),
+        ("--fp8-format", linear_format(c.parallel), "it multiplies by weights of linear layers itself"),
+    ):
+        if given:
+            yield Problem.exclusive(name, shown, other, why)
+    if m.attention == MLA and own.dsa_indexer_head_dim < m.rotary_dim:
+        rule = f"must be at least the {m.rotary_dim} channels that --qk-pos-emb-head-dim rotates"
+        yield Problem("--dsa-indexer-head-dim", own.dsa_indexer_head_dim, rule, f"nearest: {m.rotary_dim}")
+
+
+def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Rules of a model with compressed attention."""
+    m, p, own, latent = c.model, c.parallel, c.options(CompressedAttentionFlags), c.options(LatentAttentionFlags)
+    text, ranks = own.csa_compress_ratios, p.tensor_model_parallel_size
+    if m.attention != MLA:
+        rule = "has the heads and the latent of queries of --multi-latent-attention"
+        yield Problem(VARIANT, COMPRESSED, rule, "add --multi-latent-attention")
+    if text is None:
+        rule, example = "needs a ratio of compression for each layer", f'"([4,128]*{m.num_layers // 2})"'
+        yield Problem(VARIANT, COMPRESSED, rule, f"add for example --csa-compress-ratios {example}")
+    else:
+        try:
+            ratios(m)
+            if (count := len(listed_ratios(c.model))) not in (m.num_layers, m.num_layers + m.mtp_depths):
+                rule = f"has {count} numbers for {m.num_layers} layers and {m.mtp_depths} modules of --mtp-num-layers"
+                yield Problem("--csa-compress-ratios", text, rule, "remove some")
+        except ValueError as error:
+            yield Problem("--csa-compress-ratios", text, str(error), "correct the list")
+    for other, given, why in (
+        (f"--attention-dropout {m.attention_dropout:g}", m.attention_dropout, "it drops no weights"),
+        (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "its scores have no cap"),
+        (f"--window-size {m.window_size}", m.window_size, "--csa-window-size is the window of all layers"),
+        (f"--attention-chunk-size {m.attention_chunk_size}", m.attention_chunk_size, "its layers have windows"),
+        (f"--linear-attention-freq {m.linear_attention_freq}", m.linear_attention_freq, "it is that of all layers"),
+        (f"--no-rope-freq {m.no_rope_freq}", m.no_rope_freq, "positions of compressed keys are rotations"),
+        ("--attention-temperature-coeff", m.attention_temperature_coeff, "its queries are normalized"),
+        ("--mla-scale-latents", latent.mla_scale_latents, "it has no latent of keys"),
+        ("--fp8-format", linear_format(p), "it multiplies by weights of linear layers itself"),
+        ("--qk-clip", any(getattr(each, "qk_clip", False) for each in c.extension_options), "norms bound its scores"),
+    ):
+        if given:
+            yield Problem.exclusive(VARIANT, COMPRESSED, other, why)
+    if latent.kv_lora_rank != LatentAttentionFlags.kv_lora_rank:
+        rule = f"has no effect with {VARIANT} {COMPRESSED}, whose keys have no latent"
+        yield Problem("--kv-lora-rank", latent.kv_lora_rank, rule, "remove it", harmless=True)
+    if m.attention != MLA:
+        return
+    if m.value_head_dim != m.head_dim:
+        rule = f"must be the {m.head_dim} channels of --qk-head-dim and --qk-pos-emb-head-dim: keys are values too"
+        yield Problem("--v-head-dim", m.value_head_dim, rule, f"use {m.head_dim}")
+    if m.yarn and m.rotary_scaling_factor > 1 and (m.mscale or m.mscale_all_dim):
+        rule = "scales rotations of keys, which are values too, and would not be undone"
+        yield Problem("--rotary-scaling-factor", m.rotary_scaling_factor, rule, "add --mscale 0 --mscale-all-dim 0")
+    width = c.options(SparseAttentionFlags).dsa_indexer_head_dim
+    if has_indexer(c) and width < latent.qk_pos_emb_head_dim:
+        rule = f"must be at least the {latent.qk_pos_emb_head_dim} channels of --qk-pos-emb-head-dim"
+        yield Problem("--dsa-indexer-head-dim", width, rule, f"nearest: {latent.qk_pos_emb_head_dim}")
+    if own.o_groups > 0 and m.num_attention_heads % own.o_groups:
+        rule = f"must divide --num-attention-heads {m.num_attention_heads}"
+        yield Problem("--o-groups", own.o_groups, rule, "use one of its divisors")
+    elif not divides(ranks, own.o_groups):
+        rule = f"must be a multiple of --tensor-model-parallel-size {ranks}, whose ranks share the groups"
+        yield Problem("--o-groups", own.o_groups, rule, multiples(own.o_groups, max(ranks, 1)))
