@@ -66,6 +66,9 @@ class LinearAttentionFacts(MixerFacts):
     of_layer: Callable[[Any, int], dict[str, Any]] = lambda config, number: {}
     """(model's configuration, layer) -> fields of the layer's `LayerKind` that the model's flags do not state."""
 
+    includes: tuple[str, ...] = ()
+    """Other entries that are parts of it, whose flags and rules a model with it has."""
+
 
 @dataclass(frozen=True)
 class AttentionFacts(MixerFacts):

@@ -76,7 +76,8 @@ def initialize_parameters_(
         elif meta.init.kind in ("zeros", "ones"):
             param.fill_(float(meta.init.kind == "ones"))
         elif meta.init.kind == "constant":
-            param.fill_(meta.init.value)
+            values = torch.tensor(meta.init.value, dtype=torch.float64)
+            param.view(-1, values.numel()).copy_(values)
         else:
             known = ", ".join((*DRAWN, "zeros", "ones", "constant"))
             raise ValueError(f"{meta.name}: Init kind {meta.init.kind!r} is none of {known}")

@@ -21,13 +21,13 @@ have them of another length: they begin anew. A run may have no use for them."""
 class Init:
     """How a parameter starts: `kind` is "normal" (mean 0, `std`), "uniform" (in [`low`, `high`)), "log_of_uniform" (the
     logarithm of such numbers), "inverse_softplus" (numbers whose softplus is in that range, with uniform logarithms),
-    "zeros", "ones" or "constant" (`value`)."""
+    "zeros", "ones" or "constant" (`value`, several of them repeated along the last dim)."""
 
     kind: str = "normal"
     std: float = 0.0
     low: float = 0.0
     high: float = 1.0
-    value: float = 0.0
+    value: float | tuple[float, ...] = 0.0
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,24 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         needs=("context_parallel", "hybrid_layers", "linear_attention"),
     ),
     BuiltIn(
+        "parallel_mixers",
+        "Attention and Mamba-2 side by side in a layer, as in Falcon-H1.",
+        needs=("hybrid_layers", "mamba"),
+    ),
+    BuiltIn(
         "short_convolution",
         "Short convolutions between two gates, as in LFM2.",
         needs=("context_parallel", "hybrid_layers", "linear_attention"),
+    ),
+    BuiltIn(
+        "mamba1",
+        "Mamba-1, a state-space layer, as in Falcon-Mamba and Jamba.",
+        needs=("context_parallel", "hybrid_layers", "linear_attention", "short_convolution"),
+    ),
+    BuiltIn(
+        "rg_lru",
+        "RG-LRU, a gated recurrence, as in RecurrentGemma.",
+        needs=("context_parallel", "hybrid_layers", "linear_attention", "mamba1", "short_convolution"),
     ),
     BuiltIn(
         "sparse_attention",
@@ -119,6 +134,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn("normed_residual", "Layers that add to their normalized inputs, as in MiniMax-Text-01."),
     BuiltIn("hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),
+    BuiltIn("scaled_swiglu", "SwiGLU with factors of its gates and outputs, as in Falcon-H1."),
     BuiltIn("xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),
 )
 """The one list of built-in extensions."""

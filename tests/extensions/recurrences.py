@@ -98,7 +98,7 @@ class ModelTests:
         torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
         attends = {number for number, kind in enumerate(self.config.layers) if kind.attends}
         states = {number for number, kind in enumerate(self.config.layers) if kind.linear}
-        assert cache._states.keys() == states and cache._layers.keys() == attends - states
+        assert cache._states.keys() == states and cache._layers.keys() == attends
         assert tuple(kept.shape for kept in cache._states[0]) == self.cached
 
     def test_half_precision_follows_single(self) -> None:

@@ -328,10 +328,11 @@ class TransformerConfig(
 
     @property
     def linear_attentions(self) -> tuple[str, ...]:
-        """Names of the linear attentions that the model has. ValueError if a pattern of layers cannot be read."""
-        if (stated := self.stated_layers) is not None:
-            return tuple(dict.fromkeys(parts.linear for parts in stated if parts.linear is not None))
-        return () if self.experimental_attention_variant is None else (self.experimental_attention_variant,)
+        """Names of the linear attentions that the model has, and of their parts. ValueError if a pattern of layers
+        cannot be read."""
+        stated = self.stated_layers
+        names = [self.experimental_attention_variant] if stated is None else [parts.linear for parts in stated]
+        return tuple(dict.fromkeys(part for n in names if n for part in (n, *LINEAR_ATTENTIONS.facts(n).includes)))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -52,6 +52,9 @@ class Family:
     quantized: Sequence[str] = ()
     """Methods of quantization whose weights are read, by their name in config.json."""
 
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Another spelling of a part of names of tensors -> the usual one."""
+
     left_out: Sequence[str] = ()
     """Prefixes of names of tensors of modules that their class does not have either."""
 

@@ -241,11 +241,6 @@ def _indexer_channels(config: TransformerConfig, heads: bool) -> list[int]:
     return [width * head + at for head in range(own.dsa_indexer_n_heads if heads else 1) for at in of_head]
 
 
-def latent_rank(config: TransformerConfig) -> int:
-    """The width of the latent of keys and values: an option of whichever extension states it."""
-    return next(options.kv_lora_rank for options in config.extension_options if hasattr(options, "kv_lora_rank"))
-
-
 def delta_nets(config: TransformerConfig) -> Any:
     """The shape of gated delta nets: options of whichever extension states their heads."""
     return next(options for options in config.extension_options if hasattr(options, "linear_num_key_heads"))
@@ -260,8 +255,17 @@ def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
     return width, width, states, states, heads
 
 
+def _option(config: TransformerConfig, name: str) -> int:
+    """The value of a flag of whichever extension states it."""
+    return next(getattr(each, name) for each in config.extension_options if hasattr(each, name))
+
+
 def _mamba_groups(config: TransformerConfig) -> dict[str, int]:
-    return {"g": next(each.mamba_num_groups for each in config.extension_options if hasattr(each, "mamba_num_groups"))}
+    return {"g": _option(config, "mamba_num_groups")}
+
+
+def _kimi_heads(config: TransformerConfig) -> dict[str, int]:
+    return {"g": _option(config, "kda_num_heads")}
 
 
 def _query_groups(config: TransformerConfig) -> dict[str, int]:
@@ -330,7 +334,9 @@ LAYOUTS: dict[str, Layout] = {
         1,
         lambda config: _pairs_of_halves(config.head_dim - config.rotary_dim, config.rotary_dim),
     ),
-    "LatentOfHalves": Reordered(Pieces(), 0, lambda config: _pairs_of_halves(latent_rank(config), config.rotary_dim)),
+    "LatentOfHalves": Reordered(
+        Pieces(), 0, lambda config: _pairs_of_halves(_option(config, "kv_lora_rank"), config.rotary_dim)
+    ),
     # The heads of an indexer, and its key, whose first channels are rotated as two halves (DeepSeek-V3.2).
     "IndexerHeadsOfHalves": Reordered(Pieces(), 0, lambda config: _indexer_channels(config, heads=True)),
     "IndexerKeyOfHalves": Reordered(Pieces(), 0, lambda config: _indexer_channels(config, heads=False)),
@@ -370,6 +376,18 @@ LAYOUTS: dict[str, Layout] = {
         1,
         lambda config: (3 * config.head_dim, config.head_dim),
     ),
+    # Mamba-1: decays of all channels, each of several states, as one dim.
+    "FlatStates": Pieces("c n -> (c n)", lambda config: {"n": _option(config, "mamba1_state_dim")}),
+    # Kimi Delta Attention: of each head, query, key, value and writing strength, four tensors; the convolutions of the
+    # first three; rows of low-rank projections; decays.
+    "KimiHeads": Pieces(
+        "(g n) ... -> g n ...", _kimi_heads, 1, lambda config: (*(_option(config, "kda_head_dim"),) * 3, 1)
+    ),
+    "KimiConvolutions": Pieces(
+        "(g n) 1 t -> g n t", _kimi_heads, 1, lambda config: (_option(config, "kda_head_dim"),) * 3
+    ),
+    "KimiRows": Pieces("(g d) ... -> g d ...", _kimi_heads),
+    "KimiDecays": Pieces("1 1 g 1 -> g"),
     # Three projections of one width, one behind the other (the short convolution of LFM2).
     "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
     "WithConstantsOfXIELU": WithConstantsOfXIELU(),

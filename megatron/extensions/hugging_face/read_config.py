@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
@@ -99,7 +100,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     inner = {
         f"{key}.{name}": each
         for key, value in hf_config.items()
-        if any(known.startswith(f"{key}.") for known in (*family.keys, *family.defaults)) and isinstance(value, dict)
+        if any(known.startswith(f"{key}.") for known in (*family.keys, *family.defaults, *family.aliases))
+        and isinstance(value, dict)
         for name, each in value.items()
     }
     hf_config = {**hf_config, **inner}
@@ -175,6 +177,9 @@ def _broken_rule(value: Any, hint: Any) -> str | None:
     kinds = get_args(hint) or (hint,)
     if value is None:
         return None if type(None) in kinds else "a number"
+    for many in (kind for kind in kinds if get_origin(kind) is tuple):
+        legal = isinstance(value, list) and not any(_broken_rule(each, get_args(many)[0]) for each in value)
+        return None if legal else "a list of numbers, at least 0"
     if int in kinds:
         return None if type(value) is int and value > 0 else "a whole number above 0"
     if float in kinds:
@@ -183,8 +188,9 @@ def _broken_rule(value: Any, hint: Any) -> str | None:
 
 
 def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
-    fields = {ours: family.values.get(key, {}).get(hf[key], hf[key]) for key, ours in family.keys.items()}
-    fields |= {ours: _product(hf, powers) for ours, powers in family.powers.items()}
+    given: dict[str, Any] = {key: tuple(hf[key]) if isinstance(hf[key], list) else hf[key] for key in family.keys}
+    fields = {ours: family.values.get(key, {}).get(given[key], given[key]) for key, ours in family.keys.items()}
+    fields |= {ours: product_of(hf, powers) for ours, powers in family.powers.items() if fields.get(ours) is None}
     fields |= {ours: fields[other] for ours, other in family.same.items()}
     fields |= family.fixed
     fields["num_layers"] *= family.layers_each
@@ -224,6 +230,17 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     if "full_attention_interval" in family.defaults:
         fields["linear_attention_freq"] = pattern_text(_linear_layers(hf, family), usual=True)
+    if "block_types" in family.defaults:
+        kinds = [each for each, _ in zip(cycle(hf["block_types"]), range(fields["num_layers"]), strict=False)]
+        listed = _listed({**hf, "block_types": kinds}, "block_types", ("attention", "recurrent"))
+        fields["linear_attention_freq"] = pattern_text(listed, usual=True)
+        fields["embedding_multiplier"] = _in_bf16(math.sqrt(fields["hidden_size"]))
+        fields["ffn_hidden_size"] //= 2
+    if "attn_layer_period" in family.defaults:
+        attention, experts = (_periodic(hf, of) for of in ("attn", "expert"))
+        fields["linear_attention_freq"] = pattern_text([not attends for attends in attention], usual=True)
+        fields["moe_layer_freq"] = pattern_text(experts, usual=True) or "1"
+        fields["num_experts"] = None if fields["num_experts"] == 1 or not any(experts) else fields["num_experts"]
     if "hybrid_layer_pattern" in family.fixed:
         fields["hybrid_layer_pattern"] *= fields["num_layers"]
     if "hybrid_override_pattern" in family.keys:
@@ -235,7 +252,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["attention_temperature_coeff"] = float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
     if "moe_layers" in family.defaults:
         fields["moe_layer_freq"] = _moe_layers_from_hf(hf)
-    if "window_size" not in family.fixed:
+    if "window_size" not in family.fixed and "window_size" not in family.keys.values():
         fields |= _window_from_hf(hf, family)
     if family.window_groups > 1 and fields.get("window_size"):
         groups = fields["num_query_groups"] or fields["num_attention_heads"]
@@ -257,6 +274,8 @@ def _linear_layers(hf: Mapping[str, Any], family: Family) -> list[bool]:
     interval, others = hf["full_attention_interval"], hf.get("attn_layer_indices")
     legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(each, each) for each in hf.get("layer_types") or ()]
+    if not listed and (counted := hf.get("linear_attn_config.kda_layers")):  # from 1
+        listed = [LINEAR if number + 1 in counted else FULL for number in range(hf["num_hidden_layers"])]
 
     def usual(number: int) -> bool:
         if family.layer_types:
@@ -266,13 +285,26 @@ def _linear_layers(hf: Mapping[str, Any], family: Family) -> list[bool]:
     return _listed({**hf, "layer_types": listed}, "layer_types", (FULL, LINEAR), usual)
 
 
+def _in_bf16(value: float) -> float:
+    """The nearest number in bf16, in which RecurrentGemma keeps the factor of embeddings."""
+    (bits,) = struct.unpack("I", struct.pack("f", value))
+    return struct.unpack("f", struct.pack("I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0]
+
+
+def _periodic(hf: Mapping[str, Any], of: str) -> list[bool]:
+    """By layer, whether it is one that follows from a period and an offset (Jamba)."""
+    period, offset = hf[f"{of}_layer_period"], hf[f"{of}_layer_offset"]
+    _check_count(f"{of}_layer_period", period)
+    return [layer % period == offset for layer in range(hf["num_hidden_layers"])]
+
+
 def _adjusted_width(hf: Mapping[str, Any], width: int) -> int:
     """The width of the MLPs of LFM2: two thirds of that given, times a factor, up to the next multiple."""
     width, factor, multiple = int(2 * width / 3), hf["block_ffn_dim_multiplier"], hf["block_multiple_of"]
     return width if factor is None else math.ceil(int(factor * width) / multiple) * multiple
 
 
-def _product(hf: Mapping[str, Any], powers: Mapping[str, float]) -> float | None:
+def product_of(hf: Mapping[str, Any], powers: Mapping[str, float]) -> float | None:
     """The product of powers of values of keys; None if one of them is not given."""
     if any(hf[key] is None for key in powers):
         return None

@@ -208,7 +208,9 @@ def _numbered(name: str, number: str, config: TransformerConfig) -> str:
 
 
 def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
-    """Their tensors under full names, without tensors that are not weights."""
+    """Their tensors under full and usual names, without tensors that are not weights."""
+    for other, usual in family.renamed.items():
+        tensors = {name.replace(other, usual): tensor for name, tensor in tensors.items()}
     bare = not any(name.startswith(family.prefix) for name in tensors)
     return {
         family.prefix + name if bare and name != _head(family) else name: tensor

@@ -6,7 +6,7 @@ A setting that a family cannot express is an error, never an approximation: what
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.model import TransformerConfig
@@ -23,6 +23,7 @@ from megatron.extensions.hugging_face.read_config import (
     family_of,
     fields_of,
     pattern_text,
+    product_of,
 )
 from megatron.training.config.saved_flags import resumed_fields
 
@@ -38,6 +39,8 @@ OF_WINDOWS = (
 
 OF_MIXERS = {
     "mamba_": "mamba2",
+    "mamba1_": "mamba1",
+    "rg_lru_": "rg_lru",
     "short_conv_": "short_convolution",
     "dsa_": "dsa",
     "lightning_": "lightning_attention",
@@ -87,7 +90,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf[family.multi_token_key] = config.mtp_depths
     if family.fixed.get("position_embedding_type", config.position_embedding_type) == "rope":
         hf |= _rotary_to_hf(config, family)
-    if "window_size" not in family.fixed:
+    if "window_size" not in family.fixed and "window_size" not in family.keys.values():
         hf["sliding_window"] = config.window_size
         if "use_sliding_window" in family.defaults:
             hf["use_sliding_window"] = config.window_size is not None
@@ -102,10 +105,18 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["layer_types"] = [LINEAR if linear else FULL for linear in config.linear_pattern]
     if "attn_layer_indices" in family.defaults:
         hf["attn_layer_indices"] = [layer for layer, linear in enumerate(config.linear_pattern) if not linear]
+    if "block_types" in family.defaults:
+        hf["block_types"] = ["recurrent" if linear else "attention" for linear in config.linear_pattern]
+        hf["intermediate_size"] *= 2
+    if "attn_layer_period" in family.defaults:
+        hf |= _period("attn", [not linear for linear in config.linear_pattern])
+        hf |= _period("expert", config.expert_pattern) | {"num_experts": config.num_experts or 1}
     if "block_auto_adjust_ff_dim" in family.defaults:
         hf["block_auto_adjust_ff_dim"] = False
     if "mamba_expand" in family.defaults:
         hf["mamba_expand"] = stated["mamba_num_heads"] * stated["mamba_head_dim"] // config.hidden_size
+    if "mamba_d_ssm" in family.defaults:
+        hf["mamba_d_ssm"] = stated["mamba_num_heads"] * stated["mamba_head_dim"]
     if "attention_chunk_size" in family.defaults:
         hf["attention_chunk_size"] = config.attention_chunk_size
         hf["layer_types"] = [CHUNKED if local else FULL for local in config.local_pattern]
@@ -138,12 +149,22 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     return found
 
 
+def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
+    """Period and offset of some layers, as far as they have these."""
+    first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
+    period = others[0] - first if others else len(layers) + 1
+    return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
+
+
 def _factor(hf: Mapping[str, Any], product: float | None, powers: Mapping[str, float]) -> dict[str, Any]:
     """The first of the keys that a field is a product of, with the value that follows from the others'."""
     (key, power), *others = powers.items()
     if product is None or any(hf.get(other) is None for other, _ in others):
         return {}
-    value = round((product / math.prod(hf[other] ** each for other, each in others)) ** (1 / power), 9)
+    value = (product / math.prod(hf[other] ** each for other, each in others)) ** (1 / power)
+    short = round(value, 9)
+    if short and product_of({**hf, key: short}, powers) == product:
+        value = short
     return {key: int(value) if value.is_integer() else value}
 
 
@@ -156,7 +177,7 @@ def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
 def _value_in_hf(family: Family, key: str, value: Any) -> Any:
     """The value of a key of config.json that means `value` of our field; another if there is none."""
     if key not in family.values:
-        return value
+        return list(value) if isinstance(value, tuple) else value
     values = family.values[key]
     return next((theirs for theirs, ours in values.items() if ours == value), next(iter(values)))
 
@@ -253,6 +274,11 @@ def _with_derived(config: TransformerConfig) -> dict[str, Any]:
         "window_num_query_groups": config.window_num_query_groups or config.query_groups,
         "window_softmax_type": config.window_softmax_type or config.softmax_type,
         "window_rotary_percent": config.window_rotary_percent or config.rotary_percent,
+        "rg_lru_width": fields.get("rg_lru_width") or config.hidden_size,
+        "rg_lru_num_blocks": fields.get("rg_lru_num_blocks") or config.num_attention_heads,
+        "mamba1_channels": fields.get("mamba1_channels") or 2 * config.hidden_size,
+        "mamba1_step_rank": fields.get("mamba1_step_rank") or math.ceil(config.hidden_size / 16),
+        "mamba1_norm_epsilon": fields.get("mamba1_norm_epsilon") or config.norm_epsilon,
         "mamba_num_heads": fields.get("mamba_num_heads") or 2 * config.hidden_size // fields.get("mamba_head_dim", 64),
     }
 

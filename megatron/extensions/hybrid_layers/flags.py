@@ -49,9 +49,10 @@ class HybridConfig:
         ),
     )
     """Layers of one sublayer each, a letter for each layer: * attention (+ with --multi-latent-attention), G gated
-    delta net, M Mamba-2, C short convolution, L lightning attention, K Kimi Delta Attention, - MLP, E experts. |
-    begins the next pipeline stage. / begins a module of multi-token prediction: a mixer, an MLP, or both. Replaces
-    --num-layers and --mtp-num-layers. Default: each layer has a mixer and an MLP."""
+    delta net, M Mamba-2, H attention beside Mamba-2, S Mamba-1, R RG-LRU, C short convolution, L lightning attention, K
+    Kimi Delta Attention, - MLP, E experts. | begins the next pipeline stage. / begins a module of multi-token
+    prediction: a mixer, an MLP, or both. Replaces --num-layers and --mtp-num-layers. Default: each layer has a mixer
+    and an MLP."""
 
 
 LAYER_PATTERNS.register(

@@ -47,6 +47,15 @@ class MambaFlags:
     """Mamba-2: smallest step size, which replaces smaller ones: 0.001 in transformers' Nemotron-H, none in
     Megatron-LM."""
 
+    mamba_norm: bool = flag(True, name="--no-mamba-norm")
+    """Mamba-2: no norm of the outputs, which the SiLU of the gates multiplies alone (Falcon-H1)."""
+
+    mamba_norm_before_gate: bool = False
+    """Mamba-2: normalize outputs before, and not after, the SiLU of the gates multiplies them (Falcon-H1)."""
+
+    mamba_multipliers: tuple[float, ...] | None = flag(None, many=True)
+    """Mamba-2: factors of the projected gates, inputs, B, C and step sizes (Falcon-H1); default: none."""
+
     mamba_chunk_size: int = flag(128, above=0)
     """Mamba-2: tokens that are mixed at a time by products of their scores. It affects speed and memory, no result."""
 
@@ -74,6 +83,12 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with Mamba-2."""
     own, m, p = c.options(MambaFlags), c.model, c.parallel
     tp, cp, groups, heads = p.tensor_model_parallel_size, p.context_parallel_size, own.mamba_num_groups, num_heads(m)
+    if own.mamba_multipliers is not None and len(own.mamba_multipliers) != len(group_channels(m)):
+        rule = f"must be {len(group_channels(m))} numbers: for gates, inputs, B, C and step sizes"
+        yield Problem("--mamba-multipliers", own.mamba_multipliers, rule, "use for example 1 1 1 1 1")
+    if own.mamba_norm_before_gate and not own.mamba_norm:
+        rule = "has no effect beside --no-mamba-norm"
+        yield Problem("--mamba-norm-before-gate", None, rule, "remove one of them", harmless=True)
     if min(own.mamba_head_dim, groups, m.hidden_size, tp, cp) < 1:
         return
     if own.mamba_num_heads is None and not divides(own.mamba_head_dim, EXPAND * m.hidden_size):

@@ -49,20 +49,22 @@ class Mamba2(nn.Module):
         super().__init__()
         parameters, own = mamba_parameters(name, config), config.options(MambaFlags)
         self.cp, self.layer, self.eps, self.chunk = ctx.state.cp, ctx.layer, config.norm_epsilon, own.mamba_chunk_size
-        self.min_step = own.mamba_min_step_size
+        self.min_step, self.factors = own.mamba_min_step_size, own.mamba_multipliers
         self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
         self.gates, *self.channels = group_channels(config)
         self.conv_weight = make_parameter(parameters.conv_weight, ctx)
         self.conv_bias = make_parameter(parameters.conv_bias, ctx)
         self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
-        self.d, self.norm = make_parameter(parameters.d, ctx), make_parameter(parameters.norm, ctx)
+        self.d, self.normed_first = make_parameter(parameters.d, ctx), own.mamba_norm_before_gate
+        self.norm = None if parameters.norm is None else make_parameter(parameters.norm, ctx)
         self.in_proj = column_parallel(parameters.in_proj, ctx)
         self.out_proj = row_parallel(parameters.out_proj, ctx)
         self.prepare, self.gated = region(mamba_operands, ctx.compiled), region(gated_group_norm, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
-        gate, mixed = self.in_proj(x).unflatten(-1, (self.groups, -1)).split((self.gates, sum(self.channels)), dim=-1)
+        projected = self._scaled(self.in_proj(x).unflatten(-1, (self.groups, -1)))
+        gate, mixed = projected.split((self.gates, sum(self.channels)), dim=-1)
         mixed = sequence_to_heads(self._of_ranks(mixed, 2), self.cp)
         number = None if context.documents is None else documents_begun(context.documents, len(mixed), mixed.device)
         if context.cache is not None:
@@ -72,7 +74,14 @@ class Mamba2(nn.Module):
         else:
             y = self._mix(mixed, number)
         y = heads_to_sequence(y, self.cp).flatten(2)  # [s/cp, b, heads/tp * p]
-        return self.out_proj(self.gated(y, gate, self.norm, self.eps))
+        return self.out_proj(self.gated(y, gate, self.norm, self.eps, self.normed_first))
+
+    def _scaled(self, projected: Tensor) -> Tensor:
+        """projected [s/cp, b, groups/tp, channels], its gates, x, B, C and dt times --mamba-multipliers"""
+        if self.factors is None:
+            return projected
+        parts = projected.split((self.gates, *self.channels), dim=-1)
+        return torch.cat([part * factor for part, factor in zip(parts, self.factors, strict=True)], dim=-1)
 
     def _of_ranks(self, x: Tensor, dim: int) -> Tensor:
         """x [..., groups/tp, channels, ...], with x, B, C and maybe dt in dim + 1 -> [..., cp, groups/(tp*cp) or 1,
@@ -154,9 +163,14 @@ def mamba_operands(
     return (x.unflatten(-1, (-1, head)).flatten(2, 3), dt, B, C), last
 
 
-def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, normed_first: bool = False) -> Tensor:
     """RMSNorm of the channels of each group, of y [s, b, groups * c] times SiLU of its gates [s, b, groups, c] ->
-    [s, b, groups * c] in the gates' dtype; 16 bits are computed in fp32"""
+    [s, b, groups * c] in the gates' dtype; 16 bits are computed in fp32. Without a weight there is no norm; if
+    `normed_first`, gates multiply its output."""
     wide = torch.promote_types(gate.dtype, torch.float32)
-    y = F.rms_norm(y.view(gate.shape).to(wide) * F.silu(gate.to(wide)), gate.shape[-1:], None, eps)
-    return (y.flatten(2) * weight.to(wide)).to(gate.dtype)
+    y, gate_function = y.view(gate.shape).to(wide), F.silu(gate.to(wide))
+    y = y if normed_first and weight is not None else y * gate_function
+    if weight is not None:
+        y = F.rms_norm(y, gate.shape[-1:], None, eps) * weight.to(wide).view(gate.shape[-2:])
+        y = y * gate_function if normed_first else y
+    return y.flatten(2).to(gate.dtype)

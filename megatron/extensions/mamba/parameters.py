@@ -32,8 +32,8 @@ class MambaParameters(NamedTuple):
     d: ParamMeta
     """D [heads], factor of the input in the output."""
 
-    norm: ParamMeta
-    """norm.weight [heads * channels]."""
+    norm: ParamMeta | None
+    """norm.weight [heads * channels]; None with --no-mamba-norm."""
 
     in_proj: ColumnLinear
     """in_proj [groups, channels, h], see `group_channels`."""
@@ -60,7 +60,7 @@ def mamba_parameters(name: str, config: TransformerConfig) -> MambaParameters:
         ParamMeta(f"{name}.dt_bias", (heads,), by_heads, STEPS),
         ParamMeta(f"{name}.A_log", (heads,), by_heads, Init("log_of_uniform", low=1.0, high=16.0)),
         ParamMeta(f"{name}.D", (heads,), by_heads, Init("ones")),
-        ParamMeta(f"{name}.norm.weight", (width,), by_heads, Init("ones")),
+        ParamMeta(f"{name}.norm.weight", (width,), by_heads, Init("ones")) if own.mamba_norm else None,
         ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init),
         RowLinear(f"{name}.out_proj", width, hidden, False, output_init),
     )

@@ -172,7 +172,8 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         attends, dense = sum(kind.attends for kind in m.layers), len(m.dense_layers)
         yield f"layers of one sublayer, {pattern}: {attends} with attention, {dense} with the MLP"
     for variant in m.linear_attentions:
-        those = sum(kind.linear == variant for kind in m.layers)
+        whole = [name for name in LINEAR_ATTENTIONS if variant in (name, *LINEAR_ATTENTIONS.facts(name).includes)]
+        those = sum(kind.linear in whole for kind in m.layers)
         yield f"{those} layers with {variant}{LINEAR_ATTENTIONS.facts(variant).described(m)}"
     tied = "tied to" if m.tied_embeddings else "not tied to"
     source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"

@@ -93,12 +93,16 @@ def is_router_bias(name: str) -> bool:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """The weights that a file of the model holds: without a tied head, and expert by expert. Those that LongCat-Flash's
-    class has for zero-computation experts, and does not use, are left out: published files have none."""
-    ignored = tuple(family_of({"model_type": model.config.model_type}).ignored)
+    """The weights that a file of the model holds, under published names: without a tied head, and expert by expert.
+    Those that LongCat-Flash's class has for zero-computation experts, and does not use, are left out: published files
+    have none."""
+    family = family_of({"model_type": model.config.model_type})
+    ignored = tuple(family.ignored)
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         found = {name: each for name, each in weights_in(Path(folder)).items() if not name.endswith(ignored)}
+    for other, usual in family.renamed.items():
+        found = {name.replace(other, usual): each for name, each in found.items()}
     real = model.config.n_routed_experts if model.config.model_type == "longcat_flash" else len(found)
     return {
         name: each

@@ -15,7 +15,16 @@ from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoi
 from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import EXACT, ModelTests, check_chunks, check_strong_decay, delta_operands, weighted
+from tests.extensions import installed
+from tests.extensions.recurrences import (
+    EXACT,
+    ModelTests,
+    check_chunks,
+    check_greedy_text,
+    check_strong_decay,
+    delta_operands,
+    weighted,
+)
 from tests.gpt_cases import FP64, model_of
 from tests.pure.test_regions import check_region, compiles
 
@@ -55,6 +64,11 @@ def test_strong_decay_is_no_overflow() -> None:
 class TestModel(ModelTests):
     config = KIMI
     cached = ((3, 2, 8, 15), (3, 8, 5, 5))
+
+
+@pytest.mark.skipif(not installed("latent_attention"), reason="latent_attention is deleted")
+def test_greedy_text_of_kimi_linear() -> None:
+    check_greedy_text("kimi_linear")
 
 
 def test_layer_of_kimi_linear() -> None:

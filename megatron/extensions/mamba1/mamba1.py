@@ -1,0 +1,100 @@
+"""Mamba-1 (arXiv 2312.00752, section 3.4).
+
+One projection gives inputs x and gates of each channel. x passes a causal convolution of each channel with itself and
+SiLU. A second projection, from all channels, gives B, C and, through a third one, the step sizes of channels; the
+selective scan mixes tokens, and its output times SiLU of the gates is projected back.
+
+Each tensor-parallel rank has some of the channels, and the sum over ranks makes B, C and the low-rank step sizes. Under
+context parallelism an all-to-all trades sequence shards for channels, and another one trades the outputs back: each
+rank convolves and scans whole sequences of its channels. Gates stay where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import copy_to, local_slice, reduce_from
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.transformer.recompute import recomputed
+from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
+from megatron.extensions.linear_attention.gated_delta_net import documents_begun, last_rows
+from megatron.extensions.mamba1.flags import Mamba1Flags, low_rank_widths
+from megatron.extensions.mamba1.parameters import mamba1_parameters
+from megatron.extensions.mamba1.selective_scan import selective_scan
+from megatron.extensions.short_convolution.short_convolution import convolved
+
+
+class Mamba1(nn.Module):
+    """Projection, convolution, selective scan, gate, projection back. What lies between the projections is computed
+    again in the backward."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        found, own = mamba1_parameters(name, config), config.options(Mamba1Flags)
+        self.cp, self.tp, self.layer, self.widths = ctx.state.cp, ctx.tp, ctx.layer, low_rank_widths(config)
+        self.norm, self.eps = own.mamba1_norm, own.mamba1_norm_epsilon or config.norm_epsilon
+        self.conv_weight, self.conv_bias = make_parameter(found.conv_weight, ctx), make_parameter(found.conv_bias, ctx)
+        self.x_proj = make_parameter(found.x_proj, ctx)
+        self.dt_weight, self.dt_bias = make_parameter(found.dt_weight, ctx), make_parameter(found.dt_bias, ctx)
+        self.a_log, self.d = make_parameter(found.a_log, ctx), make_parameter(found.d, ctx)
+        self.norms = nn.ParameterList(make_parameter(meta, ctx) for meta in found.norms)
+        self.in_proj = column_parallel(found.in_proj, ctx)
+        self.out_proj = row_parallel(found.out_proj, ctx)
+        self.convolved = region(convolved, ctx.compiled)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        mixed = self.in_proj(x)
+        length, documents, cache = len(mixed) * self.cp.size, context.documents, context.cache
+        number = None if documents is None else documents_begun(documents, length, mixed.device)
+        again = self.training and cache is None
+        return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
+
+    def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
+        """mixed [s/cp, b, 2 * channels/tp] -> [s/cp, b, channels/tp]"""
+        x, gate = mixed.unflatten(-1, (2, -1)).unbind(-2)
+        x = sequence_to_heads(x.unflatten(-1, (self.cp.size, -1)), self.cp)  # [s, b, channels/(tp*cp)]
+        before, state = (None if cache is None else cache.states(self.layer)) or (None, None)
+        before = None if before is None else before.transpose(0, 1)
+        u, last = self.convolved(x, self._own(self.conv_weight), self._own(self.conv_bias), number, before)
+        u = F.silu(u)
+        dt, B, C = self._steps(u)
+        if cache is not None and (lengths := cache.lengths) is not None:  # padding leaves the state as it is
+            dt = dt.masked_fill(torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None], 0.0)
+            last = last_rows(x, before, lengths, len(last))
+        rates = -self._own(self.a_log).to(dt.dtype).exp().view(-1, self.widths[-1])
+        y, state = selective_scan(u, dt, rates, B, C, number, state)
+        if cache is not None:
+            cache.set_states(self.layer, last.transpose(0, 1), state)
+        y = (y + self._own(self.d).to(y.dtype) * u).to(x.dtype)
+        return heads_to_sequence(y, self.cp).flatten(2) * F.silu(gate)
+
+    def _own(self, parameter: Tensor, dim: int = 0) -> Tensor:
+        """What this context rank has of a parameter: its channels."""
+        return local_slice(parameter, self.cp, dim)
+
+    def _steps(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """u [s, b, channels/(tp*cp)] -> its step sizes, fp32 or wider, and B and C [s, b, states]
+
+        The sums over ranks are of all channels. What each rank makes of them is a part of their gradient, and of that
+        of norms over context ranks, whose gradients are added up as those of data-parallel ranks."""
+        sums = reduce_from(reduce_from(F.linear(u, self._own(self.x_proj, 1)), self.tp), self.cp)
+        parts = copy_to(sums, self.cp).split(self.widths, dim=-1)
+        if self.norm != "none":
+            weights = self.norms if self.norm == "weighted" else (None, None, None)
+            parts = tuple(_rms_norm(part, weight, self.eps) for part, weight in zip(parts, weights, strict=True))
+        step, B, C = copy_to(torch.cat(parts, dim=-1), self.tp).split(self.widths, dim=-1)
+        wide = torch.promote_types(u.dtype, torch.float32)
+        dt = F.linear(step, self._own(self.dt_weight)).to(wide) + self._own(self.dt_bias).to(wide)
+        return F.softplus(dt), B, C
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """16 bits are computed in fp32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)

@@ -1,0 +1,114 @@
+"""The selective scan of Mamba-1 (arXiv 2312.00752, section 3).
+
+Each channel has a state h [n]. A token lets its numbers decay, each at its own rate, adds its input x at its B, and
+reads the state at its C:
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t         y_t = C_t . h_t
+
+The rates of a channel differ, so there is no form of matrix products. Tokens are divided into chunks: the recurrence
+runs in all chunks at once, from zero, and then from chunk to chunk, in about 2 sqrt(s) operations for s tokens. The
+backward computes the states again, for some channels at a time, and runs the adjoint recurrence from the last token to
+the first one.
+
+Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. 16-bit operands are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MOST_STATES = 2**26
+"""Numbers in the states of all tokens that exist at a time."""
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """y [s, b, c] and the state behind the last token, both in fp32, or fp64 for fp64 operands.
+
+    `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` is of; None for one
+    document. Without a state it is zero.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, dt, a, B, C = (t.to(wide) for t in (x, dt, a, B, C))
+    state = x.new_zeros(*x.shape[1:], a.shape[-1]) if state is None else state.to(wide)
+    begins = None if number is None else torch.cat((number[:1] > 0, number[1:] != number[:-1]))
+    return _SelectiveScan.apply(x, dt, a, B, C, begins, state)
+
+
+def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
+    """h_t = decay_t h_{t-1} + written_t: decay, written [s, ...], state [...] before them -> h [s, ...]"""
+    size = next(size for size in range(isqrt(len(decay)), 0, -1) if len(decay) % size == 0)
+    reach, found = (x.unflatten(0, (-1, size)).clone() for x in (decay, written))
+    for t in range(1, size):
+        found[:, t].addcmul_(reach[:, t], found[:, t - 1])
+        reach[:, t].mul_(reach[:, t - 1])
+    for chunk, of_chunk in zip(found, reach, strict=True):
+        chunk.addcmul_(of_chunk, state)
+        state = chunk[-1]
+    return found.flatten(0, 1)
+
+
+def adjoint(decay: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of what each token writes, given that of the states: the recurrence from the last token on"""
+    later = torch.cat((torch.zeros_like(decay[:1]), decay[1:].flip(0)))
+    return recurrence(later, grad.flip(0), torch.zeros_like(grad[0])).flip(0)
+
+
+class _SelectiveScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*operands)
+        x, _, _, _, C, _, state = operands
+        y, final = torch.empty_like(x), torch.empty_like(state)
+        for part in _parts(x, C):
+            _, states = _states(part, *operands)
+            y[..., part] = (states @ C.unsqueeze(-1)).squeeze(-1)
+            final[:, part] = states[-1]
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        operands = ctx.saved_tensors
+        x, dt, a, B, C, _, state = operands
+        grads = [torch.empty_like(t) for t in (x, dt, a, state)]
+        of_x, of_dt, of_a, of_state = grads
+        of_b, of_c = torch.zeros_like(B), torch.zeros_like(C)
+        for part in _parts(x, C):
+            decay, states = _states(part, *operands)
+            own = grad_y[..., part, None] * C.unsqueeze(-2)
+            own[-1] += grad_final[:, part]
+            of_written = adjoint(decay, own)
+            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # gradient of dt x
+            of_decay = of_written * decay * torch.cat((state[:, part].unsqueeze(0), states[:-1]))
+            of_x[..., part] = read * dt[..., part]
+            of_dt[..., part] = read * x[..., part] + (of_decay * a[part]).sum(-1)
+            of_a[part] = (of_decay * dt[..., part, None]).sum((0, 1))
+            of_state[:, part] = of_written[0] * decay[0]
+            of_b += ((dt * x)[..., None, part] @ of_written).squeeze(-2)
+            of_c += (grad_y[..., None, part] @ states).squeeze(-2)
+        return of_x, of_dt, of_a, of_b, of_c, None, of_state
+
+
+def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
+    """Channels whose states are computed at a time."""
+    size = max(1, MOST_STATES // max(1, C.numel()))
+    return (slice(first, first + size) for first in range(0, x.shape[-1], size))
+
+
+def _states(
+    part: slice, x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, begins: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Decays, and states behind each token, of some channels: [s, b, c of the part, n] both"""
+    decay = (dt[..., part, None] * a[part]).exp()
+    if begins is not None:
+        decay = decay.masked_fill(begins[..., None, None], 0.0)
+    written = (dt * x)[..., part, None] * B.unsqueeze(-2)
+    return decay, recurrence(decay, written, state[:, part])

@@ -1,0 +1,129 @@
+"""RG-LRU, the real-gated linear recurrent unit of Griffin (arXiv 2402.19427, section 2.4).
+
+One projection gives inputs and gates of each channel. Inputs pass a causal convolution of each channel with itself. Of
+its output x, each block of channels makes two gates, i of the input and r of the recurrence:
+
+    a_t = exp(-8 softplus(L) r_t)         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
+
+The first token of a document has a factor of 1 in place of the square root. h times GeLU of the output's gates is
+projected back. Each tensor-parallel rank has some of the blocks. Under context parallelism an all-to-all trades
+sequence shards for blocks, and another one trades the outputs back. Gates of outputs stay where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.collectives import local_slice
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.transformer.activations import gelu_tanh
+from megatron.core.transformer.recompute import recomputed
+from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
+from megatron.extensions.linear_attention.gated_delta_net import documents_begun, last_rows
+from megatron.extensions.mamba1.selective_scan import adjoint, recurrence
+from megatron.extensions.rg_lru.flags import shape_of
+from megatron.extensions.rg_lru.parameters import rg_lru_parameters
+from megatron.extensions.short_convolution.short_convolution import convolved
+
+SHARPNESS = 8.0
+"""Factor of the logarithm of decays."""
+
+STEEPEST = 1000.0
+"""Bound of the derivative of the square root, which has none at 0."""
+
+
+class RgLru(nn.Module):
+    """Projection, convolution, gated recurrence, gate, projection back. What lies between the projections is computed
+    again in the backward."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        found = rg_lru_parameters(name, config)
+        self.cp, self.layer, self.width = ctx.state.cp, ctx.layer, shape_of(config)[1]
+        self.conv_weight, self.conv_bias = make_parameter(found.conv_weight, ctx), make_parameter(found.conv_bias, ctx)
+        self.gates = nn.ParameterList(make_parameter(meta, ctx) for meta in found.gates)
+        self.decay = make_parameter(found.decay, ctx)
+        self.in_proj = column_parallel(found.in_proj, ctx)
+        self.out_proj = row_parallel(found.out_proj, ctx)
+        self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        mixed = self.in_proj(x)
+        length, documents, cache = len(mixed) * self.cp.size, context.documents, context.cache
+        number = None if documents is None else documents_begun(documents, length, mixed.device)
+        again = self.training and cache is None
+        return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
+
+    def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
+        """mixed [s/cp, b, 2 * channels/tp] -> [s/cp, b, channels/tp]"""
+        gate, x = mixed.unflatten(-1, (2, -1)).unbind(-2)
+        x = sequence_to_heads(x.unflatten(-1, (self.cp.size, -1)), self.cp)  # [s, b, channels/(tp*cp)]
+        before, state = (None if cache is None else cache.states(self.layer)) or (None, None)
+        before = None if before is None else before.transpose(0, 1)
+        weight, bias, decay, of_input, input_bias, of_state, state_bias = (
+            local_slice(each, self.cp) for each in (self.conv_weight, self.conv_bias, self.decay, *self.gates)
+        )
+        u, last = self.convolved(x, weight, bias, number, before)
+        begins = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        begins[0] = state is None
+        if number is not None:
+            begins[1:] |= number[1:] != number[:-1]
+        i, r = (
+            torch.einsum("sbgi,gio->sbgo", u.unflatten(-1, (-1, self.width)), gate) for gate in (of_input, of_state)
+        )
+        kept, written = self.gated(u, i, r, input_bias, state_bias, decay, begins)
+        if cache is not None and (lengths := cache.lengths) is not None:  # padding leaves the state as it is
+            padding = torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None]
+            kept, written = kept.masked_fill(padding, 1.0), written.masked_fill(padding, 0.0)
+            last = last_rows(x, before, lengths, len(last))
+        h = _Recurrence.apply(kept, written, torch.zeros_like(written[0]) if state is None else state)
+        if cache is not None:
+            cache.set_states(self.layer, last.transpose(0, 1), h[-1])
+        return heads_to_sequence(h.to(x.dtype), self.cp).flatten(2) * gelu_tanh(gate)
+
+
+def gated_inputs(
+    u: Tensor, i: Tensor, r: Tensor, input_bias: Tensor, state_bias: Tensor, decay: Tensor, begins: Tensor
+) -> tuple[Tensor, Tensor]:
+    """u [s, b, c], products i and r [s, b, blocks, w] of both gates, their biases [blocks, w], decay [c], begins
+    [s, b] -> factors of states and what is added to them, [s, b, c], fp32 or wider"""
+    wide, first = torch.promote_types(u.dtype, torch.float32), begins.unsqueeze(-1)
+    of_input, of_state = (
+        (gate.to(wide) + bias.to(wide)).sigmoid().flatten(2) for gate, bias in ((i, input_bias), (r, state_bias))
+    )
+    log_kept = -SHARPNESS * of_state * F.softplus(decay.to(wide))
+    scale = bounded_root(-torch.expm1(2 * log_kept)).masked_fill(first, 1.0)
+    return log_kept.exp().masked_fill(first, 0.0), u.to(wide) * of_input * scale
+
+
+def bounded_root(x: Tensor) -> Tensor:
+    """The square root, with a derivative of at most `STEEPEST`"""
+    value = x.detach()
+    return value.sqrt() + (x - value) * (4 * value).clamp(min=STEEPEST**-2).rsqrt()
+
+
+class _Recurrence(torch.autograd.Function):
+    """`recurrence`, which saves its decays and results."""
+
+    @staticmethod
+    def forward(ctx: Any, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
+        h = recurrence(decay, written, state)
+        ctx.save_for_backward(decay, h, state)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        decay, h, state = ctx.saved_tensors
+        of_written = adjoint(decay, grad)
+        of_decay = of_written * torch.cat((state.unsqueeze(0), h[:-1]))
+        return of_decay, of_written, of_written[0] * decay[0]

@@ -1,0 +1,34 @@
+"""Registers the activation function, its flag and its rule. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.parts import ACTIVATIONS
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+NAME = "scaled_swiglu"
+
+
+@extension_flags("scaled SwiGLU", part_of="model")
+@dataclass(frozen=True)
+class ScaledSwiGLUFlags:
+    """Factors of --activation-func scaled_swiglu (Falcon-H1, arXiv 2507.22448)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = f"--activation-func {NAME}"
+
+    swiglu_multipliers: tuple[float, ...] | None = flag(None, many=True)
+    """Scaled SwiGLU: factors of the gates, before SiLU, and of the outputs; default: 1 1."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        if self.swiglu_multipliers is not None and len(self.swiglu_multipliers) != 2:
+            rule = "must be two numbers: for gates and for outputs"
+            yield Problem("--swiglu-multipliers", self.swiglu_multipliers, rule, "use for example 1 1")
+
+
+ACTIVATIONS.register(NAME, f"{__package__}.scaled_swiglu:ScaledSwiGLU", gated=True)

@@ -1,0 +1,111 @@
+"""Mamba-1: the scan against the recurrence, packed documents, generation, initial values, and greedy text of Mamba,
+Falcon-Mamba and Jamba. The tests of Hugging Face families compare logits and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.extensions.mamba1 import selective_scan as scan
+from megatron.extensions.planner.flops import model_flops
+from megatron.training.config.flags import with_fields
+from tests.extensions.recurrences import (
+    EXACT,
+    ModelTests,
+    check_greedy_text,
+    check_strong_decay,
+    documents,
+    weighted,
+)
+from tests.gpt_cases import FP64, model_of
+
+MAMBA1 = model_of("mamba1")
+
+
+def operands(length: int, decay: float = 0.5) -> list[Tensor]:
+    """x, dt, a, B, C of 2 samples, 6 channels and 5 states, and a state to begin with."""
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, dt, a = normal(length, 2, 6), F.softplus(normal(length, 2, 6)), -decay * normal(6, 5).exp()
+    return [t.requires_grad_() for t in (x, dt, a, normal(length, 2, 5), normal(length, 2, 5), normal(2, 6, 5))]
+
+
+def token_by_token(
+    x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    out = []
+    for t in range(len(x)):
+        if number is not None:
+            before = torch.zeros_like(number[0]) if t == 0 else number[t - 1]
+            state = state.masked_fill((number[t] != before)[:, None, None], 0.0)
+        written = (dt[t] * x[t]).unsqueeze(-1) * B[t].unsqueeze(1)
+        state = state * (dt[t].unsqueeze(-1) * a).exp() + written
+        out.append((state * C[t].unsqueeze(1)).sum(-1))
+    return torch.stack(out), state
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("length", "at_a_time"), [(1, 2**26), (13, 2**26), (48, 2**26), (53, 300), (60, 700)])
+def test_scan_is_the_recurrence(length: int, at_a_time: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one part of the channels or several, of lengths with and without divisors."""
+    monkeypatch.setattr(scan, "MOST_STATES", at_a_time)
+    *tokens, state = operands(length)
+    number = documents(length) if packed else None
+    expected = token_by_token(*tokens, number, state)
+    found = scan.selective_scan(*tokens, number, state)
+    torch.testing.assert_close(found, expected, **EXACT)
+    gradients = [torch.autograd.grad(weighted(results), [*tokens, state]) for results in (found, expected)]
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
+def test_strong_decay_is_no_overflow() -> None:
+    inputs = [t.detach().float().requires_grad_() for t in operands(64, decay=40.0)]
+    check_strong_decay(scan.selective_scan, token_by_token, inputs)
+
+
+def test_sixteen_bits_are_computed_in_fp32() -> None:
+    rounded = [x.detach().bfloat16() for x in operands(20)[:-1]]
+    found = scan.selective_scan(*rounded)
+    assert {x.dtype for x in found} == {torch.float32}
+    torch.testing.assert_close(found, scan.selective_scan(*(x.float() for x in rounded)))
+
+
+class TestModel(ModelTests):
+    config = MAMBA1
+    cached = ((3, 2, 48), (3, 48, 5))
+
+
+def test_initial_values() -> None:
+    """Decays from 1 to the number of states in each channel, and step sizes from 0.001 to 0.1, as in Mamba."""
+    mixer: Any = GPTModel(replace(MAMBA1, hidden_size=64), FP64).decoder.layers[0].self_attention
+    decays = torch.arange(1, 6, dtype=torch.float64).expand(48, 5)
+    torch.testing.assert_close(mixer.a_log.exp().view(48, 5), decays, rtol=1e-14, atol=0)
+    steps = F.softplus(mixer.dt_bias)
+    assert 1e-3 < steps.min() < 3e-3 and 0.05 < steps.max() < 0.1
+    assert 0.4 < mixer.dt_weight.abs().max() <= 3**-0.5 and (mixer.d == 1).all()
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
+def test_greedy_text(family: str) -> None:
+    check_greedy_text(family)
+
+
+def test_flops() -> None:
+    """Products per token, thrice: three projections, and reading the states; of gradients of B and C once each."""
+    one = with_fields(MAMBA1, {"num_layers": 1, "hybrid_layer_pattern": "S"})
+    none = with_fields(one, {"hybrid_layer_pattern": "-"})
+    hidden, channels, states, rank = 32, 48, 5, 3
+    projections = 3 * hidden * channels + channels * (rank + 2 * states) + channels * rank
+    read = 2 * channels * states * (1 + 3)
+    found = model_flops(one).matmul - model_flops(none).matmul
+    assert found == 6 * (projections - 3 * hidden * one.ffn_size) + read
+    assert model_flops(one).attention == 0
