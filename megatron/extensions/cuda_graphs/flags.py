@@ -60,9 +60,11 @@ class CudaGraphFlags:
         ):
             if given:
                 yield Problem.exclusive(other, value, graph, why)
-        if c.model.experimental_attention_variant == "gated_delta_net":
-            other = f"--experimental-attention-variant {c.model.experimental_attention_variant}"
-            yield Problem.exclusive(name, impl, other, "its triangular solves have not been recorded")
+        for variant in c.model.linear_attentions:
+            if variant in ("gated_delta_net", "kimi_delta_attention"):
+                by_flag = c.model.experimental_attention_variant is not None
+                other = f"--experimental-attention-variant {variant}" if by_flag else f"layers with {variant}"
+                yield Problem.exclusive(name, impl, other, "its triangular solves have not been recorded")
         if c.ddp.shards_gradients:
             why = "memory of whole gradients comes and goes during the passes"
             strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
