@@ -194,6 +194,9 @@ class BatchContext:
     cache: EarlierTokens | None = None
     """Earlier tokens of the texts, in generation."""
 
+    tokens: Tensor | None = None
+    """As in `Batch`."""
+
     aux_scale: Tensor | None = None
     """As in `Batch`."""
 
@@ -209,7 +212,7 @@ class BatchContext:
             documents = document_starts(batch.document_ids.tolist())
         if cache is not None and batch.position_ids is None:
             batch = replace(batch, position_ids=cache.positions)
-        shared = ("sample_index", "position_ids", "places", "aux_scale", "number")
+        shared = ("tokens", "sample_index", "position_ids", "places", "aux_scale", "number")
         return cls(**{name: getattr(batch, name) for name in shared}, documents=documents, cache=cache)
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:

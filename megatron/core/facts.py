@@ -121,6 +121,15 @@ class BalancingFacts:
 
 
 @dataclass(frozen=True)
+class RouterFacts:
+    when: Callable[[Any, int], bool] = lambda config, number: True
+    """(model's configuration, layer) -> whether it routes the layer's tokens."""
+
+    states: str = "megatron.core.moe.parameters:router_states"
+    """Where its buffers are listed, in the form of the default."""
+
+
+@dataclass(frozen=True)
 class LossFacts:
     multi_token: bool = False
     """Whether it may be called with the labels of a later token (--mtp-num-layers): each loss follows from its logits

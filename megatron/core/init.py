@@ -78,8 +78,12 @@ def initialize_parameters_(
         elif meta.init.kind == "constant":
             values = torch.tensor(meta.init.value, dtype=torch.float64)
             param.view(-1, values.numel()).copy_(values)
+        elif meta.init.kind == "choices":
+            generator = torch.Generator().manual_seed(site_key(seed, meta.name))
+            numbers = torch.rand(len(param), int(meta.init.high), generator=generator)
+            param.copy_(numbers.topk(param.shape[1]).indices)
         else:
-            known = ", ".join((*DRAWN, "zeros", "ones", "constant"))
+            known = ", ".join((*DRAWN, "zeros", "ones", "constant", "choices"))
             raise ValueError(f"{meta.name}: Init kind {meta.init.kind!r} is none of {known}")
 
     def draw(block: Block) -> Tensor:

@@ -21,7 +21,8 @@ have them of another length: they begin anew. A run may have no use for them."""
 class Init:
     """How a parameter starts: `kind` is "normal" (mean 0, `std`), "uniform" (in [`low`, `high`)), "log_of_uniform" (the
     logarithm of such numbers), "inverse_softplus" (numbers whose softplus is in that range, with uniform logarithms),
-    "zeros", "ones" or "constant" (`value`, several of them repeated along the last dim)."""
+    "zeros", "ones", "constant" (`value`, several of them repeated along the last dim), or "choices" (whole numbers
+    below `high`, those of a row distinct)."""
 
     kind: str = "normal"
     std: float = 0.0

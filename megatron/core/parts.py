@@ -109,10 +109,16 @@ ctx)`: a module, (x [s, b, w], sublayer, context) -> [s, b, w], which feeds the 
 output. `Residual.enter(x, config)` makes a stream of hidden states, the module `Residual.leave(name, config, ctx)`
 hidden states of a stream, `name` being that of the norm behind it. `when` is of the model's configuration."""
 
-ROUTERS: Registry[Any, NoFacts] = Registry("router", NoFacts, "name, config, ctx")
-"""`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`."""
+ROUTERS: Registry[Any, facts.RouterFacts] = Registry("router", facts.RouterFacts, "name, config, ctx")
+"""`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`. The last one that says so routes a layer."""
 
 ROUTERS.register("top_k", "megatron.core.moe.router:TopKRouter")
+
+
+def router_of(config: Any, number: int) -> str:
+    """The router of layer `number` of a model."""
+    return [name for name in ROUTERS if ROUTERS.facts(name).when(config, number)][-1]
+
 
 ROUTER_SCORES: Registry[Any, NoFacts] = Registry("--moe-router-score-function", NoFacts, "config")
 """`build(config)`: functions of the router's logits, as `megatron.core.moe.router.SoftmaxScores` has them."""

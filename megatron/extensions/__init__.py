@@ -84,6 +84,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("overlap", "Overlap of the collectives within layers with computation."),
     BuiltIn("hybrid_layers", "Layers of one sublayer each, as a pattern states them, as in Nemotron-H."),
     BuiltIn("routing", "Sinkhorn routing, SparseMixer's weights, random choices of experts for benchmarks."),
+    BuiltIn("hash_routing", "Experts chosen by the ids of tokens in the first layers, as in DeepSeek-V4."),
     BuiltIn("moe_shortcut", "Experts whose output is added a layer later, as in LongCat-Flash."),
     BuiltIn("latent_attention", "Multi-latent attention (MLA), as in DeepSeek-V3."),
     BuiltIn("context_parallel", "Context parallelism with gathered keys and values, and by all-to-all of heads."),

@@ -11,7 +11,7 @@ from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.parameters import latent_projections, shared_gate_meta
 from megatron.core.moe.router import RouterFunction
-from megatron.core.parts import RESIDUALS, ROUTERS
+from megatron.core.parts import RESIDUALS, ROUTERS, router_of
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, make_parameter
 from megatron.core.transformer.mlp import SharedExpert
 from megatron.core.transformer.norm import build_norm
@@ -48,7 +48,7 @@ class MoELayer(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         assert ctx.sequence_parallel or ctx.tp.size == 1, "tensor-parallel ranks would route the same tokens"
-        self.router = ROUTERS.build("top_k", f"{name}.router", config, ctx)
+        self.router = ROUTERS.build(router_of(config, ctx.layer), f"{name}.router", config, ctx)
         self.experts = Experts(f"{name}.experts", config, ctx)
         down, up = latent_projections(name, config) or (None, None)
         self.fc1_latent_proj = nn.Identity() if down is None else ReplicatedParallelLinear(down, ctx)

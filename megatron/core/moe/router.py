@@ -170,7 +170,7 @@ class TopKRouter(nn.Module):
         logits = self.logits_of(x, context)
         ranked = self.ranked(logits, context)
         unbiased = self._best(ranked)
-        chosen = self._chosen(logits.detach(), ranked, unbiased)
+        chosen = self._chosen(logits.detach(), ranked, unbiased, context)
         weights = self.scores.weights(logits, chosen)
         if self.scaling is not None:
             weights = weights * self.scaling
@@ -201,7 +201,7 @@ class TopKRouter(nn.Module):
         """Scores [s, b, E] whose k largest are chosen, without expert bias and groups."""
         return self.scores.ranked(logits.detach())
 
-    def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor) -> Tensor:
+    def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
         """The choice [s, b, k] with expert bias and within groups of experts; `unbiased` is the one without both."""
         bias, summed = self.balance.expert_bias, None
         if bias is not None:

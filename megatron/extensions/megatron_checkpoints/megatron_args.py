@@ -36,6 +36,7 @@ WITHOUT_EQUAL = {
     "experimental_attention_variant": "an experimental attention",
     "enable_hyper_connections": "hyper-connections",
     "enable_mhc_connections": "hyper-connections",
+    "moe_n_hash_layers": "routing by hashes of tokens",
 }
 """Argument -> the part of the model it asks for, which this program has not."""
 
@@ -124,6 +125,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--experimental-attention-variant": any(model.linear_pattern),
         "--enable-mhc-connections": model.residual == "mhc",
         "--moe-shortcut": model.residual == "moe_shortcut",
+        "--moe-n-hash-layers": any(getattr(each, "moe_n_hash_layers", 0) for each in model.extension_options),
         "--layer-module": model.layer_module != "transformer_layer",
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }

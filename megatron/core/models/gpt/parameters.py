@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.moe.parameters import expert_metas, latent_projections, router_metas, router_states, shared_gate_meta
+from megatron.core.moe.parameters import expert_metas, latent_projections, router_metas, shared_gate_meta
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import (
     ACTIVATIONS,
@@ -22,6 +22,8 @@ from megatron.core.parts import (
     MLPS,
     NORMALIZATIONS,
     RESIDUALS,
+    ROUTERS,
+    router_of,
 )
 from megatron.core.registry import Registry, imported
 from megatron.core.tensor_parallel.parameters import ColumnLinear, metas_of, sequence_partial
@@ -133,8 +135,9 @@ def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
     names = [f"decoder.layers.{number}" for number in range(config.num_layers)]
     names += [f"{MULTI_TOKEN}.{depth}.transformer_layer" for depth in range(config.mtp_depths)]
     kinds = (*config.layers, *config.mtp_layers)
-    routers = [f"{name}.mlp.router" for name, kind in zip(names, kinds, strict=True) if kind.experts]
-    return [state for name in routers for state in router_states(name, config)]
+    found = (ROUTERS.facts(router_of(config, number)).states for number in range(len(kinds)))
+    routers = [each for each in zip(names, kinds, found, strict=True) if each[1].experts]
+    return [state for name, _, listed in routers for state in imported(listed)(f"{name}.mlp.router", config)]
 
 
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:

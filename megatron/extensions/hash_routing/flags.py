@@ -1,0 +1,59 @@
+"""The flag of routing by hashes, and facts about it before it is imported. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.parts import ROUTERS
+from megatron.training.config.problem import Problem, unless_at_most
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+SWITCH = "--moe-n-hash-layers"
+
+
+@extension_flags("hash routing", part_of="model")
+@dataclass(frozen=True)
+class HashRoutingFlags:
+    """Routing by hashes of tokens (Hash Layers, arXiv 2106.04426; DeepSeek-V4)."""
+
+    NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
+
+    moe_n_hash_layers: int = flag(0, at_least=0)
+    """The first N layers choose experts by a fixed table of tokens, random for a new model; the router's scores are the
+    weights of their outputs. These layers have no balancing loss and no expert bias."""
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        m = config.model
+        if not self.moe_n_hash_layers:
+            return
+        sinkhorn = "sinkhorn" in m.moe_router_load_balancing_type
+        forced = any(getattr(each, "moe_router_force_load_balancing", False) for each in m.extension_options)
+        yield from unless_at_most(SWITCH, self.moe_n_hash_layers, "--num-layers", m.num_layers)
+        for other, given, why in (
+            ("--moe-router-load-balancing-type sinkhorn", sinkhorn, "a table balances the choice"),
+            ("--moe-router-force-load-balancing", forced, "a table balances the choice"),
+            (f"--moe-zero-experts {m.moe_zero_experts}", m.moe_zero_experts, "the table has experts alone"),
+        ):
+            if given:
+                yield Problem.exclusive(SWITCH, self.moe_n_hash_layers, other, why)
+
+
+def table_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
+    """tid2eid [vocabulary, k]: the experts of each token, with Megatron-LM's name; and the name of the dtype."""
+    assert config.num_experts is not None
+    shape, init = (config.vocab_size or 0, config.moe_router_topk), Init("choices", high=config.num_experts)
+    return [(ParamMeta(f"{name}.tid2eid", shape, init=init), "int64")]
+
+
+ROUTERS.register(
+    "hash",
+    f"{__package__}.hash_router:HashRouter",
+    when=lambda config, number: number < config.options(HashRoutingFlags).moe_n_hash_layers,
+    states=f"{__name__}:table_states",
+)

@@ -1,0 +1,29 @@
+"""A router whose choice follows from tokens alone (Hash Layers, arXiv 2106.04426; DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.moe.load_balancing import make_state
+from megatron.core.moe.router import TopKRouter
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.extensions.hash_routing.flags import table_states
+
+
+class HashRouter(TopKRouter):
+    """Chooses the k experts that a table states for a token. Scores weigh their outputs as usual."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        config = replace(config, moe_router_enable_expert_bias=False, moe_router_load_balancing_type=("none",))
+        super().__init__(name, config, ctx)
+        ((meta, dtype),) = table_states(name, config)
+        self.tid2eid = make_state(meta, dtype, ctx)
+
+    def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
+        assert context.tokens is not None
+        rows = slice(self.shard * len(logits), (self.shard + 1) * len(logits))
+        return self.tid2eid[context.tokens.t()[rows]]
