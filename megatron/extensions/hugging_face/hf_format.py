@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -131,12 +132,16 @@ class HFTarget(Target):
     def _write_shard(self, path: Path, specs: dict[str, TensorSpec], written: Written) -> None:
         with SafetensorsWriter(path, specs) as writer:
             wanted = [each for each in self.placements if not specs.keys().isdisjoint(each.theirs)]
+            left, sums = Counter(name for each in wanted for name in each.theirs), dict[str, Tensor]()
             sizes = [sum(specs[name].nbytes for name in each.theirs if name in specs) for each in wanted]
             jobs = [(size, partial(self._converted, each)) for size, each in zip(sizes, wanted, strict=True)]
             for placement, tensors in zip(wanted, made_ahead(jobs), strict=True):
                 for name, tensor in zip(placement.theirs, tensors, strict=True):
-                    if name in specs:
-                        writer.add(name, tensor)
+                    left[name] -= 1
+                    if left[name]:
+                        sums[name] = sums[name] + tensor if name in sums else tensor
+                    elif name in specs:
+                        writer.add(name, sums.pop(name) + tensor if name in sums else tensor)
                         written(specs[name].nbytes)
 
     def finish(self, folder: Path) -> None:

@@ -181,6 +181,20 @@ class StackedExperts(Layout):
         return stack([stack([tensor[box[2:]] for tensor in halves]) for halves in experts])
 
 
+@dataclass(frozen=True)
+class OneOfThree(Layout):
+    """One number of three, which other parameters share a tensor of theirs with: those that have the same name are
+    added up. Adding -0.0 changes no number."""
+
+    place: int
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (cat([parameter if at == self.place else parameter.new_full((1,), -0.0) for at in range(3)]),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        return tensors[0][(slice(self.place, self.place + 1),)][box]
+
+
 class WithConstantsOfXIELU(Layout):
     """xIELU's second scalar, beside which they store its slope at zero and a bound of its exponent."""
 
@@ -388,6 +402,12 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "KimiRows": Pieces("(g d) ... -> g d ...", _kimi_heads),
     "KimiDecays": Pieces("1 1 g 1 -> g"),
+    # Outputs of groups of heads, [groups * rank, channels of a group], and factors of hyper-connections (DeepSeek-V4).
+    "OutputGroups": Pieces(
+        "(g r) ... -> g r ...",
+        lambda config: {"g": _option(config, "o_groups")},
+    ),
+    **{name: OneOfThree(place) for place, name in enumerate(("FirstOfThree", "SecondOfThree", "ThirdOfThree"))},
     # Three projections of one width, one behind the other (the short convolution of LFM2).
     "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
     "WithConstantsOfXIELU": WithConstantsOfXIELU(),

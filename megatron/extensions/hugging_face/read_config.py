@@ -42,6 +42,10 @@ FULL, LOCAL, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_a
 attention or linear attention."""
 
 
+SELECTED, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
+"""Layers of DeepSeek-V4 that select compressed keys, or see all."""
+
+
 LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
 """In layers_block_type of config.json, layers of one sublayer, and the letter of each."""
 
@@ -165,8 +169,8 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
             yield f"first_k_dense_replace = {first!r} must be at least 0 and below num_hidden_layers = {layers!r}"
     of_topk = next((key for key, ours in family.keys.items() if ours == "moe_router_topk"), "")
     normalized = "norm_topk_prob" not in family.keys or hf["norm_topk_prob"]
-    sigmoid = family.fixed.get("moe_router_score_function") == "sigmoid" and of_topk not in family.only
-    if sigmoid and normalized and hf.get(of_topk) == 1:
+    own_scores = family.fixed.get("moe_router_score_function") == "sigmoid" and of_topk not in family.only
+    if (own_scores or "scoring_func" in family.values) and normalized and hf.get(of_topk) == 1:
         yield f"{of_topk} = 1 with norm_topk_prob; supported: 2 or more"
     if hf.get("moe_layer_end_index", -1) != -1 and hf["moe_layer_end_index"] != hf.get("num_hidden_layers", 0) - 1:
         yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
@@ -213,7 +217,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         _check_count("decoder_sparse_step", step)
         experts = [layer not in dense and not (layer + 1) % step for layer in range(hf["num_hidden_layers"])]
         fields["moe_layer_freq"] = pattern_text(experts, usual=True) or "1"
-    if fields["position_embedding_type"] == "rope":
+    if fields["position_embedding_type"] == "rope" and "compress_rates" not in family.defaults:
         fields |= _rotary_from_hf(hf, family)
     if "layer_rope_theta" in family.defaults and hf["layer_rope_theta"]:
         fields |= _bases_from_hf(hf, family)
@@ -222,6 +226,8 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields |= {"num_attention_heads": full or local, "window_num_attention_heads": local}
     if "topk_method" in family.only and hf["topk_method"] != "greedy":
         fields |= _groups_from_hf(hf)
+    if "compress_rates" in family.defaults:
+        fields |= _compressed_from_hf(hf)
     if "no_rope_layers" in family.defaults:
         fields["no_rope_freq"] = pattern_text([not rotated for rotated in _rotated_layers(hf)], usual=False)
     if family.rotary_layers != "all" and hf.get("sliding_window"):
@@ -386,6 +392,43 @@ def _by_kind(hf: Mapping[str, Any], family: Family, key: str, without: Any = Non
             )
         found.append(next(iter(values), None))
     return found[0], found[1]
+
+
+def _compressed_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers of DeepSeek-V4: tokens of compressed keys, routing by hashes, rotated channels, and both rotary bases."""
+    layers, rates = hf["num_hidden_layers"], hf["compress_rates"] or {SELECTED: 4, COMPRESSED: 128}
+    ratios, given = {LOCAL: 0, **rates}, hf.get("compress_ratios")
+    usual = [COMPRESSED if layer < 2 or layer % 2 == 0 else SELECTED for layer in range(layers)]
+    kinds = hf["layer_types"] or usual
+    found = list(given[:layers]) if given and not hf["layer_types"] else [ratios[kind] for kind in kinds]
+    if rates[SELECTED] != 4 or rates[COMPRESSED] in (0, 4) or len(found) != layers:
+        raise ValueError(f"config.json: compress_rates = {rates} of {len(found)} layers are not supported; CSA has 4")
+    hashed = [kind == "hash_moe" for kind in hf["mlp_layer_types"] or ()]
+    first = sum(hashed) if hf["mlp_layer_types"] else min(hf.get("num_hash_layers", 3), layers)
+    if any(hashed[first:]):
+        raise ValueError("config.json: mlp_layer_types has hash_moe behind moe, which is not supported")
+    rotary = int(hf["head_dim"] * (hf.get("partial_rotary_factor") or hf.get("qk_rope_head_dim", 64) / hf["head_dim"]))
+    if rotary < 2 or rotary % 2 or hf["num_attention_heads"] % hf["o_groups"]:
+        sizes = f"{rotary} rotated channels and o_groups = {hf['o_groups']} of {hf['num_attention_heads']} heads"
+        raise ValueError(f"config.json: {sizes} are not supported; use an even number, and a divisor")
+    fields = {"qk_head_dim": hf["head_dim"] - rotary, "qk_pos_emb_head_dim": rotary, "rotary_percent": 1.0}
+    both = hf.get("rope_parameters") or {}
+    main, scaled = both.get("main", {}), both.get("compress", hf.get("rope_scaling") or both)
+    kind = scaled.get("rope_type", scaled.get("type", "default"))
+    if main.get("rope_type", "default") != "default" or kind not in ("default", "yarn"):
+        raise ValueError("config.json: rope_parameters other than those of DeepSeek-V4 are not supported")
+    if kind == "yarn":
+        if scaled.get("attention_factor", 1.0) != 1.0:
+            raise ValueError("config.json: YaRN with an attention_factor other than 1 is not supported")
+        fields |= {"rope_type": "yarn", **_yarn_from_hf({**scaled, "attention_factor": None, "mscale": None}, hf)}
+    return fields | {
+        "mscale": 0.0,
+        "mscale_all_dim": 0.0,
+        "rotary_base": float(main.get("rope_theta", hf["rope_theta"])),
+        "csa_compress_rotary_base": float(scaled.get("rope_theta", hf["compress_rope_theta"])),
+        "csa_compress_ratios": str(found),
+        **({"moe_n_hash_layers": first} if first else {}),
+    }
 
 
 def _groups_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class HFWeights:
         self.placements = {each.meta.name: each for each in placed}
         unknown = dict(self._tensors)
         for placement in self.placements.values():
-            missing = [name for name in placement.theirs if name not in unknown]
+            missing = [name for name in placement.theirs if name not in self._tensors]
             problems += [f"{name} is missing" for name in missing] or self._misfit(placement)
             for name in placement.theirs:
                 unknown.pop(name, None)

@@ -9,15 +9,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.core.config.layers import layer_numbers
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.read_config import (
     CHUNKED,
+    COMPRESSED,
     FULL,
     LINEAR,
     LLAMA3_SCALING,
     LOCAL,
+    SELECTED,
     YARN_SCALING,
     config_from_hf,
     family_of,
@@ -38,15 +41,17 @@ OF_WINDOWS = (
 
 
 OF_MIXERS = {
-    "mamba_": "mamba2",
-    "mamba1_": "mamba1",
-    "rg_lru_": "rg_lru",
-    "short_conv_": "short_convolution",
-    "dsa_": "dsa",
-    "lightning_": "lightning_attention",
-    "kda_": "kimi_delta_attention",
+    "mamba_": ("mamba2",),
+    "mamba1_": ("mamba1",),
+    "rg_lru_": ("rg_lru",),
+    "short_conv_": ("short_convolution",),
+    "dsa_": ("dsa", "dsv4_hybrid"),
+    "csa_": ("dsv4_hybrid",),
+    "o_": ("dsv4_hybrid",),
+    "lightning_": ("lightning_attention",),
+    "kda_": ("kimi_delta_attention",),
 }
-"""What names of fields begin with -> the linear attention that alone reads them."""
+"""What names of fields begin with -> the linear attentions that alone read them."""
 
 
 class Inexpressible(ValueError):
@@ -136,6 +141,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["moe_layers"] = list(config.moe_layers)
     if "no_rope_layers" in family.defaults:
         hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
+    if "compress_rates" in family.defaults:
+        hf |= _compressed_to_hf(config, stated, hf.pop("rope_scaling", {"rope_type": "default"}))
     if "hybrid_override_pattern" in family.keys:  # keys of kinds of layers that the model lacks
         hf = {key: value for key, value in hf.items() if value is not None}
     found: dict[str, Any] = {}
@@ -154,6 +161,28 @@ def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
     first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
     period = others[0] - first if others else len(layers) + 1
     return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
+
+
+def _compressed_to_hf(
+    config: TransformerConfig, stated: Mapping[str, Any], scaling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Layers of DeepSeek-V4, whose layers with compressed keys have one ratio other than 4 at most."""
+    layers, ratios = config.num_layers, layer_numbers(stated["csa_compress_ratios"] or "", config.num_layers, least=0)
+    heavy = next((ratio for ratio in ratios if ratio not in (0, 4)), 128)
+    kinds, hashed = {0: LOCAL, 4: SELECTED}, stated.get("moe_n_hash_layers", 0)
+    percent = stated["qk_pos_emb_head_dim"] / stated["v_head_dim"]
+    both = {"main": {"rope_type": "default", "rope_theta": config.rotary_base}, "compress": {**scaling}}
+    both["compress"]["rope_theta"] = stated["csa_compress_rotary_base"]
+    if scaling.get("rope_type") == "yarn":
+        both["compress"]["attention_factor"] = 1.0
+    return {
+        "layer_types": [kinds.get(ratio, COMPRESSED) for ratio in ratios],
+        "compress_rates": {SELECTED: 4, COMPRESSED: heavy},
+        "mlp_layer_types": ["hash_moe" if layer < hashed else "moe" for layer in range(layers)],
+        "partial_rotary_factor": percent,
+        "compress_rope_theta": stated["csa_compress_rotary_base"],
+        "rope_parameters": {kind: {**each, "partial_rotary_factor": percent} for kind, each in both.items()},
+    }
 
 
 def _factor(hf: Mapping[str, Any], product: float | None, powers: Mapping[str, float]) -> dict[str, Any]:
@@ -235,6 +264,8 @@ def _stretches(config: TransformerConfig) -> bool:
 def _with_derived(config: TransformerConfig) -> dict[str, Any]:
     """All fields, those that leave open what others say with the value that follows."""
     fields = fields_of(config)
+    if text := fields.get("csa_compress_ratios"):  # without those of modules of multi-token prediction
+        fields["csa_compress_ratios"] = str([*layer_numbers(text, None, least=0)[: config.num_layers]])
     return fields | {
         "latent_norm_epsilon": fields.get("latent_norm_epsilon") or config.norm_epsilon,
         "multi_latent_attention": config.attention == "multi_latent_attention",
@@ -305,9 +336,9 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += ["num_attention_heads", "kv_channels"] if not heads else []
     idle += [
         name
-        for start, mixer in OF_MIXERS.items()
+        for start, mixers in OF_MIXERS.items()
         for name in fields
-        if name.startswith(start) and mixer not in config.linear_attentions
+        if name.startswith(start) and not {*mixers} & {*config.linear_attentions}
     ]
     idle += ["residual_weight"] if config.layer_module != "normed_residual" else []
     idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []

@@ -78,7 +78,9 @@ def exact(model: Any) -> Any:
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     for name, buffer in model.named_buffers():
-        if is_router_bias(name):
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).topk(buffer.shape[1]).indices)
+        elif is_router_state(name):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
     for module in model.modules():
         if type(module).__name__ == "BloomGelu":
@@ -88,8 +90,8 @@ def exact(model: Any) -> Any:
     return model
 
 
-def is_router_bias(name: str) -> bool:
-    return name.endswith(("e_score_correction_bias", "expert_bias"))
+def is_router_state(name: str) -> bool:
+    return name.endswith(("e_score_correction_bias", "expert_bias", "tid2eid"))
 
 
 def weights(model: Any) -> dict[str, Tensor]:
@@ -129,10 +131,11 @@ def wrong_gradients(
         for parameter in theirs.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, buffer in theirs.named_buffers():
-            if is_router_bias(name):
+            if is_router_state(name):
                 buffer.zero_()
     config: TransformerConfig = mine.config
     back, expected = to_hf(found, config, model_type), weights(theirs)
     if back.keys() != expected.keys():
         return sorted(back.keys() ^ expected.keys())
-    return [name for name, each in expected.items() if (back[name] - each).norm() > 1e-9 * each.norm().clamp(min=1e-5)]
+    norms = {name: (each.double().norm(), (back[name] - each).double().norm()) for name, each in expected.items()}
+    return [name for name, (whole, wrong) in norms.items() if wrong > 1e-9 * whole.clamp(min=1e-5)]

@@ -30,11 +30,11 @@ def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_typ
     missing = [each.meta.name for each in found if each.meta.name not in parameters]
     if missing:
         raise ValueError(f"parameters missing: {', '.join(missing)}")
-    return {
-        name: tensor
-        for each in found
-        for name, tensor in zip(each.theirs, each.to_theirs(parameters[each.meta.name]), strict=True)
-    }
+    tensors = dict[str, Tensor]()
+    for each in found:
+        for name, tensor in zip(each.theirs, each.to_theirs(parameters[each.meta.name]), strict=True):
+            tensors[name] = tensors[name] + tensor if name in tensors else tensor
+    return tensors
 
 
 @torch.no_grad()
