@@ -15,23 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.batch import EarlierTokens
 from megatron.core.collectives import copy_to, local_slice, reduce_from
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
-from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
-from megatron.extensions.linear_attention.gated_delta_net import documents_begun, last_rows
+from megatron.extensions.linear_attention.gated_delta_net import last_rows
 from megatron.extensions.mamba1.flags import Mamba1Flags, low_rank_widths
 from megatron.extensions.mamba1.parameters import mamba1_parameters
 from megatron.extensions.mamba1.selective_scan import selective_scan
-from megatron.extensions.short_convolution.short_convolution import convolved
+from megatron.extensions.short_convolution.short_convolution import BetweenProjections, convolved
 
 
-class Mamba1(nn.Module):
-    """Projection, convolution, selective scan, gate, projection back. What lies between the projections is computed
-    again in the backward."""
+class Mamba1(BetweenProjections):
+    """Projection, convolution, selective scan, gate, projection back."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -46,14 +44,6 @@ class Mamba1(nn.Module):
         self.in_proj = column_parallel(found.in_proj, ctx)
         self.out_proj = row_parallel(found.out_proj, ctx)
         self.convolved = region(convolved, ctx.compiled)
-
-    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
-        mixed = self.in_proj(x)
-        length, documents, cache = len(mixed) * self.cp.size, context.documents, context.cache
-        number = None if documents is None else documents_begun(documents, length, mixed.device)
-        again = self.training and cache is None
-        return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
         """mixed [s/cp, b, 2 * channels/tp] -> [s/cp, b, channels/tp]"""

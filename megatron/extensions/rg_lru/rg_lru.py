@@ -19,19 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.batch import BatchContext, EarlierTokens
+from megatron.core.batch import EarlierTokens
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
 from megatron.core.transformer.activations import gelu_tanh
-from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
-from megatron.extensions.linear_attention.gated_delta_net import documents_begun, last_rows
+from megatron.extensions.linear_attention.gated_delta_net import last_rows
 from megatron.extensions.mamba1.selective_scan import adjoint, recurrence
 from megatron.extensions.rg_lru.flags import shape_of
 from megatron.extensions.rg_lru.parameters import rg_lru_parameters
-from megatron.extensions.short_convolution.short_convolution import convolved
+from megatron.extensions.short_convolution.short_convolution import BetweenProjections, convolved
 
 SHARPNESS = 8.0
 """Factor of the logarithm of decays."""
@@ -40,9 +39,8 @@ STEEPEST = 1000.0
 """Bound of the derivative of the square root, which has none at 0."""
 
 
-class RgLru(nn.Module):
-    """Projection, convolution, gated recurrence, gate, projection back. What lies between the projections is computed
-    again in the backward."""
+class RgLru(BetweenProjections):
+    """Projection, convolution, gated recurrence, gate, projection back."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -54,14 +52,6 @@ class RgLru(nn.Module):
         self.in_proj = column_parallel(found.in_proj, ctx)
         self.out_proj = row_parallel(found.out_proj, ctx)
         self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
-
-    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
-        mixed = self.in_proj(x)
-        length, documents, cache = len(mixed) * self.cp.size, context.documents, context.cache
-        number = None if documents is None else documents_begun(documents, length, mixed.device)
-        again = self.training and cache is None
-        return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
         """mixed [s/cp, b, 2 * channels/tp] -> [s/cp, b, channels/tp]"""

@@ -15,6 +15,7 @@ from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
 from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
@@ -22,9 +23,29 @@ from megatron.extensions.linear_attention.gated_delta_net import documents_begun
 from megatron.extensions.short_convolution.parameters import convolution_parameters
 
 
-class ShortConvolution(nn.Module):
-    """Projection, gate, convolution, gate, projection back. What lies between the projections is computed again in the
-    backward."""
+class BetweenProjections(nn.Module):
+    """A mixer of `in_proj`, `_mix` and `out_proj`. What `_mix` computes is computed again in the backward."""
+
+    in_proj: nn.Module
+    out_proj: nn.Module
+    cp: Axis
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        mixed = self.in_proj(x)
+        length, documents, cache = len(mixed) * self.cp.size, context.documents, context.cache
+        number = None if documents is None else documents_begun(documents, length, mixed.device)
+        again = self.training and cache is None
+        return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
+
+    def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
+        """mixed [s/cp, b, features/tp] of the first projection, number [s, b] of documents that have begun -> what the
+        second one projects"""
+        raise NotImplementedError
+
+
+class ShortConvolution(BetweenProjections):
+    """Projection, gate, convolution, gate, projection back."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -35,17 +56,6 @@ class ShortConvolution(nn.Module):
         self.in_proj = column_parallel(parameters.in_proj, ctx)
         self.out_proj = row_parallel(parameters.out_proj, ctx)
         self.convolved = region(convolved, ctx.compiled)
-
-    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
-        mixed = self.in_proj(x)
-        length, documents, cache = len(mixed) * self.cp.size, context.documents, context.cache
-        number = None if documents is None else documents_begun(documents, length, mixed.device)
-        if self.training and cache is None:
-            y = recomputed(self._mix, mixed, number, None)
-        else:
-            y = self._mix(mixed, number, cache)
-        return self.out_proj(y)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
         """mixed [s/cp, b, 3 * h/tp] -> [s/cp, b, h/tp]"""
