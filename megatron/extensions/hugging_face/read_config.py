@@ -258,7 +258,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["attention_temperature_coeff"] = float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
     if "moe_layers" in family.defaults:
         fields["moe_layer_freq"] = _moe_layers_from_hf(hf)
-    if "window_size" not in family.fixed and "window_size" not in family.keys.values():
+    if "window_size" not in family.fixed and family.keys.get("attention_window_size") != "window_size":
         fields |= _window_from_hf(hf, family)
     if family.window_groups > 1 and fields.get("window_size"):
         groups = fields["num_query_groups"] or fields["num_attention_heads"]

@@ -222,7 +222,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "other_activation": (config(hidden_act="gelu"), "hidden_act = 'gelu', supported: 'silu'"),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), "quantization_config is given"),
-    "unknown_family": (config(model_type="mamba"), "model_type 'mamba' is not supported"),
+    "unknown_family": (config(model_type="rwkv"), "model_type 'rwkv' is not supported"),
     "config_of_brackets": (
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
         "config.json cannot be read",
