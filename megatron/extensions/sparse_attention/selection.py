@@ -106,8 +106,9 @@ def largest(scores: Tensor, topk: int) -> Tensor:
     above, equal = scores > least, scores == least
     wanted = topk - above.sum(-1, keepdim=True)
     latest = equal.flip(-1).cumsum(-1).flip(-1) <= wanted
-    keys = torch.arange(scores.shape[-1], device=scores.device)
-    chosen = torch.where(above | (equal & latest), keys, scores.shape[-1]).topk(topk, largest=False, sorted=True).values
+    keys, last = torch.arange(scores.shape[-1], device=scores.device), scores.shape[-1] - 1
+    chosen = torch.where(above | (equal & latest), keys, last + 1).topk(topk, largest=False, sorted=True).values
+    chosen = chosen.clamp_(max=last)  # where a score is NaN, fewer are chosen
     return chosen.masked_fill_(scores.gather(-1, chosen) == -torch.inf, -1).to(torch.int32)
 
 

@@ -85,9 +85,7 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int,
     rows //= state.tp.size if batch.parallel.sequence_parallel else 1
     whole = Batch.of_tokens(torch.zeros(batch.samples, model.seq_length, dtype=torch.int64))
     local = whole.with_future(model.mtp_depths).local_to(state.cp)
-    local = replace(local, aux_scale=torch.ones((), dtype=torch.float64) if model.num_experts else None).to(
-        batch.device
-    )
+    local = replace(local, aux_scale=torch.ones((), dtype=torch.float64)).to(batch.device)
     given = [parameter.untyped_storage()._cdata for parameter in built.parameters()]
     given += [x.untyped_storage()._cdata for x in vars(local).values() if isinstance(x, torch.Tensor)]
     scaling = [part for part in built.modules() if isinstance(part, DelayedGemms)]

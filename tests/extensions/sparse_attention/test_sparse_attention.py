@@ -143,6 +143,13 @@ def test_selection_prefers_the_later_of_equal_scores() -> None:
             assert [key for key in found if key >= 0] == sorted(sorted(legal, key=lambda k: (-row[k], -k))[:topk])
 
 
+def test_of_scores_that_are_no_numbers_keys_are_selected_that_exist() -> None:
+    scores = torch.arange(12.0).view(2, 1, 6)
+    scores[1, 0, 2:] = torch.nan
+    found = largest(scores, 3)
+    assert found[0, 0].tolist() == [3, 4, 5] and (found < 6).all()
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("longest", [1, 3, 100])
