@@ -21,10 +21,11 @@ from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.sparse_attention import compressed_attention
 from megatron.training.config.flags import with_fields
 from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
+from tests.extensions.sparse_attention.test_sparse_attention import COEFF, SCALE, check_layer
 from tests.gpt_cases import FP64, logits_in_parts, model_of, packed_documents, random_batch
 
 COMPRESSED = model_of("compressed")
-HEADS, GROUPS, ROTARY, WINDOW, TOPK, BASE, SCALE, COEFF = 8, 4, 4, 3, 2, 500.0, 1.3, 0.7
+HEADS, GROUPS, ROTARY, WINDOW, TOPK, BASE = 8, 4, 4, 3, 2, 500.0
 
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
@@ -131,20 +132,7 @@ def test_gradients_are_those_of_the_literal_form(
         options |= {"recompute_granularity": "selective", "recompute_modules": (recompute,)}
     layer, x, context = layer_and_operands(number, packed, **options)
     expected, loss, count = literal(layer, x, context, sparse_loss)
-    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
-    inputs = dict(layer.named_parameters()) | {"x": x}
-    names = [name for name in inputs if "indexer" not in name]
-    wanted = dict(zip(names, torch.autograd.grad((expected * weights).sum(), [inputs[n] for n in names]), strict=True))
-    if len(names) < len(inputs):
-        names = [name for name in inputs if "indexer" in name]
-        of_loss = torch.autograd.grad(loss, [inputs[n] for n in names])
-        wanted |= {name: COEFF * SCALE * grad for name, grad in zip(names, of_loss, strict=True)}
-    found = layer(x, context)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    (found * weights).sum().backward()
-    for name, tensor in inputs.items():
-        assert (tensor.grad - wanted[name]).norm() <= 1e-9 * wanted[name].norm(), name
-    torch.testing.assert_close(layer.core.tally, torch.stack((loss.detach(), torch.tensor(float(count)).double())))
+    check_layer(layer, x, context, expected, loss, count)
 
 
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")

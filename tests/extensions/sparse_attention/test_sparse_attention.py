@@ -87,6 +87,24 @@ def layer_and_context(config: TransformerConfig, packed: bool) -> tuple[Any, Ten
     return layer, x.requires_grad_(), replace(context, aux_scale=torch.tensor(SCALE, dtype=torch.float64))
 
 
+def check_layer(layer: Any, x: Tensor, context: Any, expected: Tensor, loss: Tensor, count: int) -> None:
+    """Outputs, gradients and the indexer's loss, a sum of `count` tokens, are those of a literal form."""
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    inputs = dict(layer.named_parameters()) | {"x": x}
+    names = [name for name in inputs if "indexer" not in name]
+    wanted = dict(zip(names, torch.autograd.grad((expected * weights).sum(), [inputs[n] for n in names]), strict=True))
+    if len(names) < len(inputs):
+        names = [name for name in inputs if "indexer" in name]
+        of_loss = torch.autograd.grad(loss, [inputs[n] for n in names])
+        wanted |= {name: COEFF * SCALE * grad for name, grad in zip(names, of_loss, strict=True)}
+    found = layer(x, context)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (found * weights).sum().backward()
+    for name, tensor in inputs.items():
+        assert (tensor.grad - wanted[name]).norm() <= 1e-9 * wanted[name].norm(), name
+    torch.testing.assert_close(layer.core.tally, torch.stack((loss.detach(), torch.tensor(float(count)).double())))
+
+
 @pytest.mark.parametrize("recompute", [None, "core_attn", "mla_up_proj"])
 @pytest.mark.parametrize("sparse_loss", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
@@ -101,19 +119,7 @@ def test_gradients_are_those_of_the_dense_formula_with_a_mask(
         config = replace(config, recompute_granularity="selective", recompute_modules=(recompute,))
     layer, x, context = layer_and_context(config, packed)
     expected, loss = literal(layer, x, context, sparse_loss, TOPK)
-    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
-    inputs = dict(layer.named_parameters()) | {"x": x}
-    names = [name for name in inputs if "indexer" not in name]
-    wanted = dict(zip(names, torch.autograd.grad((expected * weights).sum(), [inputs[n] for n in names]), strict=True))
-    names = [name for name in inputs if "indexer" in name]
-    of_loss = torch.autograd.grad(loss, [inputs[n] for n in names])
-    wanted |= {name: COEFF * SCALE * grad for name, grad in zip(names, of_loss, strict=True)}
-    found = layer(x, context)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    (found * weights).sum().backward()
-    for name, tensor in inputs.items():
-        assert (tensor.grad - wanted[name]).norm() <= 1e-9 * wanted[name].norm(), name
-    torch.testing.assert_close(layer.core.tally, torch.stack((loss.detach(), torch.tensor(48.0).double())))
+    check_layer(layer, x, context, expected, loss, 48)
 
 
 @pytest.mark.parametrize(("sparse", "dense"), [("sparse", "latent"), ("sparse-in-some", "latent-whole-queries")])
