@@ -32,13 +32,16 @@ from megatron.training.train_step import train_step
 
 @dataclass(frozen=True)
 class Fragment:
-    """`values` at `offset` of the global tensor `key` of `shape`. Keys are sorted by `order`."""
+    """`values` at `offset` of the global tensor `key` of `shape`, copied to the host. Keys are sorted by `order`."""
 
     key: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: Tensor
     order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.values.detach().to("cpu", copy=True))
 
 
 PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "moment")
@@ -163,7 +166,7 @@ class _Activations:
         values = x.detach().transpose(0, 1)
         for i, sample in enumerate(samples):
             for run in _runs(rows):
-                part = values[i : i + 1, run.start : run.stop].clone()
+                part = values[i : i + 1, run.start : run.stop]
                 self.found.append(Fragment(key, shape, (sample, rows[run.start], 0), part, order))
 
 
@@ -191,7 +194,7 @@ def _shard(run: TrainingRun, label: Label, phase: str, meta: ParamMeta, values: 
     offset, shape = meta.box(run.runtime.state.coords)
     assert tuple(values.shape) == shape
     order = label.order(phase, *place)
-    return Fragment(f"{label} {phase} {meta.name}", meta.global_shape, offset, values.clone(), order)
+    return Fragment(f"{label} {phase} {meta.name}", meta.global_shape, offset, values, order)
 
 
 def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
@@ -219,7 +222,7 @@ def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
     for piece in run.optimizer.sharded_state():
         name, shape, order = piece.meta.name, piece.meta.global_shape, label.order("moment", *places[piece.meta.name])
         for offset, values in piece.boxes(run.runtime.state.coords):
-            yield Fragment(f"{label} {piece.key} {name}", shape, offset, values.clone(), order)
+            yield Fragment(f"{label} {piece.key} {name}", shape, offset, values, order)
 
 
 def assemble(fragments: Iterable[Fragment]) -> Snapshot:

@@ -104,6 +104,24 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-ffn-hidden-size 256"
 ).split()
 
+INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 32 --dsa-indexer-loss-coeff 0.5"
+LATENTS = "--multi-latent-attention --q-lora-rank 96 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --qk-layernorm"
+MIXERS = {
+    "mamba": "--hybrid-layer-pattern MH*S --mamba-num-groups 2 --mamba-num-heads 8 --mamba-head-dim 64 "
+    "--mamba-state-dim 32 --mamba1-state-dim 16",
+    "delta nets": "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64",
+    "kimi delta": "--experimental-attention-variant kimi_delta_attention --linear-attention-freq 2 --kda-num-heads 4 "
+    "--kda-head-dim 64",
+    "lightning": "--experimental-attention-variant lightning_attention --linear-attention-freq 2",
+    "rg-lru": "--experimental-attention-variant rg_lru --linear-attention-freq 2 --rg-lru-num-blocks 4",
+    "convolutions": "--experimental-attention-variant short_convolution --linear-attention-freq 2",
+    "sparse": f"{LATENTS} --kv-lora-rank 64 --v-head-dim 64 --experimental-attention-variant dsa {INDEXER}",
+    "compressed": f"{LATENTS} --v-head-dim 96 --experimental-attention-variant dsv4_hybrid {INDEXER} "
+    "--csa-compress-ratios [4,16,4,0] --csa-window-size 32 --csa-compress-rotary-base 500 --o-groups 2 "
+    "--o-lora-rank 64",
+}
+
 
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
@@ -113,6 +131,8 @@ EXPERTS = (
         ("--bf16 --normalization LayerNorm --no-swiglu", 1e-2),
         (f"--fp32 {' '.join(EXPERTS)}", 1e-2),
         (f"--bf16 {' '.join(EXPERTS)}", 5e-2),
+        *((f"--fp32 {flags}", 1e-2) for flags in MIXERS.values()),
+        *((f"--bf16 {flags}", 0.2) for flags in MIXERS.values()),
     ],
 )
 def test_each_parameter_has_the_gradient_of_the_cpu(flags: str, tolerance: float, tmp_path: Path) -> None:

@@ -56,9 +56,19 @@ from tools.bench.side_by_side import (
 if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
 
-LLAMA = (
-    "--group-query-attention --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
-    "--rotary-base 500000"
+PLAIN = "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --rotary-base 500000"
+LLAMA = f"--group-query-attention {PLAIN}"
+WIDE = (
+    f"--hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --untie-embeddings-and-output-weights {PLAIN} "
+    "--ffn-hidden-size 14336"
+)
+PART = f"{WIDE} --vocab-size 32768"
+"""Of models whose layers are to be most of the time."""
+
+GROUPED = f"{PART} --group-query-attention --num-query-groups 8"
+LATENT = (
+    f"{PART} --multi-latent-attention --q-lora-rank 1536 --qk-pos-emb-head-dim 64 --qk-layernorm "
+    "--dsa-indexer-n-heads 16 --dsa-indexer-head-dim 128 --dsa-indexer-loss-coeff 0.01"
 )
 
 
@@ -88,10 +98,45 @@ SHAPES = {
         micro_batches=4,
     ),
     "llama-8b-layers": Shape(
-        "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --seq-length 8192 "
-        f"--vocab-size 128256 --untie-embeddings-and-output-weights {LLAMA}",
+        f"{WIDE} --vocab-size 128256 --group-query-attention --num-query-groups 8",
         None,
         micro_batches=8,
+        most_samples=1,
+    ),
+    "experts": Shape(
+        f"{GROUPED} --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 1792 --moe-grouped-gemm "
+        "--moe-aux-loss-coeff 1e-2",
+        2,
+        micro_batches=8,
+        most_samples=1,
+    ),
+    "mamba2": Shape(
+        f"{GROUPED} --hybrid-layer-pattern M-M-M-*- --mamba-num-groups 8 --mamba-num-heads 128 --mamba-head-dim 64 "
+        "--mamba-state-dim 128",
+        8,
+        micro_batches=8,
+        most_samples=1,
+    ),
+    "delta-nets": Shape(
+        f"{GROUPED} --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+        "--linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128 --linear-value-head-dim 128",
+        4,
+        micro_batches=8,
+        most_samples=1,
+    ),
+    "sparse": Shape(
+        f"{LATENT} --kv-lora-rank 512 --qk-head-dim 128 --v-head-dim 128 --experimental-attention-variant dsa "
+        "--dsa-indexer-topk 2048 --dsa-indexer-use-sparse-loss",
+        2,
+        micro_batches=4,
+        most_samples=1,
+    ),
+    "compressed": Shape(
+        f"{LATENT} --qk-head-dim 448 --v-head-dim 512 --experimental-attention-variant dsv4_hybrid "
+        "--csa-compress-ratios [4,128] --csa-window-size 128 --csa-compress-rotary-base 160000 --o-groups 8 "
+        "--o-lora-rank 1024 --dsa-indexer-topk 512",
+        2,
+        micro_batches=4,
         most_samples=1,
     ),
     "tiny": Shape(

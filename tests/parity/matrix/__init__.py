@@ -15,7 +15,7 @@ CI runs a part, see test_matrix.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from math import inf
@@ -115,10 +115,10 @@ def settings(combination: Combination) -> Iterator[None]:
 
 
 @lru_cache
-def reference(alone: Combination) -> Snapshot:
+def reference(alone: Combination, more: tuple[str, ...] = ()) -> Snapshot:
     """The same model on one process."""
     with settings(alone):
-        return train_in_world(1, alone.argv, STEPS)
+        return train_in_world(1, [*alone.argv, *more], STEPS)
 
 
 def difference(combination: Combination) -> str | None:
@@ -126,14 +126,17 @@ def difference(combination: Combination) -> str | None:
     return compared(combination)[0]
 
 
-def compared(combination: Combination) -> tuple[str | None, float]:
-    """(what is not what one process computes or None, the largest relative error of a tensor)"""
+def compared(
+    combination: Combination, more: tuple[str, ...] = (), train: Callable[..., Snapshot] = train_in_world
+) -> tuple[str | None, float]:
+    """(what is not what one process computes or None, the largest relative error of a tensor). `more` flags are for
+    both; `train` trains the combination."""
     with settings(combination):
         unseen = int(combination["norm"] != "awaited")  # what is recorded, is read before the next step
-        snapshot = train_in_world(combination.world_size, combination.argv, STEPS - unseen, unseen=unseen)
+        snapshot = train(combination.world_size, [*combination.argv, *more], STEPS - unseen, unseen=unseen)
     if snapshot.replica_errors:
         return snapshot.replica_errors[0], inf
-    one = reference(combination.alone)
+    one = reference(combination.alone, more)
     initial = [key for key in snapshot.tensors if key.startswith("initial weight")]
     if wrong := next((key for key in initial if not one[key].equal(snapshot[key])), None):
         return f"{wrong}: has other bits", inf
