@@ -98,11 +98,11 @@ def train_in_world(
     RuntimeError with the traceback of a rank that fails, TimeoutError with all stacks.
     """
     config = resolve_legal(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
-    results = run_world(world_size, _train_on_rank, config, steps, activations, unseen, timeout=timeout)
+    results = run_world(world_size, train_on_rank, config, steps, activations, unseen, timeout=timeout)
     return assemble([fragment for fragments in results for fragment in fragments])
 
 
-def _train_on_rank(
+def train_on_rank(
     rank: int, world_size: int, config: Any, steps: int, activations: bool, unseen: int
 ) -> list[Fragment]:
     with local_run(config, rank, world_size) as run:

@@ -126,7 +126,7 @@ def _forget_results(places: Sequence[tuple[Any, ...]]) -> None:
 
 def seen(name: str, combination: Combination) -> str | None:
     """What the matrix says of a combination with the mutant planted; None if it notices nothing."""
-    reference(combination.alone)
+    reference(combination.alone, ())
     with planted(MUTANTS[name]):
         try:
             return difference(combination)

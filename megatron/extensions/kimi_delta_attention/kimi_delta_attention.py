@@ -44,7 +44,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
         self.out_norm = make_parameter(parameters.out_norm, ctx)
         self.out_proj = row_parallel(parameters.out_proj, ctx)
-        self.kernel, self.recompute = None, True
+        self.kernel, self.recompute, self.compiled = None, True, ctx.compiled
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
 
     def _projected(self, x: Tensor) -> Tensor:

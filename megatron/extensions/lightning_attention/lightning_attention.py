@@ -38,7 +38,7 @@ class LightningAttention(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         parameters, heads = lightning_parameters(name, config), config.num_attention_heads
-        self.cp, self.layer, self.width = ctx.state.cp, ctx.layer, config.head_dim
+        self.cp, self.layer, self.width, self.compiled = ctx.state.cp, ctx.layer, config.head_dim, ctx.compiled
         self.chunk, self.heads = config.options(LightningFlags).lightning_chunk_size, heads // ctx.tp.size
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)
@@ -61,7 +61,9 @@ class LightningAttention(nn.Module):
         """mixed [s, b, heads/(tp*cp), 3 * channels] -> [s, b, heads/(tp*cp), channels]"""
         q, k, v = F.silu(mixed).chunk(3, dim=-1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
-        rule: Callable[..., tuple[Tensor, Tensor]] = partial(ssd_chunks, chunk=self.chunk)
+        rule: Callable[..., tuple[Tensor, Tensor]] = partial(
+            ssd_chunks, chunk=self.chunk, compiled=self.compiled and cache is None
+        )
         steps, state = mixed.new_ones(mixed.shape[:3], dtype=wide), None
         if cache is not None:
             (state,) = cache.states(self.layer) or (None,)

@@ -58,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
         self.out_norm = make_parameter(parameters.out_norm, ctx)
         self.out_proj = row_parallel(parameters.out_proj, ctx)
-        self.kernel = flash_rule(ctx.dtype, ctx.device)
+        self.kernel, self.compiled = flash_rule(ctx.dtype, ctx.device), ctx.compiled
         self.recompute = self.kernel is None or config.recomputes("core_attn")
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(gated_norm, ctx.compiled)
 
@@ -85,7 +85,7 @@ class GatedDeltaNet(nn.Module):
         if self.kernel is not None:
             out = self.kernel(*operands, context.documents)
         else:
-            out, _ = gated_delta_chunks(*operands, number)
+            out, _ = gated_delta_chunks(*operands, number, compiled=self.compiled)
         return self.gated(out, gate, self.out_norm, self.eps)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:

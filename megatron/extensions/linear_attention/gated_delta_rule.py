@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.tiles import Documents
 from megatron.core.attention.varlen import cumulative_lengths
+from megatron.core.compiled_regions import region
 
 CHUNK = 64
 """Tokens of a chunk. A chunk costs products of [CHUNK, CHUNK], a sequence s / CHUNK steps one after another."""
@@ -69,6 +70,7 @@ def gated_delta_chunks(
     number: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = CHUNK,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """In chunks of `chunk` tokens: out [s, b, heads, dv] and the state [b, heads, dk, dv] behind the last token, both
     in fp32, or fp64 for fp64 operands.
@@ -77,27 +79,38 @@ def gated_delta_chunks(
     is of; None for one document. Without a state it is zero.
     """
     length, samples, heads, values = v.shape
-    chunk = min(chunk, length)
-    wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
-    q, k, v, g, beta = (in_chunks(x, wide, chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
-    numbers = None if number is None else numbers_in_chunks(number, chunk)
+    groups, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    q, k, v, g, beta = region(_operands, compiled)(q, k, v, g, beta, min(chunk, length))
+    numbers = None if number is None else numbers_in_chunks(number, g.shape[-2])
     if g.shape[-1] > 1:
-        keys, scores, reach, left = channel_products(q, k, g, numbers)
+        keys, scores, reach, left = channel_products(q, k, g, numbers, compiled)
     else:
         total, reach, left = decays(g.squeeze(-1), numbers)
-        keys, scores = Decayed.apply(torch.stack((k, q)) @ k.mT, total, numbers).unbind()
+        keys, scores = region(decayed, compiled)(torch.stack((k, q)) @ k.mT, total, numbers).unbind()
     mixed = keys * beta
-    rows = torch.eye(chunk, dtype=wide, device=v.device).expand(mixed.shape)
+    rows = torch.eye(g.shape[-2], dtype=wide, device=v.device).expand(mixed.shape)
     solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads what is below
-    written, read = solved @ (v * beta), solved @ (k * (beta * reach))
+    values_in, keys_in, kept, read_by = region(_weighted, compiled)(q, k, v, beta, reach, left)
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)
-    folded = (x.flatten(1, 3) for x in (written, read, k * left, reach[..., -1:, :].mT))
+    folded = (x.flatten(1, 3) for x in (solved @ values_in, solved @ keys_in, kept, reach[..., -1:, :].mT))
     written, states, final = _Scan.apply(*folded, state.to(wide).flatten(0, 1))
     written, states = (x.unflatten(1, (samples, groups, -1)) for x in (written, states))
-    out = (q * reach) @ states + scores @ written
+    out = read_by @ states + scores @ written
     out = out.permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(2, 3)[:length]
     return out, final.unflatten(0, (samples, heads))
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """Scaled queries and the others in chunks, see `in_chunks`"""
+    wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
+    return tuple(in_chunks(x, wide, chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+
+
+def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
+    """Values and keys that T multiplies, keys by what is left at the chunk's end, queries by what is left of the state
+    before the chunk."""
+    return v * beta, k * (beta * reach), k * left, q * reach
 
 
 def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
@@ -130,12 +143,15 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return total, reach.unsqueeze(-1), left.unsqueeze(-1)
 
 
-class Decayed(torch.autograd.Function):
+def decayed(products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
     """Products of tokens i and j [..., i, j], times what is left at token i of what token j <= i wrote, and 0 for later
-    tokens and those of other documents: P_ij exp(G_i - G_j). `total` G [..., i] is that of `decays`, as is `number`.
+    tokens and those of other documents: P_ij exp(G_i - G_j). `total` G [..., i] is that of `decays`, as is `number`."""
+    out: Tensor = _Decayed.apply(products, total, number)
+    return out
 
-    The gradient of G_i is the sum over j of R_ij - R_ji with R = results times their gradients.
-    """
+
+class _Decayed(torch.autograd.Function):
+    """The gradient of G_i is the sum over j of R_ij - R_ji with R = results times their gradients."""
 
     @staticmethod
     def forward(ctx: Any, products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
@@ -163,7 +179,9 @@ BLOCK = 16
 """Tokens of a chunk whose products are weighted channel by channel."""
 
 
-def channel_products(q: Tensor, k: Tensor, g: Tensor, number: Tensor | None) -> tuple[Tensor, ...]:
+def channel_products(
+    q: Tensor, k: Tensor, g: Tensor, number: Tensor | None, compiled: bool = False
+) -> tuple[Tensor, ...]:
     """q, k, g [..., chunk, dk], number [..., 1 + chunk] -> products of keys and those of queries with keys
     [..., i, j], each channel times what is left of it at token i of what token j <= i wrote; and what is left, by
     channel, at token i of the state before the chunk, and at the chunk's end of what token i wrote [..., i, dk].
@@ -171,15 +189,11 @@ def channel_products(q: Tensor, k: Tensor, g: Tensor, number: Tensor | None) -> 
     Between blocks of `BLOCK` tokens they are matrix products: channels decay from token j to the first token of block
     i, and from there to token i, so that no factor is above 1.
     """
-    chunk, later = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=torch.bool, device=g.device).triu(1)
-    total, both, rows = (~later).to(g.dtype) @ g, torch.stack((k, q)), []
+    chunk, earlier = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=g.dtype, device=g.device).tril()
+    total, both, rows = earlier @ g, torch.stack((k, q)), []
     for start in range(0, chunk, BLOCK):
-        own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
-        pairs = total[..., own, None, :] - total[..., None, own, :]
-        pairs = pairs.masked_fill(later[own, own, None], -torch.inf).exp() * k[..., None, own, :]
-        within = (both[..., own, None, :] * pairs).sum(-1)
-        before = (k[..., :start, :] * (first - total[..., :start, :]).exp()).mT
-        across = (both[..., own, :] * (total[..., own, :] - first).exp()) @ before
+        within, before, behind = region(_of_block, compiled)(both, k, total, start)
+        across = behind @ before.mT
         rows.append(F.pad(torch.cat((across, within), -1), (0, chunk - start - within.shape[-1])))
     products, reach, left = torch.cat(rows, -2), total.exp(), (total[..., -1:, :] - total).exp()
     if number is not None:
@@ -187,6 +201,18 @@ def channel_products(q: Tensor, k: Tensor, g: Tensor, number: Tensor | None) -> 
         products = products.masked_fill(number != number.mT, 0.0)
         reach, left = reach.masked_fill(number != before, 0.0), left.masked_fill(number != number[..., -1:, :], 0.0)
     return *products.unbind(), reach, left
+
+
+def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the block of `BLOCK` tokens from `start` on: its products within [2, ..., i, j]; earlier keys by what is left
+    of them at its first token [..., j, dk]; and its own by what is left since then [2, ..., i, dk]"""
+    own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
+    pairs = total[..., own, None, :] - total[..., None, own, :]
+    later = torch.ones(pairs.shape[-3:-1], dtype=torch.bool, device=pairs.device).triu(1)
+    pairs = pairs.masked_fill(later[..., None], -torch.inf).exp() * k[..., None, own, :]
+    within = (both[..., own, None, :] * pairs).sum(-1)
+    before = k[..., :start, :] * (first - total[..., :start, :]).exp()
+    return within, before, both[..., own, :] * (total[..., own, :] - first).exp()
 
 
 class _Scan(torch.autograd.Function):

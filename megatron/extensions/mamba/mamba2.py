@@ -59,6 +59,7 @@ class Mamba2(nn.Module):
         self.norm = None if parameters.norm is None else make_parameter(parameters.norm, ctx)
         self.in_proj = column_parallel(parameters.in_proj, ctx)
         self.out_proj = row_parallel(parameters.out_proj, ctx)
+        self.compiled, self.with_input = ctx.compiled, region(with_input, ctx.compiled)
         self.prepare, self.gated = region(mamba_operands, ctx.compiled), region(gated_group_norm, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -99,8 +100,8 @@ class Mamba2(nn.Module):
     def _mix(self, mixed: Tensor, number: Tensor | None) -> Tensor:
         """mixed [s, b, groups/(tp*cp), channels] -> [s, b, heads/(tp*cp) * p]"""
         (x, dt, B, C), _ = self._operands(mixed, number, None)
-        y, _ = ssd_chunks(x, dt, self._decay(), B, C, number, chunk=self.chunk)
-        return self._with_input(y, x)
+        y, _ = ssd_chunks(x, dt, self._decay(), B, C, number, chunk=self.chunk, compiled=self.compiled)
+        return self.with_input(y, x, local_slice(self.d, self.cp))
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
         """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
@@ -117,7 +118,7 @@ class Mamba2(nn.Module):
         else:
             y, state = ssd_chunks(x, dt, self._decay(), B, C, None, state, self.chunk)
         cache.set_states(self.layer, last.transpose(0, 1), state)
-        return self._with_input(y, x)
+        return self.with_input(y, x, local_slice(self.d, self.cp))
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor]:
         """The operands of the state-space model, and the last inputs of the convolution."""
@@ -131,9 +132,10 @@ class Mamba2(nn.Module):
         a_log = local_slice(self.a_log, self.cp)
         return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
 
-    def _with_input(self, y: Tensor, x: Tensor) -> Tensor:
-        """y + D x [s, b, heads * p] in the dtype of x"""
-        return (y + local_slice(self.d, self.cp).to(y.dtype).unsqueeze(-1) * x).to(x.dtype).flatten(2)
+
+def with_input(y: Tensor, x: Tensor, d: Tensor) -> Tensor:
+    """y + D x [s, b, heads * p] in the dtype of x"""
+    return (y + d.to(y.dtype).unsqueeze(-1) * x).to(x.dtype).flatten(2)
 
 
 def mamba_operands(

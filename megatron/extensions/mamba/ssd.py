@@ -18,13 +18,15 @@ adjacent. 16-bit operands are computed in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.extensions.linear_attention.gated_delta_rule import Decayed, decays, in_chunks, numbers_in_chunks
+from megatron.core.compiled_regions import region
+from megatron.extensions.linear_attention.gated_delta_rule import decayed, decays, in_chunks, numbers_in_chunks
 
 CHUNK = 128
 
@@ -57,6 +59,7 @@ def ssd_chunks(
     number: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = CHUNK,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """In chunks of `chunk` tokens: y [s, b, heads, p] and the state [b, heads, n, p] behind the last token, both in
     fp32, or fp64 for fp64 operands.
@@ -64,24 +67,38 @@ def ssd_chunks(
     `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` is of; None for one
     document. Without a state it is zero.
     """
-    length, samples, heads, width = x.shape
-    chunk, groups = min(chunk, length), B.shape[2]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, dt, a = x.to(wide), dt.to(wide), a.to(wide)
-    written, g, B, C = (in_chunks(t, wide, chunk, groups) for t in (x * dt.unsqueeze(-1), dt * a, B, C))
-    numbers = None if number is None else numbers_in_chunks(number, chunk)
+    groups, width = B.shape[2], x.shape[-1]
+    written, g, B, C = region(_operands, compiled)(x, dt, a, B, C, min(chunk, len(x)))
+    numbers = None if number is None else numbers_in_chunks(number, written.shape[-2])
     total, reach, left = decays(g.squeeze(-1), numbers)
-    kept = B.squeeze(3).mT @ _columns(written * left).flatten(-2)  # [chunks, b, groups, n, heads of a group * p]
-    kept = kept.unflatten(-1, (-1, width))
+    kept = B.squeeze(3).mT @ region(_weighted_columns, compiled)(written, left)
+    kept = kept.unflatten(-1, (-1, width))  # [chunks, b, groups, n, heads of a group, p]
     if state is None:
-        state = x.new_zeros(samples, heads, B.shape[-1], width)
-    state = state.to(wide).unflatten(1, (groups, -1)).transpose(2, 3)
+        state = kept.new_zeros(*x.shape[1:3], B.shape[-1], width)
+    state = state.to(kept.dtype).unflatten(1, (groups, -1)).transpose(2, 3)
     states, final = _Scan.apply(kept, reach[..., -1:, :].transpose(3, 4), state)
-    out = Decayed.apply(C @ B.mT, total, numbers) @ written  # [chunks, b, groups, heads of a group, chunk, p]
+    out = region(decayed, compiled)(C @ B.mT, total, numbers) @ written
     read = (C.squeeze(3) @ states.flatten(-2)).unflatten(-1, (-1, width))
+    return region(_summed, compiled)(out, read, reach)[: len(x)], final.transpose(2, 3).flatten(1, 2)
+
+
+def _operands(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> Iterable[Tensor]:
+    """x dt, dt a, B and C in chunks, see `in_chunks`"""
+    groups, wide = B.shape[2], torch.promote_types(x.dtype, torch.float32)
+    x, dt, a = x.to(wide), dt.to(wide), a.to(wide)
+    return tuple(in_chunks(t, wide, chunk, groups) for t in (x * dt.unsqueeze(-1), dt * a, B, C))
+
+
+def _weighted_columns(written: Tensor, left: Tensor) -> Tensor:
+    """written [chunks, b, groups, heads of a group, chunk, p] times left -> [chunks, b, groups, chunk, heads * p]"""
+    return _columns(written * left).flatten(-2)
+
+
+def _summed(out: Tensor, read: Tensor, reach: Tensor) -> Tensor:
+    """What tokens have from their chunk [chunks, b, groups, heads of a group, chunk, p] and from the state before it
+    [chunks, b, groups, chunk, heads of a group, p] -> [chunks * chunk, b, heads, p]"""
     out = _columns(out) + read * reach.transpose(3, 4)
-    out = out.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3)[:length]
-    return out, final.transpose(2, 3).flatten(1, 2)
+    return out.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3)
 
 
 def _columns(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ CI runs a part, see test_matrix.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from math import inf
@@ -52,10 +52,14 @@ def whole_matrix() -> list[Combination]:
 def every_choice() -> list[Combination]:
     """Some combinations of several ranks that have every choice of the matrix between them, in small worlds if
     possible."""
-    several = [combination for combination in pairwise() if combination.world_size > 1]
-    found, missing = list[Combination](), {each for c in several for each in c.items}
+    return covering([combination for combination in pairwise() if combination.world_size > 1])
+
+
+def covering(combinations: Sequence[Combination]) -> list[Combination]:
+    """Some of them that have all their choices between them."""
+    found, missing = list[Combination](), {each for c in combinations for each in c.items}
     while missing:
-        found.append(max(several, key=lambda c: len(missing & c.items) / (2 + c.world_size)))
+        found.append(max(combinations, key=lambda c: len(missing & c.items) / (2 + c.world_size)))
         missing -= found[-1].items
     return found
 
@@ -115,7 +119,7 @@ def settings(combination: Combination) -> Iterator[None]:
 
 
 @lru_cache
-def reference(alone: Combination, more: tuple[str, ...] = ()) -> Snapshot:
+def reference(alone: Combination, more: tuple[str, ...]) -> Snapshot:
     """The same model on one process."""
     with settings(alone):
         return train_in_world(1, [*alone.argv, *more], STEPS)
