@@ -9,16 +9,32 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, cycle, islice
+from collections.abc import Iterator, Mapping
+from itertools import chain, cycle
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.family_files import missing_part
-from megatron.extensions.hybrid_layers.flags import DENSE, EXPERTS
+from megatron.extensions.hugging_face.read_layers import (
+    FULL,
+    LOCAL,
+    broken_rule,
+    check_count,
+    chunks_from_hf,
+    linear_layers,
+    listed_layers,
+    moe_layers_from_hf,
+    pattern_from_hf,
+    pattern_text,
+    periodic,
+    rotated_layers,
+    window_from_hf,
+    windows,
+)
+from megatron.extensions.hybrid_layers.flags import EXPERTS
 from megatron.training.config.flags import dashed, flags_of, home_of, run_of, sections, value_of, with_fields
 
 YARN_SCALING = {
@@ -28,7 +44,6 @@ YARN_SCALING = {
     "beta_slow": "beta_slow",
 }
 
-
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_scaling_low_freq_factor",
@@ -36,23 +51,11 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
 }
 
-
-FULL, LOCAL, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
-"""In layer_types of config.json, a layer that sees all earlier tokens, and those with a sliding window, chunked
-attention or linear attention."""
-
-
 SELECTED, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 """Layers of DeepSeek-V4 that select compressed keys, or see all."""
 
-
-LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
-"""In layers_block_type of config.json, layers of one sublayer, and the letter of each."""
-
-
 FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
 """Letter of a layer -> what fields begin with that only such layers have."""
-
 
 MULTIMODAL = {"llama4": "language_model."}
 """model_type of a model of images and text -> what the names of its text model's weights begin with."""
@@ -115,7 +118,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     hf = {**family.defaults, **{names.get(key, key): value for key, value in given}}
     try:
         if "hybrid_override_pattern" in family.keys:
-            hf |= _pattern_from_hf(hf)
+            hf |= pattern_from_hf(hf)
         problems = list(_problems(hf, family))
         config = None if problems else _config(hf, family)
         if config is not None and config.position_embedding_type == "rope" and config.rotary_dim == 1:
@@ -150,7 +153,7 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{key} is missing"
         elif ours == "num_experts" and family.width_without_experts and hf[key] == 0:
             continue
-        elif key not in family.values and (rule := _broken_rule(hf[key], hints[ours])):
+        elif key not in family.values and (rule := broken_rule(hf[key], hints[ours])):
             yield f"{key} = {hf[key]!r} must be {rule}"
     if "shared" in (hf.get("indexer_types") or ()):
         yield "indexer_types has 'shared', supported: 'full'; another value needs selected keys that layers share"
@@ -161,7 +164,7 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
 
 def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
     """DeepSeek's routing where ours differs from it."""
-    if "n_shared_experts" in family.defaults and (rule := _broken_rule(hf["n_shared_experts"], int)):
+    if "n_shared_experts" in family.defaults and (rule := broken_rule(hf["n_shared_experts"], int)):
         yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
     if "first_k_dense_replace" in family.defaults and not hf.get("mlp_layer_types"):
         first, layers = hf["first_k_dense_replace"], hf.get("num_hidden_layers")
@@ -174,21 +177,6 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
         yield f"{of_topk} = 1 with norm_topk_prob; supported: 2 or more"
     if hf.get("moe_layer_end_index", -1) != -1 and hf["moe_layer_end_index"] != hf.get("num_hidden_layers", 0) - 1:
         yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
-
-
-def _broken_rule(value: Any, hint: Any) -> str | None:
-    """Rule that a number of config.json breaks. Sizes are positive, and other numbers at least 0."""
-    kinds = get_args(hint) or (hint,)
-    if value is None:
-        return None if type(None) in kinds else "a number"
-    for many in (kind for kind in kinds if get_origin(kind) is tuple):
-        legal = isinstance(value, list) and not any(_broken_rule(each, get_args(many)[0]) for each in value)
-        return None if legal else "a list of numbers, at least 0"
-    if int in kinds:
-        return None if type(value) is int and value > 0 else "a whole number above 0"
-    if float in kinds:
-        return None if type(value) in (int, float) and 0 <= value < math.inf else "a number, at least 0"
-    return None if type(value) in kinds else f"a {kinds[0].__name__}"
 
 
 def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
@@ -214,7 +202,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["moe_layer_freq"] = _experts_from_hf(hf)
     if "mlp_only_layers" in family.defaults:
         dense, step = hf["mlp_only_layers"] or (), hf["decoder_sparse_step"]
-        _check_count("decoder_sparse_step", step)
+        check_count("decoder_sparse_step", step)
         experts = [layer not in dense and not (layer + 1) % step for layer in range(hf["num_hidden_layers"])]
         fields["moe_layer_freq"] = pattern_text(experts, usual=True) or "1"
     if fields["position_embedding_type"] == "rope" and "compress_rates" not in family.defaults:
@@ -229,21 +217,21 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     if "compress_rates" in family.defaults:
         fields |= _compressed_from_hf(hf)
     if "no_rope_layers" in family.defaults:
-        fields["no_rope_freq"] = pattern_text([not rotated for rotated in _rotated_layers(hf)], usual=False)
+        fields["no_rope_freq"] = pattern_text([not rotated for rotated in rotated_layers(hf)], usual=False)
     if family.rotary_layers != "all" and hf.get("sliding_window"):
-        fields["no_rope_freq"] = pattern_text([not local for local in _windows(hf, family)], usual=False)
+        fields["no_rope_freq"] = pattern_text([not local for local in windows(hf, family)], usual=False)
     elif family.rotary_layers == "windows":
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     if "full_attention_interval" in family.defaults:
-        fields["linear_attention_freq"] = pattern_text(_linear_layers(hf, family), usual=True)
+        fields["linear_attention_freq"] = pattern_text(linear_layers(hf, family), usual=True)
     if "block_types" in family.defaults:
         kinds = [each for each, _ in zip(cycle(hf["block_types"]), range(fields["num_layers"]), strict=False)]
-        listed = _listed({**hf, "block_types": kinds}, "block_types", ("attention", "recurrent"))
+        listed = listed_layers({**hf, "block_types": kinds}, "block_types", ("attention", "recurrent"))
         fields["linear_attention_freq"] = pattern_text(listed, usual=True)
         fields["embedding_multiplier"] = _in_bf16(math.sqrt(fields["hidden_size"]))
         fields["ffn_hidden_size"] //= 2
     if "attn_layer_period" in family.defaults:
-        attention, experts = (_periodic(hf, of) for of in ("attn", "expert"))
+        attention, experts = (periodic(hf, of) for of in ("attn", "expert"))
         fields["linear_attention_freq"] = pattern_text([not attends for attends in attention], usual=True)
         fields["moe_layer_freq"] = pattern_text(experts, usual=True) or "1"
         fields["num_experts"] = None if fields["num_experts"] == 1 or not any(experts) else fields["num_experts"]
@@ -253,55 +241,23 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         absent = [parts for letter, parts in FIELDS_OF.items() if letter not in fields["hybrid_layer_pattern"]]
         fields = {name: value for name, value in fields.items() if not name.startswith(tuple(chain(*absent)))}
     if "attention_chunk_size" in family.defaults:
-        fields |= _chunks_from_hf(hf)
+        fields |= chunks_from_hf(hf)
     if "attn_temperature_tuning" in family.defaults:
         fields["attention_temperature_coeff"] = float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
     if "moe_layers" in family.defaults:
-        fields["moe_layer_freq"] = _moe_layers_from_hf(hf)
+        fields["moe_layer_freq"] = moe_layers_from_hf(hf)
     if "window_size" not in family.fixed and family.keys.get("attention_window_size") != "window_size":
-        fields |= _window_from_hf(hf, family)
+        fields |= window_from_hf(hf, family)
     if family.window_groups > 1 and fields.get("window_size"):
         groups = fields["num_query_groups"] or fields["num_attention_heads"]
         fields["window_num_query_groups"] = groups * family.window_groups
     return with_fields(TransformerConfig(), fields)
 
 
-def _pattern_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's letters of layers, which newer files state as a list of kinds, and their number."""
-    kinds = hf.get("layers_block_type")
-    letters = hf["hybrid_override_pattern"] if kinds is None else [LETTERS.get(kind, kind) for kind in kinds]
-    if unknown := {*letters} - {*LETTERS.values()}:
-        raise ValueError(f"config.json: layers {', '.join(map(repr, sorted(unknown)))} are not supported")
-    return {"hybrid_override_pattern": "".join(letters), "num_hidden_layers": len(letters)}
-
-
-def _linear_layers(hf: Mapping[str, Any], family: Family) -> list[bool]:
-    """By layer, whether it has linear attention: by a list, by one of the others, or all but each N-th."""
-    interval, others = hf["full_attention_interval"], hf.get("attn_layer_indices")
-    legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
-    listed = [legacy.get(each, each) for each in hf.get("layer_types") or ()]
-    if not listed and (counted := hf.get("linear_attn_config.kda_layers")):  # from 1
-        listed = [LINEAR if number + 1 in counted else FULL for number in range(hf["num_hidden_layers"])]
-
-    def usual(number: int) -> bool:
-        if family.layer_types:
-            return family.layer_types[number % len(family.layer_types)] == LINEAR
-        return bool(not interval or (number + 1) % interval) if others is None else number not in others
-
-    return _listed({**hf, "layer_types": listed}, "layer_types", (FULL, LINEAR), usual)
-
-
 def _in_bf16(value: float) -> float:
     """The nearest number in bf16, in which RecurrentGemma keeps the factor of embeddings."""
     (bits,) = struct.unpack("I", struct.pack("f", value))
     return struct.unpack("f", struct.pack("I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0]
-
-
-def _periodic(hf: Mapping[str, Any], of: str) -> list[bool]:
-    """By layer, whether it is one that follows from a period and an offset (Jamba)."""
-    period, offset = hf[f"{of}_layer_period"], hf[f"{of}_layer_offset"]
-    _check_count(f"{of}_layer_period", period)
-    return [layer % period == offset for layer in range(hf["num_hidden_layers"])]
 
 
 def _adjusted_width(hf: Mapping[str, Any], width: int) -> int:
@@ -328,7 +284,7 @@ def _experts_from_hf(hf: Mapping[str, Any]) -> str:
     dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
     if not hf.get("mlp_layer_types"):
         return f"([0]*{dense}+[1]*{layers - dense})" if dense else "1"
-    return pattern_text(_listed(hf, "mlp_layer_types", ("dense", "sparse")), usual=True) or "1"
+    return pattern_text(listed_layers(hf, "mlp_layer_types", ("dense", "sparse")), usual=True) or "1"
 
 
 def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -380,7 +336,7 @@ def _bases_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def _by_kind(hf: Mapping[str, Any], family: Family, key: str, without: Any = None) -> tuple[Any, Any]:
     """From a list by layer, the value of layers that see all earlier tokens, and of those with a sliding window; None
     if there are none, apart from those with the value `without`."""
-    local = _windows(hf, family) if hf.get("sliding_window") else [False] * hf["num_hidden_layers"]
+    local = windows(hf, family) if hf.get("sliding_window") else [False] * hf["num_hidden_layers"]
     if len(hf[key]) != len(local):
         raise ValueError(f"config.json: {key} has {len(hf[key])} entries for {len(local)} layers")
     found = []
@@ -434,7 +390,7 @@ def _compressed_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _groups_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Groups of experts, of which the best ones are those of the largest score (DeepSeek-V2)."""
     for key in ("n_group", "topk_group"):
-        _check_count(key, hf.get(key))
+        check_count(key, hf.get(key))
     fields = {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
     return fields | {"moe_router_group_score_topk": 1}
 
@@ -465,84 +421,3 @@ def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str
     if wanted is not None and not math.isclose(wanted, found, rel_tol=1e-6):
         raise ValueError(f"config.json: YaRN with attention_factor = {wanted} is not supported; it must be {found:.6g}")
     return fields
-
-
-def _window_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The sliding window, and the layers that have it."""
-    window = hf.get("sliding_window")
-    if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
-        window = hf[family.earlier_tokens] + 1
-    if not window or not hf.get("use_sliding_window", True):
-        return {"window_size": None}
-    _check_count("sliding_window", window)
-    local = _windows(hf, family)
-    if not any(local):
-        return {"window_size": None}
-    return {"window_size": window, "window_attn_skip_freq": pattern_text(local, usual=True)}
-
-
-def _check_count(key: str, value: Any) -> None:
-    """Raises ValueError unless a value is a whole number above 0."""
-    if rule := _broken_rule(value, int):
-        raise ValueError(f"config.json: {key} = {value!r} must be {rule}")
-
-
-def _windows(hf: Mapping[str, Any], family: Family) -> list[bool]:
-    """Whether each layer of a model with a sliding window has it: by layer_types, or as follows from a period."""
-    first = hf.get("max_window_layers", 0) if hf.keys() & {"use_sliding_window", "sliding_window_pattern"} else 0
-    period = hf.get("sliding_window_pattern") or 0
-
-    def usual(number: int) -> bool:
-        if family.layer_types:
-            return family.layer_types[number % len(family.layer_types)] == LOCAL
-        return bool(number >= first and not (period and not (number + 1) % period))
-
-    if "attention_types" in family.defaults:
-        kinds = (kind for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds)
-        listed = {**hf, "attention_types": list(islice(kinds, hf["num_hidden_layers"] + 1))}
-        return _listed(listed, "attention_types", ("global", "local"))
-    return _listed(hf, "layer_types", (FULL, LOCAL), usual)
-
-
-def _listed(
-    hf: Mapping[str, Any], key: str, kinds: tuple[Any, Any], usual: Callable[[int], Any] = lambda n: True
-) -> list[bool]:
-    """Whether each layer is of the second of two kinds: by a list of all layers, else by its number as `usual` says."""
-    layers = hf.get("num_hidden_layers", 0)
-    found = list(hf.get(key) or (kinds[bool(usual(number))] for number in range(layers)))
-    if unknown := set(found) - {*kinds}:
-        raise ValueError(f"config.json: {key} has {', '.join(map(repr, unknown))}, which is not supported")
-    if len(found) != layers:
-        raise ValueError(f"config.json: {key} has {len(found)} entries for {layers} layers")
-    return [each == kinds[1] for each in found]
-
-
-def _chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Chunked attention, and the layers that have it: by default those with a rotary embedding."""
-    chunk, rotated = hf["attention_chunk_size"], [] if hf["layer_types"] else _rotated_layers(hf)
-    local = _listed(hf, "layer_types", (FULL, CHUNKED), lambda n: rotated[n])
-    if chunk is None or not any(local):
-        return {"attention_chunk_size": None}
-    _check_count("attention_chunk_size", chunk)
-    return {"attention_chunk_size": chunk, "window_attn_skip_freq": pattern_text(local, usual=True)}
-
-
-def _moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
-    """--moe-layer-freq of a list of the layers with experts, or of their distance."""
-    layers, step = hf["num_hidden_layers"], hf["interleave_moe_layer_step"]
-    _check_count("interleave_moe_layer_step", step)
-    listed = hf["moe_layers"] if hf["moe_layers"] is not None else range(step - 1, layers, step)
-    if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
-        raise ValueError(f"config.json: moe_layers = {list(listed)} must be some of the {layers} layers")
-    return pattern_text([layer in chosen for layer in range(layers)], usual=True) or "1"
-
-
-def _rotated_layers(hf: Mapping[str, Any]) -> list[bool]:
-    """By layer, whether it has a rotary embedding: by a list, or all but each N-th."""
-    interval = hf.get("no_rope_layer_interval") or 0
-    return _listed(hf, "no_rope_layers", (0, 1), lambda number: not interval or (number + 1) % interval)
-
-
-def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:
-    """A pattern of layers as the text of a flag; None if all are as usual."""
-    return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])

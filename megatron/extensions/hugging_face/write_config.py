@@ -14,20 +14,16 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.read_config import (
-    CHUNKED,
     COMPRESSED,
-    FULL,
-    LINEAR,
     LLAMA3_SCALING,
-    LOCAL,
     SELECTED,
     YARN_SCALING,
     config_from_hf,
     family_of,
     fields_of,
-    pattern_text,
     product_of,
 )
+from megatron.extensions.hugging_face.read_layers import CHUNKED, FULL, LINEAR, LOCAL, pattern_text
 from megatron.training.config.saved_flags import resumed_fields
 
 OF_WINDOWS = (

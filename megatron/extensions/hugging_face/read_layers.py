@@ -1,0 +1,146 @@
+"""Which layers of a config.json are of which kind: linear, windowed, chunked, with experts, rotated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, get_args, get_origin
+
+from megatron.extensions.hugging_face.families import Family
+from megatron.extensions.hybrid_layers.flags import DENSE, EXPERTS
+
+FULL, LOCAL, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+"""In layer_types of config.json, a layer that sees all earlier tokens, and those with a sliding window, chunked
+attention or linear attention."""
+
+LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
+"""In layers_block_type of config.json, layers of one sublayer, and the letter of each."""
+
+
+def broken_rule(value: Any, hint: Any) -> str | None:
+    """Rule that a number of config.json breaks. Sizes are positive, and other numbers at least 0."""
+    kinds = get_args(hint) or (hint,)
+    if value is None:
+        return None if type(None) in kinds else "a number"
+    for many in (kind for kind in kinds if get_origin(kind) is tuple):
+        legal = isinstance(value, list) and not any(broken_rule(each, get_args(many)[0]) for each in value)
+        return None if legal else "a list of numbers, at least 0"
+    if int in kinds:
+        return None if type(value) is int and value > 0 else "a whole number above 0"
+    if float in kinds:
+        return None if type(value) in (int, float) and 0 <= value < math.inf else "a number, at least 0"
+    return None if type(value) in kinds else f"a {kinds[0].__name__}"
+
+
+def check_count(key: str, value: Any) -> None:
+    """Raises ValueError unless a value is a whole number above 0."""
+    if rule := broken_rule(value, int):
+        raise ValueError(f"config.json: {key} = {value!r} must be {rule}")
+
+
+def pattern_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's letters of layers, which newer files state as a list of kinds, and their number."""
+    kinds = hf.get("layers_block_type")
+    letters = hf["hybrid_override_pattern"] if kinds is None else [LETTERS.get(kind, kind) for kind in kinds]
+    if unknown := {*letters} - {*LETTERS.values()}:
+        raise ValueError(f"config.json: layers {', '.join(map(repr, sorted(unknown)))} are not supported")
+    return {"hybrid_override_pattern": "".join(letters), "num_hidden_layers": len(letters)}
+
+
+def linear_layers(hf: Mapping[str, Any], family: Family) -> list[bool]:
+    """By layer, whether it has linear attention: by a list, by one of the others, or all but each N-th."""
+    interval, others = hf["full_attention_interval"], hf.get("attn_layer_indices")
+    legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
+    listed = [legacy.get(each, each) for each in hf.get("layer_types") or ()]
+    if not listed and (counted := hf.get("linear_attn_config.kda_layers")):  # from 1
+        listed = [LINEAR if number + 1 in counted else FULL for number in range(hf["num_hidden_layers"])]
+
+    def usual(number: int) -> bool:
+        if family.layer_types:
+            return family.layer_types[number % len(family.layer_types)] == LINEAR
+        return bool(not interval or (number + 1) % interval) if others is None else number not in others
+
+    return listed_layers({**hf, "layer_types": listed}, "layer_types", (FULL, LINEAR), usual)
+
+
+def periodic(hf: Mapping[str, Any], of: str) -> list[bool]:
+    """By layer, whether it is one that follows from a period and an offset (Jamba)."""
+    period, offset = hf[f"{of}_layer_period"], hf[f"{of}_layer_offset"]
+    check_count(f"{of}_layer_period", period)
+    return [layer % period == offset for layer in range(hf["num_hidden_layers"])]
+
+
+def window_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The sliding window, and the layers that have it."""
+    window = hf.get("sliding_window")
+    if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
+        window = hf[family.earlier_tokens] + 1
+    if not window or not hf.get("use_sliding_window", True):
+        return {"window_size": None}
+    check_count("sliding_window", window)
+    local = windows(hf, family)
+    if not any(local):
+        return {"window_size": None}
+    return {"window_size": window, "window_attn_skip_freq": pattern_text(local, usual=True)}
+
+
+def windows(hf: Mapping[str, Any], family: Family) -> list[bool]:
+    """Whether each layer of a model with a sliding window has it: by layer_types, or as follows from a period."""
+    first = hf.get("max_window_layers", 0) if hf.keys() & {"use_sliding_window", "sliding_window_pattern"} else 0
+    period = hf.get("sliding_window_pattern") or 0
+
+    def usual(number: int) -> bool:
+        if family.layer_types:
+            return family.layer_types[number % len(family.layer_types)] == LOCAL
+        return bool(number >= first and not (period and not (number + 1) % period))
+
+    if "attention_types" in family.defaults:
+        kinds = (kind for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds)
+        listed = {**hf, "attention_types": list(islice(kinds, hf["num_hidden_layers"] + 1))}
+        return listed_layers(listed, "attention_types", ("global", "local"))
+    return listed_layers(hf, "layer_types", (FULL, LOCAL), usual)
+
+
+def listed_layers(
+    hf: Mapping[str, Any], key: str, kinds: tuple[Any, Any], usual: Callable[[int], Any] = lambda n: True
+) -> list[bool]:
+    """Whether each layer is of the second of two kinds: by a list of all layers, else by its number as `usual` says."""
+    layers = hf.get("num_hidden_layers", 0)
+    found = list(hf.get(key) or (kinds[bool(usual(number))] for number in range(layers)))
+    if unknown := set(found) - {*kinds}:
+        raise ValueError(f"config.json: {key} has {', '.join(map(repr, unknown))}, which is not supported")
+    if len(found) != layers:
+        raise ValueError(f"config.json: {key} has {len(found)} entries for {layers} layers")
+    return [each == kinds[1] for each in found]
+
+
+def chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Chunked attention, and the layers that have it: by default those with a rotary embedding."""
+    chunk, rotated = hf["attention_chunk_size"], [] if hf["layer_types"] else rotated_layers(hf)
+    local = listed_layers(hf, "layer_types", (FULL, CHUNKED), lambda n: rotated[n])
+    if chunk is None or not any(local):
+        return {"attention_chunk_size": None}
+    check_count("attention_chunk_size", chunk)
+    return {"attention_chunk_size": chunk, "window_attn_skip_freq": pattern_text(local, usual=True)}
+
+
+def moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
+    """--moe-layer-freq of a list of the layers with experts, or of their distance."""
+    layers, step = hf["num_hidden_layers"], hf["interleave_moe_layer_step"]
+    check_count("interleave_moe_layer_step", step)
+    listed = hf["moe_layers"] if hf["moe_layers"] is not None else range(step - 1, layers, step)
+    if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
+        raise ValueError(f"config.json: moe_layers = {list(listed)} must be some of the {layers} layers")
+    return pattern_text([layer in chosen for layer in range(layers)], usual=True) or "1"
+
+
+def rotated_layers(hf: Mapping[str, Any]) -> list[bool]:
+    """By layer, whether it has a rotary embedding: by a list, or all but each N-th."""
+    interval = hf.get("no_rope_layer_interval") or 0
+    return listed_layers(hf, "no_rope_layers", (0, 1), lambda number: not interval or (number + 1) % interval)
+
+
+def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:
+    """A pattern of layers as the text of a flag; None if all are as usual."""
+    return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])
