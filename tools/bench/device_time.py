@@ -236,7 +236,6 @@ OWN: dict[str, str] = {
     "attention_dkdv": "attention",
     "attention_dq": "attention",
     "norm_cast_rows": "fp8 casts",
-    "norm_gradient_rows": "norm",
     "norm_gradient_chunks": "norm",
     "add_parts": "norm",
     "swiglu_tiles": "fp8 casts",

@@ -1,10 +1,9 @@
 """Triton kernels of `norms.py`.
 
-Forward: a program holds whole rows in registers, and reads each operand once. So does a backward without casts of rows
-whose sums fit in as well. The other backward takes blocks of rows by chunks of columns, in two passes: the second one
-reads x and the gradient of the norm again, which the L2 cache has.
+Forward: a program holds whole rows in registers, and reads each operand once. The backward takes blocks of rows by
+chunks of columns, in two passes: the second one reads x and the gradient of the norm again, which the L2 cache has.
 
-A program of a backward takes several blocks of rows in turn and keeps its sums over them; a second kernel adds up
+A program of the backward takes several blocks of rows in turn and keeps its sums over them; a second kernel adds up
 those of all programs, in one order.
 """
 
@@ -27,8 +26,8 @@ ELEMENTS, WARPS = 2**15, 16
 """Elements of 16 bits that a program of the forward holds of each operand: 64 a thread."""
 
 GRADIENT_ELEMENTS = 2**13
-"""Elements that a program of a backward holds of each operand: 16 a thread. With its sums over rows and with casts more
-of them do not fit in the registers of a thread, 128."""
+"""Elements that a program of the backward holds of each operand: 16 a thread. With its sums over rows and with casts
+more of them do not fit in the registers of a thread, 128."""
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
 """Elements of a block of rows that a program reads twice: of the two operands in 16 bits and of 132 programs they are
@@ -120,44 +119,6 @@ def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
 
 
 @triton.jit
-def norm_gradient_rows(
-    given, dx, part_sums, n, h, steps, ONE_PLUS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr
-):
-    """Gradients `dx` [n, h] of x, of `steps` blocks of rows. `part_sums` [programs, sums, h] gets the program's sums:
-    of the weight's gradient, of LayerNorm of the bias's, with SUMS of dx."""
-    CENTERED: tl.constexpr = given.mean is not None
-    TILE_N: tl.constexpr = TILE[0]
-    TILE_H: tl.constexpr = TILE[1]
-    j = tl.arange(0, TILE_H)
-    in_j = j < h
-    gamma = _scale_of(given.weight, j, in_j, ONE_PLUS)[None, :]
-    of_weight = tl.zeros([TILE_H], tl.float32)
-    of_bias = tl.zeros([TILE_H], tl.float32)
-    of_dx = tl.zeros([TILE_H], tl.float32)
-    for step in range(0, steps):
-        i, in_i, center, factor = _rows_of_step(given, step, n, TILE_N)
-        inside = in_i[:, None] & in_j[None, :]
-        at = i[:, None] * h + j[None, :]
-        dy = tl.load(given.of_normed + at, mask=inside, other=0.0).to(tl.float32)
-        z = _normalized(given, at, inside, center, factor)
-        of_weight += tl.sum(dy * z, axis=0)
-        if CENTERED:
-            of_bias += tl.sum(dy, axis=0)
-        g = dy * gamma
-        row_gz, row_g = tl.sum(g * z, axis=1), tl.sum(g, axis=1)
-        rounded = _gradient(given, g, z, row_gz, row_g, factor, at, inside, h).to(dx.dtype.element_ty)
-        tl.store(dx + at, rounded, mask=inside)
-        if SUMS:
-            of_dx += tl.sum(rounded.to(tl.float32), axis=0)
-    place = part_sums + tl.program_id(0).to(tl.int64) * (1 + CENTERED + SUMS) * h + j
-    tl.store(place, of_weight, mask=in_j)
-    if CENTERED:
-        tl.store(place + h, of_bias, mask=in_j)
-    if SUMS:
-        tl.store(place + (1 + CENTERED) * h, of_dx, mask=in_j)
-
-
-@triton.jit
 def _vectors(x):
     """x [n, h] -> [n, h / 8, 8]: of each vector a thread has all elements."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
@@ -180,10 +141,10 @@ def norm_gradient_chunks(
     steps,
     ONE_PLUS: tl.constexpr,
     SUMS: tl.constexpr,
-    CASTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`norm_gradient_rows` by chunks of columns, with the `casts` of dx if `CASTS`. Its amax is then noted.
+    """Gradients `dx` [n, h] of x and their casts, of `steps` blocks of rows; the amax of dx is noted. `part_sums`
+    [programs, sums, h] gets the program's sums: of the weight's gradient, of LayerNorm of the bias's, with SUMS of dx.
 
     The first pass over a block's chunks sums up rows, the second one makes gradients, from the last chunk back: these
     are the ones that caches have. The sums over rows are in `part_sums` between steps."""
@@ -223,12 +184,10 @@ def norm_gradient_chunks(
             grad = rounded.to(tl.float32)
             if SUMS:
                 _add_rows(sums + (1 + CENTERED) * h + j, grad, in_j, step > 0)
-            if CASTS:  # Triton 3.6 compares no tuple with a None in it
-                cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
-                bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
+            cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
+            bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
         tl.debug_barrier()  # the next step's threads read sums of other threads
-    if CASTS:
-        note_amax(tl.max(bits), casts)
+    note_amax(tl.max(bits), casts)
 
 
 @triton.jit
@@ -249,12 +208,10 @@ def tile_of(h: int, elements: int = ELEMENTS) -> tuple[int, int]:
     return max(1, elements // width), width
 
 
-def gradient_tile(h: int, casts: bool) -> tuple[bool, tuple[int, int]]:
-    """Whether a backward takes rows by chunks of columns, and rows of a block and columns of a chunk."""
-    if not casts and h <= GRADIENT_ELEMENTS:
-        return False, tile_of(h, GRADIENT_ELEMENTS)
+def gradient_tile(h: int) -> tuple[int, int]:
+    """Rows of a block of the backward and columns of a chunk."""
     count = max(1, min(CHUNK_ROWS, CACHED_ELEMENTS // triton.next_power_of_2(h)))
-    return True, (count, GRADIENT_ELEMENTS // count)
+    return count, GRADIENT_ELEMENTS // count
 
 
 def norm_cast(
@@ -293,18 +250,13 @@ def norm_gradients(
     given = Backward(x, of_total, of_normed, weight, inverse, means[0] if means else None)
     assert all(operand is None or operand.is_contiguous() for operand in given)
     n, h = x.shape
-    casts = None if cast[0] is None else Casts.of(n, h, *cast)
-    chunked, tile = gradient_tile(h, casts is not None)
+    casts, tile = Casts.of(n, h, *cast), gradient_tile(h)
     dx, blocks = torch.empty_like(x), triton.cdiv(n, tile[0])
     programs = min(blocks, multiprocessors(x.device))  # whose registers a program fills
     part_sums = torch.empty(programs, len(statistics) + sums, h, device=x.device)
-    rest = n, h, triton.cdiv(blocks, programs), one_plus, sums
-    if chunked:
-        order = casts, *rest, casts is not None, tile
-        norm_gradient_chunks[(programs,)](given, dx, part_sums, *order, num_warps=WARPS)
-    else:
-        norm_gradient_rows[(programs,)](given, dx, part_sums, *rest, tile, num_warps=WARPS)
+    order = casts, n, h, triton.cdiv(blocks, programs), one_plus, sums, tile
+    norm_gradient_chunks[(programs,)](given, dx, part_sums, *order, num_warps=WARPS)
     summed = torch.empty(part_sums.shape[1:], dtype=weight.dtype, device=x.device)
     width = summed.numel()
     add_parts[(triton.cdiv(width, SUMMED),)](part_sums, summed, programs, width, SUMMED, SUMMED_PARTS)
-    return [dx, summed, *([] if casts is None else casts.made())]
+    return [dx, summed, *casts.made()]
