@@ -141,6 +141,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf |= _compressed_to_hf(config, stated, hf.pop("rope_scaling", {"rope_type": "default"}))
     if "hybrid_override_pattern" in family.keys:  # keys of kinds of layers that the model lacks
         hf = {key: value for key, value in hf.items() if value is not None}
+    if config.head_dim % 2 and config.head_dim == config.hidden_size // config.num_attention_heads:
+        hf = {key: value for key, value in hf.items() if key != "head_dim"}  # transformers refuses odd ones
     found: dict[str, Any] = {}
     for key, value in hf.items():
         outer, _, name = key.partition(".")
