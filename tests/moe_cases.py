@@ -91,7 +91,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
             best = sorted(legal, key=lambda e: (-ranked[i, j, e].item(), e))[:k]
             plain = config.moe_router_pre_softmax or sinkhorn
             divide = k > 1 and config.moe_router_topk_normalization if own in functions else not plain
-            total = sum(scores[i, j, e] for e in best) if divide else 1.0
+            total = sum(scores[i, j, e] for e in best) + config.moe_router_topk_epsilon if divide else 1.0
             shares = sparse_mixture(config, logits[i, j], best) if own == "sparsemixer" else scores[i, j] / total
             for e in best:
                 weights[i, j, e] = shares[e] * (config.moe_router_topk_scaling_factor or 1.0)

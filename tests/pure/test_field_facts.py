@@ -31,6 +31,8 @@ BROKEN_BY = {
     "GPUs": "--cpu",
     OF_TABLES: "--position-embedding-type none",
     "--moe-router-score-function softmax": "--moe-router-score-function sigmoid",
+    "--moe-router-topk-normalization": "--moe-router-score-function sigmoid --no-moe-router-topk-normalization",
+    "--moe-router-topk above 1": "--moe-router-score-function sigmoid --moe-router-topk 1",
     "--eval-iters above 0": "--eval-iters 0",
     CHECKS.partition(": ")[0]: "--no-check-for-nan-in-loss-and-grad",
 }
@@ -52,7 +54,8 @@ def asked(condition: Condition) -> str:
         name, rest = condition.parts[2].removeprefix("add "), []
     if rest:
         return f"{name} {float(rest[1]) + 1:g}" if rest[0] == "above" else f"{name} {rest[0]}"
-    return given(spelling_table()[name][0])
+    flag = spelling_table()[name][0]
+    return name if flag.name == f"--no-{name[2:]}" else given(flag)
 
 
 def config_of(*flags: str) -> RunConfig:

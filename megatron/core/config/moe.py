@@ -77,6 +77,13 @@ class MoEConfig:
     )
     """Leave scores of sigmoid and sqrtsoftplus as they are, without dividing them by the sum of the chosen ones."""
 
+    moe_router_topk_epsilon: float = flag(
+        1e-20,
+        at_least=0,
+        no_effect_without=(OWN_SCORES, "--moe-router-topk-normalization", "--moe-router-topk above 1"),
+    )
+    """Number that is added to the sum of the chosen scores of sigmoid and sqrtsoftplus before the division."""
+
     moe_router_pre_softmax: bool = flag(False, no_effect_without="--moe-router-score-function softmax")
     """Softmax over all experts before the choice, instead of over the chosen experts after it."""
 

@@ -91,6 +91,8 @@ class OwnScores:
 
     function: Callable[[Tensor], Tensor]
     normalized: bool = True
+    epsilon: float = 1e-20
+    """Added to their sum before the division."""
 
     def ranked(self, logits: Tensor) -> Tensor:
         return self.function(logits)
@@ -99,14 +101,14 @@ class OwnScores:
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         scores = self.function(logits.gather(-1, chosen))
-        return self._shares(scores) if self.normalized and chosen.shape[-1] > 1 else scores
+        return self._shares(scores, self.epsilon) if self.normalized and chosen.shape[-1] > 1 else scores
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return self._shares(self.function(logits))
 
     @staticmethod
-    def _shares(scores: Tensor) -> Tensor:
-        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    def _shares(scores: Tensor, epsilon: float = 1e-20) -> Tensor:
+        return scores / (scores.sum(-1, keepdim=True) + epsilon)
 
 
 Scores = SoftmaxScores | OwnScores
@@ -117,11 +119,12 @@ def softmax_scores(config: TransformerConfig) -> Scores:
 
 
 def sigmoid_scores(config: TransformerConfig) -> Scores:
-    return OwnScores(torch.sigmoid, config.moe_router_topk_normalization)
+    return OwnScores(torch.sigmoid, config.moe_router_topk_normalization, config.moe_router_topk_epsilon)
 
 
 def sqrtsoftplus_scores(config: TransformerConfig) -> Scores:
-    return OwnScores(lambda logits: F.softplus(logits).sqrt(), config.moe_router_topk_normalization)
+    normalized, epsilon = config.moe_router_topk_normalization, config.moe_router_topk_epsilon
+    return OwnScores(lambda logits: F.softplus(logits).sqrt(), normalized, epsilon)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,9 @@ class Family:
     layer_types: Sequence[str] = ()
     """Kinds of the first layers, which repeat, where a config.json does not list them."""
 
+    linear_kind: str = "linear_attention"
+    """Kind in layer_types of a layer with linear attention."""
+
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Key of config.json -> its values, the only ones that we support -> those of our field. If several have the same
     meaning, we write the first one."""

@@ -23,7 +23,7 @@ from megatron.extensions.hugging_face.read_config import (
     fields_of,
     product_of,
 )
-from megatron.extensions.hugging_face.read_layers import CHUNKED, FULL, LINEAR, LOCAL, pattern_text
+from megatron.extensions.hugging_face.read_layers import CHUNKED, FULL, LOCAL, pattern_text
 from megatron.training.config.saved_flags import resumed_fields
 
 OF_WINDOWS = (
@@ -103,7 +103,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         if usual or 0 < sum(config.local_pattern) < config.num_layers:
             hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
     if "full_attention_interval" in family.defaults:
-        hf["layer_types"] = [LINEAR if linear else FULL for linear in config.linear_pattern]
+        hf["layer_types"] = [family.linear_kind if linear else FULL for linear in config.linear_pattern]
     if "attn_layer_indices" in family.defaults:
         hf["attn_layer_indices"] = [layer for layer, linear in enumerate(config.linear_pattern) if not linear]
     if "block_types" in family.defaults:
@@ -328,6 +328,8 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
     idle += ["max_position_embeddings"] if config.position_embedding_type != "learned_absolute" else []
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
+    divided = config.moe_router_topk_normalization and config.moe_router_scores in ("sigmoid", "sqrtsoftplus")
+    idle += ["moe_router_topk_epsilon"] if not divided else []
     idle += ["ffn_hidden_size"] if not config.dense_layers else []
     idle += ["num_query_groups", "softmax_scale"] if not attends else []
     heads = attends or "lightning_attention" in config.linear_attentions

@@ -44,6 +44,7 @@ LACKING = (
     *("position_offset", "qk_layernorm_after_rotary", "attention_temperature_everywhere"),
     *("moe_output_norm", "moe_expert_bias_on_logits", "moe_zero_experts"),
     *("attention_gate_function", "moe_router_group_score_topk", "moe_router_topk_normalization"),
+    "moe_router_topk_epsilon",
     *("add_output_layer_bias", "parallel_residual_shared_norm"),
     *("norm_parameters", "clip_qkv", "add_attention_output_bias", "add_mlp_bias"),
     *("embed_layernorm", "parallel_residual", "attention_chunk_size", "attention_temperature_coeff", "softmax_scale"),
