@@ -9,13 +9,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megatron.core import parts
 from megatron.core.dist_checkpointing import path_kind
@@ -129,18 +126,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if metafunc.config.getoption("--whole"):
             part = list(whole() if callable(whole) else whole)
         metafunc.parametrize(name, part, ids=str)
-    for mark in metafunc.definition.iter_markers("table"):
-        rows = read_tables(Path(metafunc.module.__file__))[metafunc.function.__name__]
-        named = isinstance(rows, dict)
-        metafunc.parametrize(*mark.args, list(rows.values()) if named else rows, ids=list(rows) if named else None)
-
-
-@cache
-def read_tables(module: Path) -> dict[str, Any]:
-    """Tables of a module's tests, from the YAML file beside it: name of a test -> rows with values of its parameters,
-    which may have names."""
-    found: dict[str, Any] = yaml.safe_load(module.with_suffix(".yaml").read_text(encoding="utf-8"))
-    return found
 
 
 @pytest.fixture(autouse=True, scope="module")

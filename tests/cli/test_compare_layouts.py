@@ -91,13 +91,31 @@ def test_an_error_is_no_difference(
     assert "'NoneType' object is not callable" in capsys.readouterr().err
 
 
-@pytest.mark.table("a, b, message")
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ("--tp 3", "", "--a: --num-attention-heads 4: must be a multiple of --tensor-model-parallel-size 3"),
+        ("", "--tp 2 --world-size 3", "--world-size: does not apply here; use --world-b"),
+        ("", "--pp 2 --pipeline-schedule zb", "--b: --pipeline-schedule zb: must be one of"),
+        ("", "--swiglu", "give both one model"),
+        ("", "--hidden-size 32", "initial weight embedding.word_embeddings.weight is (52, 16) in a and (52, 32) in b"),
+        ("--train-iters 1", "--tp 2 --train-iters 0", "--b: --train-iters 0: must be above 0"),
+        ("", '--tp "2', '--b --tp "2: cannot be split into flags'),
+    ],
+)
 def test_bad_configurations_are_refused(a: str, b: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         compare(a, b)
 
 
-@pytest.mark.table("flags, message")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--steps 0", "--steps 0: must be at least 1"),
+        ("--steps 2", "--a: --train-iters 1: must be at least --steps 2"),
+        ("--world-b 0 --tolerance -1", "--world-b 0: must be at least 1\n--tolerance -1.0: must be at least 0"),
+    ],
+)
 def test_bad_flags_of_its_own_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         main(["--a", "", "--b", "--tp 2", *flags.split(), "--", *MODEL, "--train-iters", "1"])

@@ -134,7 +134,13 @@ sys.exit(pretrain(config, launch, Parts([Tell(config)], {"count": Count(config)}
 """
 
 
-@pytest.mark.table("returned, said")
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("step.run.progress.iteration, 1", "told: 4 "),
+        ("None", "metric count: measure() must return (sum, count), two numbers or tensors of one, not None"),
+    ],
+)
 def test_a_program_adds_parts_of_its_own(returned: str, said: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + PROGRAM.replace("RETURNED", returned))

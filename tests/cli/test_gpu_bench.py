@@ -60,7 +60,23 @@ def test_as_much_as_fits(precision: str) -> None:
         config_of(layers, 1, 1, f"{flags} --recompute-granularity half")
 
 
-@pytest.mark.table("name, group")
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "GEMM"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd>", "attention"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "collectives"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+        ("triton_poi_fused_mul_silu_0", "elementwise"),
+        ("triton_red_fused__to_copy_abs_amax_0", "fp8 casts"),
+        ("triton_red_fused__to_copy_exp_sub_sum_2", "loss"),
+        ("triton_per_fused__to_copy_add_mean_mul_rsqrt_0", "norm"),
+        ("cudnn::fusion::convert_dq_to_16bits<true, float>", "attention"),
+        ("void at::native::(anonymous namespace)::indexing_backward_kernel<float, 4>", "embedding"),
+        ("something else", OTHER),
+    ],
+)
 def test_names_of_kernels(name: str, group: str) -> None:
     assert group_of(name) == group
 

@@ -57,7 +57,19 @@ def test_a_schedule_of_an_extension(tmp_path, capsys):
     assert "absent.py: there is no such file" in capsys.readouterr().err
 
 
-@pytest.mark.table("flags, message")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pp", "0"], "--pp 0: must be at least 1"),
+        (["--forward", "0"], "--forward 0: must be a finite number above 0"),
+        (["--forward", "nan"], "--forward nan: must be a finite number"),
+        (["--comm", "inf", "--steps", "0"], "--steps 0: must be at least 1\n--comm inf: must be a finite number"),
+        (["--output", "schedule"], "--output schedule: must end with the kind of picture: .png, .eps, .jpg, .pdf"),
+        (["--output", "x.foo"], ".webp; for example x.png"),
+        (["--output", "/proc/none/a.png"], "--output /proc/none/a.png: /proc cannot be written (No such file"),
+        (["--pipeline-schedule", "1f1b", "--num-virtual-stages-per-pipeline-rank", "2"], "must be 1"),
+    ],
+)
 def test_bad_flags_are_refused(flags, message, capsys):
     with pytest.raises(ValueError, match=re.escape(message)):
         main(flags)

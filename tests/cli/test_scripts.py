@@ -63,7 +63,14 @@ def test_kubernetes_pods_follow_the_schema() -> None:
         validator.validate(job | {"spec": {**job["spec"], "completions": "four"}}, "1.37", strict=True)
 
 
-@pytest.mark.table("script, world_size, parameters")
+@pytest.mark.parametrize(
+    ("script", "world_size", "parameters"),
+    [
+        ("gpt3_175b.sh", 1024, "174,604,836,864"),
+        ("train_gpt_single_node.sh", 8, "1,315,819,520"),
+        ("mixtral_8x7b.sh", 64, "46,702,792,704, active per token 12,879,925,248"),
+    ],
+)
 def test_settings_are_those_of_the_published_model(script: str, world_size: int, parameters: str) -> None:
     """test_docs.py runs the dry runs of these scripts."""
     done = run("bash", f"scripts/{script}", LAUNCH="echo")

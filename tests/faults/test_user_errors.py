@@ -74,7 +74,23 @@ def test_problems_of_paths_are_those_that_rank_0_finds_last(folder: Path, tmp_pa
     assert message in run_forked(2, [*FLAGS, *flags.split()], tmp_path / "screen", code=2, prepare=prepare)
 
 
-@pytest.mark.table("environ, message")
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a: must be a whole number; the launcher"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be from 0 to below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 must be a port above 0"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK=0 WORLD_SIZE=2 without MASTER_ADDR and MASTER_PORT, at which all ranks",
+        ),
+        ({"WORLD_SIZE": "4"}, "^WORLD_SIZE=4 without RANK: .* start the ranks with torchrun .* or unset WORLD_SIZE"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "^RANK=1 LOCAL_RANK=1 without WORLD_SIZE: .* or unset RANK LOCAL_RANK to"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "^OMPI_COMM_WORLD_SIZE=2 without RANK and WORLD_SIZE: "),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS=x: must be a whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=None: must be a whole number"),
+    ],
+)
 def test_a_launcher_that_makes_no_sense(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Launch.from_environment(environ)

@@ -104,7 +104,14 @@ def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps:
         return tensors(run), (progress.consumed_samples, progress.skipped_iterations, progress.nan_iterations)
 
 
-@pytest.mark.table("world_size, flags")
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (4, "--tp 2 --pp 2 --sequence-parallel"),
+        (1, MOE),
+        (2, "--dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"),
+    ],
+)
 def test_skipped_by_itself_or_by_the_user_is_the_same(world_size: int, flags: str) -> None:
     by_itself = config_of(f"{flags} --max-skipped-iterations 1", world_size)
     by_user = config_of(f"{flags} --iterations-to-skip 2", world_size)
@@ -145,7 +152,15 @@ def expected_rates(updates: list[int]) -> list[Any]:
     return [pytest.approx((lr, 0.4 * n / 40, 8), rel=1e-12) for lr, n in zip(lrs, updates, strict=True)]
 
 
-@pytest.mark.table("flags, kind, updates")
+@pytest.mark.parametrize(
+    ("flags", "kind", "updates"),
+    [
+        ("--max-skipped-iterations 1", "forward", [0, 1, 1, 2]),
+        ("--iterations-to-skip 2", None, [0, 1, 2]),
+        ("--fp16 --initial-loss-scale 1e30", None, [0, 0, 0, 0]),
+        ("", None, [0, 1, 2, 3]),
+    ],
+)
 def test_the_schedule_does_not_advance_in_skipped_steps(flags: str, kind: str | None, updates: list[int]) -> None:
     (found,) = run_world(1, rates, config_of(f"{SCHEDULE} {flags}"), kind, 4)
     assert found == expected_rates(updates)

@@ -98,7 +98,15 @@ def test_a_crash_is_one_row_and_the_others_run(
     assert found["dp2"].startswith("equal")
 
 
-@pytest.mark.table("arguments, message")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layouts", "tp2-spp"], "--layouts tp2-spp: no such row; did you mean tp2-sp?"),
+        (["--", "--num-attention-heads", "5"], "--hidden-size 32: must be a multiple of --num-attention-heads 5"),
+        (["--", "--train-iters", "1"], "--train-iters 1: is less than --steps 2"),
+        (["--", "--no-such-flag"], "--no-such-flag: unknown flag"),
+    ],
+)
 def test_bad_flags_exit_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err

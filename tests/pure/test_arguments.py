@@ -88,10 +88,27 @@ def test_every_field_has_help_and_a_unique_name() -> None:
             assert docs.get(flag.field), f"{flag.field} has no help"
 
 
-@pytest.mark.table("argv, section, field, value")
+@pytest.mark.parametrize(
+    ("argv", "section", "field", "value"),
+    [
+        ("--tp 4", "parallel", "tensor_model_parallel_size", 4),
+        ("--learning-rate 1.0e-4", "optimizer", "lr", 1e-4),
+        ("--train-tokens 300e9", "training", "train_tokens", 300_000_000_000),
+        ("--train-samples 1_000_000", "training", "train_samples", 1_000_000),
+        ("--loss-scale-window 1000.0", "optimizer", "loss_scale_window", 1000),
+        ("--lr-warmup-fraction .01", "optimizer", "lr_warmup_fraction", 0.01),
+        ("--no-use-distributed-optimizer", "optimizer", "use_distributed_optimizer", False),
+        ("--no-load-optim", "checkpoint", "load_optim", False),
+        ("--disable-bias-linear --add-bias-linear", "model", "add_bias_linear", True),
+        ("--deterministic-mode", "training", "deterministic", True),
+        ("--window-size 4096", "model", "window_size", 4096),
+        ("--window-size 4095,0", "model", "window_size", 4096),
+        ("--data-path 0.3 a 0.7 b --bf16", "data", "data_path", ("0.3", "a", "0.7", "b")),
+        ("--iterations-to-skip 16 8 300000", "checks", "iterations_to_skip", (16, 8, 300000)),
+    ],
+)
 def test_values(argv: str, section: str, field: str, value: Any) -> None:
     found = getattr(getattr(parse_args(argv.split()), section), field)
-    value = tuple(value) if isinstance(value, list) else value
     assert found == value
     assert type(found) is type(value)
 
@@ -194,7 +211,23 @@ def test_config_file(tmp_path: Path) -> None:
     assert command.notes == ()
 
 
-@pytest.mark.table("text, flags, replaced, kept")
+@pytest.mark.parametrize(
+    ("text", "flags", "replaced", "kept"),
+    [
+        ("train-tokens: 9", "--train-iters 5", "train_tokens", "train_iters"),
+        ("train-iters: 9\nlr-warmup-iters: 2", "--train-tokens 1e6", "train_iters", "lr_warmup_iters"),
+        ("lr-warmup-samples: 9", "--lr-warmup-iters 5", "lr_warmup_samples", "lr_warmup_iters"),
+        ("lr-warmup-fraction: 0.1", "--lr-warmup-tokens 5", "lr_warmup_fraction", "lr_warmup_tokens"),
+        ("lr-decay-iters: 9", "--lr-decay-samples 5", "lr_decay_iters", "lr_decay_samples"),
+        ("lr-wsd-decay-iters: 9", "--lr-wsd-decay-samples 5", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        (
+            "num-layers-per-virtual-pipeline-stage: 1",
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+        ),
+    ],
+)
 def test_a_later_source_replaces_a_setting_in_another_unit(
     text: str, flags: str, replaced: str, kept: str, tmp_path: Path
 ) -> None:
@@ -211,7 +244,23 @@ def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
     assert (values["train_iters"], values["train_samples"]) == (1, 2)  # which a rule refuses
 
 
-@pytest.mark.table("text, problem")
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("hiden-size: 3", "hiden-size 3: unknown flag; did you mean --hidden-size?"),
+        ("hidden-size: x", "hidden-size x: must be a whole number"),
+        ("train-tokens: 1e30", "train-tokens 1e30: must not be larger than 2^53, about 9e15"),
+        ("seed: true", "seed True: must be a whole number"),
+        ("swiglu: 1", "swiglu 1: must be true or false"),
+        ("model: {hidden-size: 3}", "model: must be a value; write names flat, without sections"),
+        ("lr: 1\nlearning-rate: 1", "learning-rate 1: the file has it twice, as --lr too"),
+        ("lr: 1\nlr: 2", "lr 2: the file has it twice"),
+        ("- 3", "must be a mapping"),
+        ("a: [", "give a readable YAML file"),
+        ("world-size: 2", "world-size: is not configuration"),
+        ("when: 2024-13-45", "when 2024-13-45: unknown flag"),
+    ],
+)
 def test_problems_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=r"run\.yaml") as error:

@@ -40,7 +40,19 @@ def test_samples_and_iterations_follow_the_steps(sizes: BatchSizes, iterations: 
     assert sizes.iterations(consumed + sizes.at(consumed) - 1) == iterations
 
 
-@pytest.mark.table("length, samples, iterations")
+@pytest.mark.parametrize(
+    ("length", "samples", "iterations"),
+    [
+        ("", None, None),
+        ("--train-iters 5", None, 5),
+        ("--train-samples 83", 83, 10),
+        ("--train-tokens 1343", 83, 10),
+        ("--train-tokens 1343 --train-samples 70", 70, 8),
+        ("--train-tokens 1343 --train-samples 700", 83, 10),
+        ("--train-tokens 1343 --train-iters 5", 40, 5),
+        ("--train-tokens 1343 --train-iters 50", 83, 10),
+    ],
+)
 def test_length_of_a_run(length: str, samples: int | None, iterations: int | None) -> None:
     argv = f"--global-batch-size 8 --seq-length 16 {length}"
     config = resolve(parse_args(argv.split()), 1)

@@ -78,7 +78,14 @@ def test_problems_of_a_command_are_told_with_all_others(capsys: pytest.CaptureFi
     assert "--count 3: takes no value; given: 1" in capsys.readouterr().err
 
 
-@pytest.mark.table("flags, problem")
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--global-batch-size 0", "--global-batch-size 0: must be above 0; give another number, or remove it"),
+        ("--global-batch-size -4", "--global-batch-size -4: must be above 0; give another number, or remove it"),
+        ("--tp 2", "world size 1: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 2 ranks (torchrun "),
+    ],
+)
 def test_a_run_without_a_batch_size_is_one_problem(
     flags: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

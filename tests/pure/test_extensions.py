@@ -54,7 +54,18 @@ def test_flags_stand_in_help(tmp_path: Path) -> None:
     assert "--normalization {LayerNorm,RMSNorm,OwnNorm}" in done.stdout
 
 
-@pytest.mark.table("argv, problem")
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("--own-share 2", "--own-share 2.0: must be at most 1 on 1 ranks; nearest: 1"),
+        ("--own-share x", "--own-share x: must be a number; for example 0.1 or 1e-4"),
+        ("--own-shar 0.1", "--own-shar 0.1: unknown flag; did you mean --own-share?"),
+        (
+            "--normalization OwnNor",
+            "--normalization OwnNor: must be one of LayerNorm, RMSNorm, OwnNorm; nearest: OwnNorm",
+        ),
+    ],
+)
 def test_flags_are_validated(argv: str, problem: str, tmp_path: Path) -> None:
     done = run(tmp_path, FLAGS, *argv.split())
     assert done.returncode == 2

@@ -118,7 +118,18 @@ def test_any_number_of_layers_on_any_stages(num_layers, pp, schedule, chunks):
     assert not middle or max(middle) - min(middle) <= 1
 
 
-@pytest.mark.table("flags, chunks, schedule")
+@pytest.mark.parametrize(
+    ("flags", "chunks", "schedule"),
+    [
+        ({}, 1, "1f1b"),
+        ({"num_virtual_stages_per_pipeline_rank": 3}, 3, "interleaved"),
+        ({"num_layers_per_virtual_pipeline_stage": 5}, 2, "interleaved"),
+        ({"num_layers_per_virtual_pipeline_stage": 8}, 1, "interleaved"),
+        ({"pipeline_schedule": "interleaved"}, 2, "interleaved"),
+        ({"pipeline_schedule": "zb-v"}, 2, "zb-v"),
+        ({"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 1}, 1, "zb-h1"),
+    ],
+)
 def test_virtual_stages(flags: dict[str, Any], chunks: int, schedule: str) -> None:
     config = parallel(4, **flags)
     assert (pipeline_layout(MODEL, config).chunks, config.schedule) == (chunks, schedule)

@@ -289,7 +289,17 @@ def test_states_are_not_rounded_to_the_precision_of_the_run() -> None:
     assert kinds == {"expert_bias": torch.float32}
 
 
-@pytest.mark.table("text, expected")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", [1, 1, 1, 1]),
+        ("2", [1, 0, 1, 0]),
+        ("([0]*1+[1]*3)*1", [0, 1, 1, 1]),
+        ("[0, 1] * 2", [0, 1, 0, 1]),
+        ("2*[1,0]", [1, 0, 1, 0]),
+        ("(0,1,1,0)", [0, 1, 1, 0]),
+    ],
+)
 def test_layer_patterns(text: str, expected: list[int]) -> None:
     assert list(layer_pattern(text, 4, each)) == [bool(item) for item in expected]
 

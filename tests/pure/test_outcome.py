@@ -77,7 +77,18 @@ def test_a_run_that_ends_before_it_begins(
     assert (lines(file)[0] if file.exists() else None) == (name and f"name={name}")
 
 
-@pytest.mark.table("code, environ, expected")
+@pytest.mark.parametrize(
+    ("code", "environ", "expected"),
+    [
+        (75, {}, 75),
+        (75, {VARIABLE: "file"}, 0),
+        (75, {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "1"}, 0),
+        (75, {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "1"}, 75),
+        (1, {VARIABLE: "file"}, 1),
+        (2, {VARIABLE: "file"}, 2),
+        (143, {VARIABLE: "file"}, 143),
+    ],
+)
 def test_code_for_launchers(code: int, environ: dict[str, str], expected: int) -> None:
     assert code_for_launcher(code, environ) == expected
 

@@ -110,7 +110,14 @@ def test_wsd_without_an_anneal_stays_at_the_peak_to_the_end():
     assert s.lr_at(101 * BATCH) == s.config.min_lr
 
 
-@pytest.mark.table("flags, named")
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"lr_warmup_iters": 100}, "--lr-warmup-iters"),
+        ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "--lr-wsd-decay-iters"),
+    ],
+)
 def test_flags_that_make_no_schedule(flags, named):
     with pytest.raises(ValueError, match=named):
         scheduler(**flags)

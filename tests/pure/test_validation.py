@@ -155,7 +155,18 @@ def test_default_width_of_a_gated_mlp_is_rounded_down(hidden_size: int, width: i
     assert TransformerConfig(hidden_size=hidden_size).ffn_size == 4 * hidden_size
 
 
-@pytest.mark.table("flags, name")
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("", "gelu_tanh"),
+        ("--disable-bias-linear", "gelu"),
+        ("--no-bias-gelu-fusion", "gelu"),
+        ("--no-bias-gelu-fusion --activation-func gelu_tanh", "gelu_tanh"),
+        ("--activation-func gelu", "gelu"),
+        ("--swiglu", "swiglu"),
+        ("--squared-relu --no-bias-gelu-fusion", "squared_relu"),
+    ],
+)
 def test_gelu_is_exact_without_the_fused_kernel_of_bias_and_gelu(flags: str, name: str) -> None:
     config = parse_args(argv(flags))
     resolved = resolve(config, 1)

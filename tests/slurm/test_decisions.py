@@ -81,7 +81,19 @@ def batch(tmp_path: Path) -> Batch:
     return Batch(tmp_path)
 
 
-@pytest.mark.table("ends, code, back")
+@pytest.mark.parametrize(
+    ("ends", "code", "back"),
+    [
+        ("DONE", 0, False),
+        ("BAD_CONFIGURATION", 2, False),
+        ("CALLBACK_FAILED", 3, False),
+        ("TO_BE_RESUMED", 75, True),
+        ("KILLED", 75, True),
+        ("FAILED", 75, True),
+        ("RUNNING", 75, True),
+        ("", 75, True),
+    ],
+)
 def test_each_end(batch: Batch, ends: str, code: int, back: bool) -> None:
     assert batch.start(ends)[:2] == (code, back)
 
@@ -139,7 +151,15 @@ def test_the_step_knows_what_slurm_does_not_hand_on(batch: Batch) -> None:
     assert (batch.folder / "environment").read_text().split() == [*map(str, times), "6"]
 
 
-@pytest.mark.table("then, code, back, said")
+@pytest.mark.parametrize(
+    ("then", "code", "back", "said"),
+    [
+        ("DONE", 0, False, "done: because"),
+        ("TO_BE_RESUMED", 75, True, "requeues the job, to resume from iteration 10"),
+        ("FAILED", 75, True, "requeues the job, to resume from iteration 10"),
+        ("BAD_CONFIGURATION", 75, True, "requeues the job, to resume from iteration 10"),
+    ],
+)
 def test_a_job_that_loses_a_node_goes_on_with_the_others(
     batch: Batch, then: str, code: int, back: bool, said: str
 ) -> None:

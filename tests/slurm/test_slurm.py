@@ -121,7 +121,15 @@ def test_a_signal_to_the_batch_script_reaches_the_ranks(more_jobs: dict[str, Job
     assert_same_end(job, undisturbed)
 
 
-@pytest.mark.table("name, said, restarts")
+@pytest.mark.parametrize(
+    ("name", "said", "restarts"),
+    [
+        ("margin", "ended to be resumed: the SLURM job ends in 0.4 minutes", 1),
+        ("hangs", "DUE TO TIME LIMIT", 1),
+        ("dies", "start 1: crashed: rank 1 of 2 on ", 1),
+        ("restarts", "start 1: done", 0),
+    ],
+)
 def test_other_ends_of_a_start(
     more_jobs: dict[str, Job], undisturbed: Path, name: str, said: str, restarts: int
 ) -> None:

@@ -51,7 +51,19 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
         assert capsys.readouterr().out.startswith("one two")
 
 
-@pytest.mark.table("flags, message")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "x" * 60], "has 60 tokens, and the model reads at most 48"),
+        (["--prompt", "x", "--top-p", "2"], "--top-p 2.0 must be above 0"),
+        (["--prompt", "x", "--tokenizer-model", "x.model"], "--tokenizer-model needs --tokenizer-type"),
+        (
+            ["--prompt", "x", "--load", "/nowhere"],
+            "--load /nowhere is missing: there is no such file or folder; give",
+        ),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+    ],
+)
 def test_user_errors(checkpoint: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", *flags]))

@@ -197,7 +197,16 @@ def test_pieces_of_text_are_the_text(tokenizer: Tokenizer) -> None:
         assert "\ufffd" not in "".join(pieces[:6])
 
 
-@pytest.mark.table("stop, expected, pieces")
+@pytest.mark.parametrize(
+    ("stop", "expected", "pieces"),
+    [
+        (["def"], "abc ", ["a", "b", "c", " ", "", "", ""]),
+        (["ef", "c "], "ab", ["a", "b", "", ""]),
+        (["xyz"], "abc def abc", None),
+        (["abcd", "c d"], "ab", None),
+        (["f abcx"], "abc def abc", ["a", "b", "c", " ", "d", "e", "", "", "", "", ""]),
+    ],
+)
 def test_stop_strings_across_tokens(stop: list[str], expected: str, pieces: list[str] | None) -> None:
     stream, found = TextStream(ByteTokenizer().detokenize, b"x", stop), []
     for token in b"abc def abc":

@@ -74,7 +74,17 @@ def test_the_first_rank_that_is_killed_ends_the_others(checkpoint: str, tmp_path
     assert "error: rank 1 of 2: another rank has ended" in (tmp_path / "screen").read_text()
 
 
-@pytest.mark.table("flags, message")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--batch-size 0 --port 70000",
+            "--batch-size 0: must be at least 1\nerror: --port 70000 must be at most 65535",
+        ),
+        ("--load /nowhere", "--load /nowhere is missing: there is no such file or folder; give a checkpoint, "),
+        ("--host 256.0.0.1", "error: "),
+    ],
+)
 def test_user_errors(checkpoint: str, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", "--port", "0", *flags.split()]))

@@ -194,7 +194,14 @@ def test_fp32_parameters_in_another_order_are_refused(
     convert("--input", interleaved, "--output", tmp_path / "ours", "--weights-only")
 
 
-@pytest.mark.table("bucket, apart, places, end")
+@pytest.mark.parametrize(
+    ("bucket", "apart", "places", "end"),
+    [
+        (None, False, [192, 128, 0], 202),
+        (70, False, [164, 100, 0], 174),  # a bucket ends after the last parameter, and its end is not padded
+        (None, True, [192, 128, 0], 202),
+    ],
+)
 def test_places_in_a_buffer(bucket: int | None, apart: bool, places: list[int], end: int) -> None:
     assert layout_of([("a", 10), ("b", 64), ("c", 100)], bucket, apart) == (places, end)
 

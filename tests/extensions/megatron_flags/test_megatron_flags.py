@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron.extensions.megatron_flags.tables import (
     Accepted,
@@ -28,7 +29,10 @@ from tests.pure.test_arguments import TINY, failure, write
 TABLE = read_tables()
 
 
-@pytest.mark.table("argv, field, value")
+VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("argv", "field", "value"), [tuple(case.values()) for case in VALUES])
 def test_values(argv: str, field: str, value: Any) -> None:
     found = flat_values(parse_args(argv.split()))[field]
     assert found == value and type(found) is type(value)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,10 +166,13 @@ def test_rules_of_a_run_judge_each_phase(tmp_path: Path) -> None:
         assert part in text, f"{part}\n\nin\n\n{text}"
 
 
-@pytest.mark.table("file, flags, said")
-def test_what_a_file_cannot_say(tmp_path: Path, file: str, flags: str, said: str) -> None:
-    found = "\n".join(problems(tmp_path / "s.yaml", file, flags))
-    assert said in found, found
+WRONG = yaml.safe_load(Path(__file__).with_name("wrong_phases.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case["said"])
+def test_what_a_file_cannot_say(tmp_path: Path, case: dict[str, str]) -> None:
+    found = "\n".join(problems(tmp_path / "s.yaml", case["file"], case["flags"]))
+    assert case["said"] in found, found
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:

@@ -27,7 +27,26 @@ def counts(config: ModelParallelConfig, model: TransformerConfig = MODEL) -> lis
     return [len(stage.layers) for stage in pipeline_stages(model, config)]
 
 
-@pytest.mark.table("flags, expected")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"decoder_first_pipeline_num_layers": 5, "decoder_last_pipeline_num_layers": 3}, [5, 11, 11, 3]),
+        ({"decoder_last_pipeline_num_layers": 0}, [10, 10, 10, 0]),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 3},
+            [2, 4, 4, 5, 1, 5, 5, 4],
+        ),
+        (
+            {
+                "pipeline_schedule": "zb-v",
+                "decoder_first_pipeline_num_layers": 2,
+                "decoder_last_pipeline_num_layers": 1,
+            },
+            [2, 4, 4, 4, 5, 5, 5, 1],
+        ),
+        ({"account_for_loss_in_pipeline_split": True}, [7, 8, 8, 7]),
+    ],
+)
 def test_ends_by_hand(flags: dict[str, Any], expected: list[int]) -> None:
     got = counts(parallel(4, **flags))
     assert sum(got) == 30
@@ -45,13 +64,38 @@ def test_a_costly_head_may_count_as_one_layer() -> None:
     assert counts(parallel(4, account_for_loss_in_pipeline_split=True), model)[-1] >= 7
 
 
-@pytest.mark.table("pp, flags")
+@pytest.mark.parametrize(
+    ("pp", "flags"),
+    [
+        (4, {"decoder_first_pipeline_num_layers": 31}),
+        (4, {"decoder_first_pipeline_num_layers": 20, "decoder_last_pipeline_num_layers": 20}),
+        (2, {"decoder_first_pipeline_num_layers": 10, "decoder_last_pipeline_num_layers": 10}),
+        (1, {"decoder_first_pipeline_num_layers": 10}),
+        (
+            1,
+            {
+                "decoder_first_pipeline_num_layers": 9,
+                "decoder_last_pipeline_num_layers": 9,
+                "pipeline_schedule": "zb-v",
+            },
+        ),
+    ],
+)
 def test_counts_that_do_not_fit_name_the_flag(pp: int, flags: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--decoder-first-pipeline-num-layers"):
         pipeline_stages(MODEL, parallel(pp, **flags))
 
 
-@pytest.mark.table("text, pp, expected")
+@pytest.mark.parametrize(
+    ("text", "pp", "expected"),
+    [
+        ("Et*7|t*8|t*8|t*7L", 4, [7, 8, 8, 7]),
+        ("Et*3|(tt|)*12,t*3|L", 1, [3, *[2] * 12, 3, 0]),
+        ("E t*10 | (t*5|)*2 t*10 L", 4, [10, 5, 5, 10]),
+        ("Ett|((t*3|)*2t|)*3t*7L", 1, [2, *[3, 3, 1] * 3, 7]),
+        ("E|t*30||L", 4, [0, 30, 0, 0]),
+    ],
+)
 def test_stages_by_hand(text: str, pp: int, expected: list[int]) -> None:
     model = replace(MODEL, num_layers=sum(expected))
     config = parallel(pp, pipeline_model_parallel_layout=text)
@@ -69,7 +113,26 @@ def test_any_counts_can_be_written_by_hand(layers: list[int]) -> None:
     assert layers_of_stages(plain) == layers_of_stages(short) == tuple(layers)
 
 
-@pytest.mark.table("text, rule")
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "must have E"),
+        ("t|tL", "must have E"),
+        ("tE|tL", "must have E"),
+        ("Et|Et|L", "must have E"),
+        ("Et|Lt", "must have L"),
+        ("Et|t", "must have L"),
+        ("Et|m|L", "must have m, multi-token prediction, in the last stage only, right before L"),
+        ("Etm|tL", "must have m"),
+        ("Et|mtL", "must have m"),
+        ("Et*|L", r"cannot be read at '\*\|L'"),
+        ("Ex|L", "cannot be read at 'x"),
+        ("*3EtL", r"has nothing before \*3 to repeat"),
+        ("E(t|L", "does not close a group"),
+        ("Et)|L", "closes a group that is not open"),
+        ("E(t*9999)*9999L", "has more than 100000 symbols"),
+    ],
+)
 def test_layouts_that_cannot_be_read(text: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         layers_of_stages(text)

@@ -293,7 +293,20 @@ def test_what_no_layout_changes_is_told_without_a_search() -> None:
     assert "--lr-warmup-iters" in flags and len(flags) < len({problem.flag for problem in problems})
 
 
-@pytest.mark.table("seconds, said")
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.2095, "0.209 seconds"),
+        (59.96, "60 seconds"),
+        (60, "1 minute"),
+        (1800, "30 minutes"),
+        (3600, "1 hour"),
+        (47.6 * 3600, "47.6 hours"),
+        (2.04 * 86400, "2.04 days"),
+        (1810 * 86400, "4.96 years"),
+        (1.2345e6 * 365.25 * 86400, "1,230,000 years"),
+    ],
+)
 def test_times_of_runs_have_units_that_suit_them(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
@@ -307,7 +320,14 @@ def test_a_search_without_the_number_of_ranks_says_so(flags: str, ranks: int) ->
     assert command.world_size == ranks and command.notes == (note,)
 
 
-@pytest.mark.table("flags, said")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--suggest --dry-run", "--suggest: searches by predicted times; add --device, one of"),
+        ("--device-memory 80", "--device-memory 80: is about a plan or a rehearsal; add --dry-run or --rehearse"),
+        ("--suggest --dry-run --device h100 --device-memory much", "--device-memory much: must be a number above 0"),
+    ],
+)
 def test_mistakes_are_told(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line([*RUN, *flags.split()], Launch())

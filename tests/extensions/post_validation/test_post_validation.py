@@ -194,7 +194,15 @@ def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
-@pytest.mark.table("flags, bubble, notice")
+@pytest.mark.parametrize(
+    ("flags", "bubble", "notice"),
+    [
+        ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", "0.0%", ""),
+        ("--pipeline-schedule zb-h2", "7.7%", "on the last rank"),
+        ("--pipeline-schedule zb-v", "0.0%", ""),
+        ("--pipeline-schedule zb-v --log-interval 1", "4.0%", "--log-interval 1"),
+    ],
+)
 def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
     from megatron.extensions.planner import dry_run as description
 
