@@ -252,10 +252,12 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             strict=True,
         )
     )
-    return tuple(
-        replace(kind, **LINEAR_ATTENTIONS.facts(kind.linear).of_layer(config, number)) if kind.linear else kind
-        for number, kind in enumerate(kinds)
-    )
+
+    def with_mixer(kind: LayerKind, number: int) -> LayerKind:
+        said = LINEAR_ATTENTIONS.facts(kind.linear).of_layer(config, number) if kind.linear else {}
+        return replace(kind, **{**said, "own": (*kind.own, *said.get("own", ()))})
+
+    return tuple(with_mixer(kind, number) for number, kind in enumerate(kinds))
 
 
 def _own_width(config: Any, parts: Sublayers, ffn: int) -> tuple[tuple[str, Any], ...]:

@@ -374,6 +374,9 @@ LAYOUTS: dict[str, Layout] = {
     "KeyHeadsApart": Pieces(
         "(g n) ... -> g n ...", _key_heads, 1, lambda config: delta_nets(config).linear_channels, section=0, sections=3
     ),
+    # The same for six tensors, and the convolutions of the first three (Olmo Hybrid).
+    "KeyHeadsOfEach": Pieces("(g n) ... -> g n ...", _key_heads, 1, lambda c: delta_nets(c).linear_channels),
+    "ConvolutionsOfEach": Pieces("(g n) 1 t -> g n t", _key_heads, 1, lambda c: delta_nets(c).linear_channels[:3]),
     # [channels, 1, taps], those of all queries, keys and values, as [key heads, channels of each, taps].
     "ConvolvedHeads": Pieces(
         "(g n) 1 t -> g n t", _key_heads, 1, lambda config: delta_nets(config).linear_channels[:3], section=0

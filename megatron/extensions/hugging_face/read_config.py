@@ -205,6 +205,9 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         check_count("decoder_sparse_step", step)
         experts = [layer not in dense and not (layer + 1) % step for layer in range(hf["num_hidden_layers"])]
         fields["moe_layer_freq"] = pattern_text(experts, usual=True) or "1"
+    if fields["position_embedding_type"] is None:
+        bases = hf.get("rope_parameters") or {}
+        fields["position_embedding_type"] = "none" if bases.get("rope_theta", 0) is None else "rope"
     if fields["position_embedding_type"] == "rope" and "compress_rates" not in family.defaults:
         fields |= _rotary_from_hf(hf, family)
     if "layer_rope_theta" in family.defaults and hf["layer_rope_theta"]:

@@ -89,8 +89,11 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf |= {key: 0, family.width_without_experts: config.ffn_size}
     if family.multi_token_key and config.mtp_depths:
         hf[family.multi_token_key] = config.mtp_depths
-    if family.fixed.get("position_embedding_type", config.position_embedding_type) == "rope":
+    positions = family.fixed.get("position_embedding_type", "any")
+    if (config.position_embedding_type if positions in (None, "any") else positions) == "rope":
         hf |= _rotary_to_hf(config, family)
+    elif positions is None:
+        hf["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
     if "window_size" not in family.fixed and "window_size" not in family.keys.values():
         hf["sliding_window"] = config.window_size
         if "use_sliding_window" in family.defaults:
@@ -303,6 +306,8 @@ def _with_derived(config: TransformerConfig) -> dict[str, Any]:
         "window_num_query_groups": config.window_num_query_groups or config.query_groups,
         "window_softmax_type": config.window_softmax_type or config.softmax_type,
         "window_rotary_percent": config.window_rotary_percent or config.rotary_percent,
+        "linear_norm_epsilon": fields.get("linear_norm_epsilon") or config.norm_epsilon,
+        "linear_norm_placement": fields.get("linear_norm_placement") or config.norm_placement,
         "rg_lru_width": fields.get("rg_lru_width") or config.hidden_size,
         "rg_lru_num_blocks": fields.get("rg_lru_num_blocks") or config.num_attention_heads,
         "mamba1_channels": fields.get("mamba1_channels") or 2 * config.hidden_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.model import TransformerConfig
@@ -38,6 +38,16 @@ class LinearAttentionFlags:
     linear_num_value_heads: int = flag(32, above=0)
     """Gated delta net: value heads, of which each key head has equally many."""
 
+    linear_allow_neg_eigval: bool = False
+    """Gated delta net: writing strengths up to 2 in place of 1, by which states may have negative eigenvalues (arXiv
+    2411.12537, Olmo Hybrid)."""
+
+    linear_norm_epsilon: float | None = flag(None, above=0)
+    """Gated delta net: added to the variance in the norm of each head's output; default: --layernorm-epsilon."""
+
+    linear_norm_placement: str | None = flag(None, choices=("pre",))
+    """Gated delta net: norms of its layers are of inputs (pre, Olmo Hybrid); default: --norm-placement."""
+
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:
         """Channels that a gated delta net projects for each key head: query, key, values, gates of the values, and for
@@ -52,6 +62,12 @@ def heads(config: TransformerConfig) -> str:
     own = config.options(LinearAttentionFlags)
     keys = f", {own.linear_num_key_heads} key heads of {own.linear_key_head_dim}"
     return f"{keys}, {own.linear_num_value_heads} value heads of {own.linear_value_head_dim}"
+
+
+def of_layer(config: TransformerConfig, number: int) -> dict[str, Any]:
+    """The placement of norms in a layer, where it is not the model's."""
+    placement = config.options(LinearAttentionFlags).linear_norm_placement
+    return {"own": (("norm_placement", placement),)} if placement else {}
 
 
 def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -74,5 +90,6 @@ LINEAR_ATTENTIONS.register(
     rules=f"{__name__}:delta_nets",
     described=heads,
     letter="G",
+    of_layer=of_layer,
     whole_sequences=True,
 )

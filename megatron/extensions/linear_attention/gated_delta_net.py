@@ -50,7 +50,9 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         parameters, own = delta_net_parameters(name, config), config.options(LinearAttentionFlags)
-        self.cp, self.layer, self.channels, self.eps = ctx.state.cp, ctx.layer, own.linear_channels, config.norm_epsilon
+        self.cp, self.layer, self.channels = ctx.state.cp, ctx.layer, own.linear_channels
+        self.eps = own.linear_norm_epsilon or config.norm_epsilon
+        self.strength = 2.0 if own.linear_allow_neg_eigval else 1.0
         self.value_width = own.linear_value_head_dim
         self.widths = own.linear_key_head_dim, self.value_width
         self.in_proj = column_parallel(parameters.in_proj, ctx)
@@ -113,7 +115,8 @@ class GatedDeltaNet(nn.Module):
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
         beta, decay = beta.flatten(2), decay.flatten(2)
-        operands, before = self.prepare(inputs, beta, decay, conv1d, dt_bias, a_log, self.widths, number, before)
+        weights = conv1d, dt_bias, a_log, self.widths
+        operands, before = self.prepare(inputs, beta, decay, *weights, number, before, self.strength)
         return operands, gate.unflatten(-1, (-1, self.value_width)).flatten(2, 3), before
 
 
@@ -145,11 +148,13 @@ def delta_operands(
     widths: tuple[int, int],
     number: Tensor | None,
     before: Tensor | None,
+    strength: float = 1.0,
 ) -> tuple[Operands, Tensor]:
     """inputs [s, b, key heads, 2 dk + dv per value head], beta and decay [s, b, heads], number [s, b], before
     [taps - 1, b, key heads, ...] -> the operands of the gated delta rule, and the last inputs of the convolution.
 
-    g = -exp(A_log) softplus(decay + dt_bias) is fp32 where the rest has 16 bits: it is summed over tokens.
+    g = -exp(A_log) softplus(decay + dt_bias) is fp32 where the rest has 16 bits: it is summed over tokens. beta is
+    at most `strength`.
     """
     mixed, last = short_convolution(inputs, conv1d, number, before)
     keys, values = widths
@@ -159,7 +164,7 @@ def delta_operands(
     wide = torch.promote_types(inputs.dtype, torch.float32)
     g = -a_log.to(wide).exp() * F.softplus(decay.to(wide) + dt_bias.to(wide))
     q, k, v = (x.to(inputs.dtype) for x in (q, k, v))
-    return (q, k, v, g, beta.sigmoid()), last
+    return (q, k, v, g, beta.sigmoid() * strength), last
 
 
 def short_convolution(

@@ -105,12 +105,26 @@ def weights(model: Any) -> dict[str, Tensor]:
         found = {name: each for name, each in weights_in(Path(folder)).items() if not name.endswith(ignored)}
     for other, usual in family.renamed.items():
         found = {name.replace(other, usual): each for name, each in found.items()}
+    if model.config.model_type == "olmo_hybrid":
+        found |= dict(by_width(found, model.config))
     real = model.config.n_routed_experts if model.config.model_type == "longcat_flash" else len(found)
     return {
         name: each
         for name, each in found.items()
         if (expert := re.search(r"experts\.(\d+)\.", name)) is None or int(expert[1]) < real
     }
+
+
+def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Convolutions of queries, keys and values (Olmo Hybrid), which are saved as thirds of their channels."""
+    keys, values = (
+        getattr(config, f"linear_num_{kind}_heads") * getattr(config, f"linear_{kind}_head_dim")
+        for kind in ("key", "value")
+    )
+    for first in (name for name in found if name.endswith("q_conv1d.weight")):
+        names = [first.replace("q_conv1d", f"{each}_conv1d") for each in "qkv"]
+        whole = torch.cat([found[name] for name in names])
+        yield from zip(names, (part.clone() for part in whole.split((keys, keys, values))), strict=True)
 
 
 def ours(model: Any) -> GPTModel:
