@@ -14,10 +14,18 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "S
 """Variables of a launcher around this process, which are not meant for what it starts."""
 
 
-def python_apart(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND...`, which finds the modules of the repository; `environ` are further variables."""
+def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
+    """`done`. Asserts that it has exited with `code`, if there is one."""
+    assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def python_apart(*command: str, code: int | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND...`, which finds the modules of the repository and has to exit with `code`; `environ` are further
+    variables."""
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     environment = own | {"PYTHONPATH": os.pathsep.join(folders)} | environ
     words = [sys.executable, *command]
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
+    return checked(done, code)

@@ -29,13 +29,16 @@ import torch._dynamo  # torch.optim imports it on first use: once here instead o
 
 import megatron.training.training  # noqa: F401 (the program imports it late)
 import pretrain_gpt
-from tests.apart import LAUNCHER, ROOT
+from tests.apart import LAUNCHER, ROOT, checked
 from tests.limits import HANG
 
 
-def run_program(*argv: object, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_program(
+    *argv: object, cwd: Path = ROOT, code: int | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a script, or `-m MODULE`, with its arguments, as `python ARGV...` would in the folder `cwd`; `environ` are
-    further variables. No launcher's variables are passed on. Returns exit code and both outputs.
+    further variables. No launcher's variables are passed on. Returns exit code and both outputs. Asserts that the code
+    is `code`, unless that is None.
 
     What is imported here already is imported there: that a script finds its modules needs a process of its own."""
     words = [str(word) for word in argv]
@@ -44,11 +47,11 @@ def run_program(*argv: object, cwd: Path = ROOT, **environ: str) -> subprocess.C
         process: Any = mp.get_context("fork").Process(target=_program, args=(words, cwd, environ, out, err))
         process.start()
         try:
-            (code,) = join([process])
+            (found,) = join([process])
         finally:
             process.kill()
             process.join()
-        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+        return checked(subprocess.CompletedProcess(words, found, out.read_text(), err.read_text()), code)
 
 
 def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path, err: Path) -> None:

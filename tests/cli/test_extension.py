@@ -26,8 +26,7 @@ def records(folder: Path) -> dict[int, dict]:
 def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train = (*FLAGS, "--extension", str(EXTENSION))
-    done = run_program("pretrain_gpt.py", *train, "--save", str(whole))
-    assert done.returncode == 0, done.stderr
+    done = run_program("pretrain_gpt.py", *train, "--save", str(whole), code=0)
     assert "callback: start" in done.stdout and "callback: checkpoint 8" in done.stdout
     assert done.stdout.rstrip().endswith("callback: end")
 
@@ -42,8 +41,7 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     assert "--own-decay 0.9 in the checkpoint, 0.5 in the run" in done.stderr and "patience" not in done.stderr
 
     # The saved configuration brings the extension along; the states of its optimizer go on at another layout.
-    done = run_program(*resume, "--own-patience", "0")
-    assert done.returncode == 0, done.stderr
+    done = run_program(*resume, "--own-patience", "0", code=0)
     assert "loaded checkpoint of iteration 6" in done.stdout
     one, two = records(whole), records(cut)
     assert one.keys() == two.keys() == {2, 4, 6, 8}
@@ -53,8 +51,7 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
         assert 0.2 < one[iteration]["share_of_threes"] < 0.5
 
     generate = ("tools/generate_text.py", "--load", str(cut), "--prompt", "ab", "--max-new-tokens", "2")
-    done = run_program(*generate)
-    assert done.returncode == 0, done.stderr
+    done = run_program(*generate, code=0)
 
 
 def test_an_extension_renamed_since_the_checkpoint_is_named_anew(tmp_path: Path) -> None:
@@ -62,20 +59,17 @@ def test_an_extension_renamed_since_the_checkpoint_is_named_anew(tmp_path: Path)
     before.write_bytes(EXTENSION.read_bytes())
     train = [*FLAGS, "--save", str(run), "--load", str(run), "--own-patience", "0"]
     train[train.index("--train-iters") + 1] = "2"
-    done = run_program("pretrain_gpt.py", *train, "--extension", str(before))
-    assert done.returncode == 0, done.stderr
+    done = run_program("pretrain_gpt.py", *train, "--extension", str(before), code=0)
     before.rename(now)
     generate = ("tools/generate_text.py", "--load", str(run), "--prompt", "ab", "--max-new-tokens", "2")
-    done = run_program(*generate)
-    assert done.returncode == 2
+    done = run_program(*generate, code=2)
     told = "names this extension, and there is no such file; if it was moved or renamed, give --extension NEWPATH"
     assert f"{before}: the checkpoint {told}" in done.stderr
     resume = ("pretrain_gpt.py", "--config", str(run / "run_config.yaml"), "--train-iters", "4")
-    done = run_program(*resume)
-    assert done.returncode == 2 and f"{before}: --config {run}/run_config.yaml {told}" in done.stderr
+    done = run_program(*resume, code=2)
+    assert f"{before}: --config {run}/run_config.yaml {told}" in done.stderr
     for command in (generate, resume):
-        done = run_program(*command, "--extension", str(now))
-        assert done.returncode == 0, done.stderr
+        done = run_program(*command, "--extension", str(now), code=0)
     assert "loaded checkpoint of iteration 2" in done.stdout
 
 

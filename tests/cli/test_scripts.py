@@ -15,24 +15,24 @@ import yaml
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from tests.apart import checked
 from tests.forked import ROOT, run_program
 from tests.limits import HANG
 
 SCRIPTS = sorted(ROOT.glob("scripts/**/*.sh"))
 
 
-def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, code: int | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environ
-    return subprocess.run(
-        [str(word) for word in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
-    )
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
+    return checked(done, code)
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda path: path.name)
 def test_syntax(script: Path) -> None:
-    done = run("bash", "-n", script)
-    assert done.returncode == 0, done.stderr
+    run("bash", "-n", script, code=0)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,7 @@ def test_linter(linter: str, files: list[str | Path]) -> None:
     program = Path(sys.executable).with_name(linter)
     if not program.exists():
         pytest.skip(f"{linter} is not installed")
-    done = run(program, *files)
-    assert done.returncode == 0, done.stdout
+    run(program, *files, code=0)
 
 
 def test_kubernetes_pods_follow_the_schema() -> None:
@@ -73,8 +72,7 @@ def test_kubernetes_pods_follow_the_schema() -> None:
 )
 def test_settings_are_those_of_the_published_model(script: str, world_size: int, parameters: str) -> None:
     """test_docs.py runs the dry runs of these scripts."""
-    done = run("bash", f"scripts/{script}", LAUNCH="echo")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("bash", f"scripts/{script}", LAUNCH="echo", code=0)
     launched, *flags = shlex.split(done.stdout.splitlines()[-1])
     config = resolve(parse_args(flags), world_size)
     assert launched == "pretrain_gpt.py" and validate(config, world_size) == []
@@ -83,20 +81,19 @@ def test_settings_are_those_of_the_published_model(script: str, world_size: int,
 
 
 def test_a_script_hands_dry_run_on() -> None:
-    done = run("bash", "scripts/train_gpt_single_node.sh", "--dry-run", "--world-size", "8", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("bash", "scripts/train_gpt_single_node.sh", "--dry-run", "--world-size", "8", "--json", code=0)
     assert "parameters 1,315,819,520" in json.loads(done.stdout)["plan"]["Model"]
     assert done.stderr.startswith("+ ")
 
 
 def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
-    done = run("bash", "scripts/train_gpt_single_node.sh", PYTHON=sys.executable, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    done = run("bash", "scripts/train_gpt_single_node.sh", PYTHON=sys.executable, PYTHONPATH=str(tmp_path), code=1)
+    assert "Traceback" not in done.stderr
     assert f"PYTHON={sys.executable}: torch cannot be imported (No module named 'torch'); set PYTHON" in done.stderr
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --train-iters 1 --lr 1"
-    done = run(sys.executable, "pretrain_gpt.py", *flags.split(), PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    done = run(sys.executable, "pretrain_gpt.py", *flags.split(), PYTHONPATH=str(tmp_path), code=1)
+    assert "Traceback" not in done.stderr
     assert f"{sys.executable} has no torch: install requirements.txt" in done.stderr
 
 
@@ -121,8 +118,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 
 def test_slurm_starts_one_torchrun_per_node(slurm: dict[str, str]) -> None:
-    done = run("bash", "scripts/train_gpt_slurm.sh", "pretrain_gpt.py", "--num-layers", "2", **slurm)
-    assert done.returncode == 0, done.stderr
+    done = run("bash", "scripts/train_gpt_slurm.sh", "pretrain_gpt.py", "--num-layers", "2", **slurm, code=0)
     command = done.stdout.split("\n")
     assert command[command.index("--ntasks") + 1] == "3"
     assert command[command.index("--nnodes") + 1] == "3"
@@ -133,15 +129,13 @@ def test_slurm_starts_one_torchrun_per_node(slurm: dict[str, str]) -> None:
 
 
 def test_slurm_runs_a_script_under_its_launcher(slurm: dict[str, str]) -> None:
-    done = run("bash", "scripts/train_gpt_slurm.sh", "scripts/recipes/llama3.sh", "--train-iters", "5", **slurm)
-    assert done.returncode == 0, done.stderr
+    done = run("bash", "scripts/train_gpt_slurm.sh", "scripts/recipes/llama3.sh", "--train-iters", "5", **slurm, code=0)
     assert "--rdzv-endpoint gpu007:24242" in done.stdout.split("LAUNCH=")[1].split("\n")[0]
     assert "bash\nscripts/recipes/llama3.sh\n--train-iters\n5\n" in done.stdout
 
 
 def test_a_script_uses_the_launcher_it_is_given() -> None:
-    done = run("bash", "scripts/gpt3_175b.sh", "--train-samples", "8", LAUNCH="echo torchrun --nnodes 3")
-    assert done.returncode == 0, done.stderr
+    done = run("bash", "scripts/gpt3_175b.sh", "--train-samples", "8", LAUNCH="echo torchrun --nnodes 3", code=0)
     words = done.stdout.strip().split("\n")[-1].split()
     assert words[:4] == ["torchrun", "--nnodes", "3", "pretrain_gpt.py"]
     assert words[-2:] == ["--train-samples", "8"]
@@ -149,16 +143,14 @@ def test_a_script_uses_the_launcher_it_is_given() -> None:
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "train_gpt_slurm.sh"])
 def test_wrong_use_says_so(script: str) -> None:
-    done = run("bash", f"scripts/{script}", *(["--cleen"] if script == "quickstart.sh" else []))
-    assert done.returncode == 2
+    done = run("bash", f"scripts/{script}", *(["--cleen"] if script == "quickstart.sh" else []), code=2)
     assert done.stderr.strip()
 
 
 def test_corpus_is_real_source_in_a_fixed_order(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "deep/b.jsonl"
     for output in (first, second):
-        done = run_program("tools/build_corpus.py", "--output", output, "--max-mb", "0.5")
-        assert done.returncode == 0, done.stderr
+        run_program("tools/build_corpus.py", "--output", output, "--max-mb", "0.5", code=0)
     assert first.read_bytes() == second.read_bytes()
     documents = [json.loads(line) for line in first.read_text().splitlines()]
     assert 5e5 <= sum(len(document["text"].encode()) for document in documents) < 2e6
@@ -171,8 +163,7 @@ def test_loss_plot(tmp_path: Path) -> None:
     records += [{"iteration": 10, "valid_loss": 2.0}, {"iteration": 19, "valid_loss": 1.0}]
     records += [{"iteration": 19, "eval/sums/acc": 0.5}, {"iteration": 19, "lm_loss": 0.25}]
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iteration": 20, "lm_')
-    done = run_program("tools/plot_loss.py", metrics, tmp_path, "--output", picture, "--log-scale")
-    assert done.returncode == 0, done.stderr
+    done = run_program("tools/plot_loss.py", metrics, tmp_path, "--output", picture, "--log-scale", code=0)
     assert done.stdout.count("8.000 -> 0.250, 2 validation points") == 2
     assert "iteration" in picture.read_text() and "mathdefault" not in picture.read_text()
 
@@ -184,6 +175,5 @@ def test_a_reader_that_has_enough_ends_a_tool_without_a_word() -> None:
 
 
 def test_loss_plot_of_a_missing_file_names_it(tmp_path: Path) -> None:
-    done = run_program("tools/plot_loss.py", tmp_path / "none.jsonl", "--output", tmp_path / "loss.png")
-    assert done.returncode == 2
+    done = run_program("tools/plot_loss.py", tmp_path / "none.jsonl", "--output", tmp_path / "loss.png", code=2)
     assert "none.jsonl" in done.stderr

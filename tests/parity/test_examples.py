@@ -125,8 +125,7 @@ MODEL = f"{TINY} --log-interval 1"
 def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
     """Output and metrics of a run in one process."""
     metrics = folder / "metrics.jsonl"
-    done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--metrics-file", metrics)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--metrics-file", metrics, code=0)
     return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
@@ -154,8 +153,7 @@ def test_early_stopping_resumes_at_another_layout_with_what_it_has_seen(tmp_path
     saved = json.loads((tmp_path / "iter_0000004" / "metadata.json").read_text())["callbacks"]
     best, without = saved["early stopping"]
     assert best > 0 and without > 0
-    done = run_program("pretrain_gpt.py", *flags.split(), "--load", tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_program("pretrain_gpt.py", *flags.split(), "--load", tmp_path, code=0)
     assert f"exiting at iteration {4 + 4 - without}: the validation loss has not fallen" in done.stdout
 
 
@@ -179,8 +177,8 @@ def test_a_task_ends_a_run_before_the_disk_is_full(tmp_path: Path) -> None:
     assert re.search(r"exiting at iteration 2: \d+ GiB are free in --save, less than --least-free-gib 1e\+09", out)
     assert "saved checkpoint at iteration 2" in out
     assert [record["iteration"] for record in records if "free_gib" in record] == [2]
-    done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--least-free-gib", "1")
-    assert done.returncode == 2 and "--least-free-gib: looks at the folder of --save; add --save" in done.stderr
+    done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--least-free-gib", "1", code=2)
+    assert "--least-free-gib: looks at the folder of --save; add --save" in done.stderr
 
 
 def test_freezing_by_a_configuration_file(tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ class Options:
 '''
 
 
-def run(tmp_path: Path, source: str, *argv: str, name: str = "own.py") -> subprocess.CompletedProcess[str]:
-    (tmp_path / name).write_text(source)
-    return run_program(ROOT / "pretrain_gpt.py", *TINY, "--extension", tmp_path / name, *argv, cwd=tmp_path)
+def run(tmp_path: Path, source: str, *argv: str, code: int | None = None) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "own.py").write_text(source)
+    flags = (*TINY, "--extension", tmp_path / "own.py", *argv)
+    return run_program(ROOT / "pretrain_gpt.py", *flags, cwd=tmp_path, code=code)
 
 
 def test_flags_stand_in_help(tmp_path: Path) -> None:
-    done = run(tmp_path, FLAGS, "--help", "all")
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, FLAGS, "--help", "all", code=0)
     assert "\nof the test:\n" in done.stdout and "Share that is kept. (default: 0.5)" in done.stdout
     assert "--normalization {LayerNorm,RMSNorm,OwnNorm}" in done.stdout
 
@@ -67,8 +67,7 @@ def test_flags_stand_in_help(tmp_path: Path) -> None:
     ],
 )
 def test_flags_are_validated(argv: str, problem: str, tmp_path: Path) -> None:
-    done = run(tmp_path, FLAGS, *argv.split())
-    assert done.returncode == 2
+    done = run(tmp_path, FLAGS, *argv.split(), code=2)
     assert problem in done.stderr
 
 
@@ -140,8 +139,8 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
 def test_one_that_fails_is_one_message_with_file_and_line(
     source: str, flags: str, line: int, what: str, tmp_path: Path
 ) -> None:
-    done = run(tmp_path, source, *flags.split())
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    done = run(tmp_path, source, *flags.split(), code=2)
+    assert "Traceback" not in done.stderr, done.stderr
     (told,) = [each for each in done.stderr.splitlines() if "--extension: " in each]
     place = f"--extension: {tmp_path / 'own.py'}:{line}: "
     assert told.startswith(f"  {place}") and what in told, done.stderr
@@ -151,8 +150,8 @@ def test_one_that_fails_is_one_message_with_file_and_line(
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    done = run(tmp_path, "", "--extension", "absent.py")
-    assert done.returncode == 2 and "--extension: absent.py: there is no such file" in done.stderr
+    done = run(tmp_path, "", "--extension", "absent.py", code=2)
+    assert "--extension: absent.py: there is no such file" in done.stderr
 
 
 def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
@@ -162,8 +161,7 @@ def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
         "@PIPELINE_SCHEDULES.register('lazy')\ndef lazy(p, m):\n    return [each[:-1] for each in gpipe(p, m)]\n"
     )
     flags = "--pp 2 --world-size 2 --global-batch-size 4 --pipeline-schedule".split()
-    done = run(tmp_path, source, *flags, "lazy")
-    assert done.returncode == 2, done.stdout
+    done = run(tmp_path, source, *flags, "lazy", code=2)
     assert "--pipeline-schedule lazy: with 4 micro-batches on 2 ranks" in done.stderr
     assert run(tmp_path, source.replace("[:-1]", ""), *flags, "lazy").returncode == 0
 
@@ -171,8 +169,7 @@ def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
 def test_extensions_of_a_file_are_loaded_and_may_have_moved(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("extension: [gone/own.py]\nown_share: 0.25\nown_words: [a, b]\n")
-    done = run(tmp_path, FLAGS, "--config", str(config))
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, FLAGS, "--config", str(config), code=0)
     code = (
         "import sys\nfrom megatron.training.config.arguments import parse_args, save_config\n"
         "config = parse_args(sys.argv[1:])\nsave_config(config, 'saved.yaml')\n"

@@ -13,15 +13,14 @@ FLAGS = f"{TINY} --vocab-size 257 --tokenizer-type ByteTokenizer --train-iters 8
 def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) -> None:
     flags = [*FLAGS.split(), "--save", str(tmp_path)]
     theirs = "--xielu --goldfish-loss --goldfish-k 50 --goldfish-h 5 --optimizer ademamix --ademamix-beta3-warmup 9"
-    done = run_program("pretrain_gpt.py", *flags, *theirs.split())
-    assert done.returncode == 0, done.stderr
+    done = run_program("pretrain_gpt.py", *flags, *theirs.split(), code=0)
     for line in ("--goldfish-loss loads examples/goldfish_loss.py", "--optimizer ademamix loads"):
         assert line in done.stderr
     lion = "--optimizer muon --muon-scalar-optimizer lion --lion-beta1 0.9 --dry-run".split()
-    done = run_program("pretrain_gpt.py", *flags, *lion)
-    assert done.returncode == 0 and "--muon-scalar-optimizer lion loads" in done.stderr, done.stderr
-    again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path)
-    assert again.returncode == 0 and "loaded checkpoint of iteration 8" in again.stdout, again.stderr
+    done = run_program("pretrain_gpt.py", *flags, *lion, code=0)
+    assert "--muon-scalar-optimizer lion loads" in done.stderr, done.stderr
+    again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path, code=0)
+    assert "loaded checkpoint of iteration 8" in again.stdout, again.stderr
 
     # A part of the user's own by this name comes first.
     (tmp_path / "own.py").write_text((ROOT / "examples" / "goldfish_loss.py").read_text())

@@ -26,13 +26,12 @@ RIGHT = (
 )
 
 
-def pretrain(flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return run_program("pretrain_gpt.py", *flags.split(), **environ)
+def pretrain(flags: str, code: int | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run_program("pretrain_gpt.py", *flags.split(), code=code, **environ)
 
 
 def test_all_problems_at_once() -> None:
-    done = pretrain(WRONG)
-    assert done.returncode == 2
+    done = pretrain(WRONG, code=2)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines() == [
@@ -50,20 +49,17 @@ def test_all_problems_at_once() -> None:
 
 def test_its_remedies_work() -> None:
     fixed = WRONG.replace("1000", "1008").replace("heads 12", "heads 16").replace("64 --mock", "66 --mock")
-    done = pretrain(f"{fixed} --lr 3e-4 --train-iters 10")
-    assert done.returncode == 0, done.stderr
+    pretrain(f"{fixed} --lr 3e-4 --train-iters 10", code=0)
 
 
 def test_a_misspelt_flag() -> None:
-    done = pretrain(f"{RIGHT} --num-atention-heads 8 --seqence_parallel")
-    assert done.returncode == 2
+    done = pretrain(f"{RIGHT} --num-atention-heads 8 --seqence_parallel", code=2)
     assert "  --num-atention-heads 8: unknown flag; did you mean --num-attention-heads?" in done.stderr.splitlines()
     assert "  --seqence-parallel: unknown flag; did you mean --sequence-parallel?" in done.stderr.splitlines()
 
 
 def test_plan() -> None:
-    done = pretrain(RIGHT)
-    assert done.returncode == 0, done.stderr
+    done = pretrain(RIGHT, code=0)
     lines = [line.strip() for line in done.stdout.splitlines()]
     # Tokens and positions; per layer 12 h^2 in matrices, 13 h in biases and norms; the last norm.
     assert f"parameters {1024 * 64 + 128 * 64 + 7 * (12 * 64**2 + 13 * 64) + 2 * 64:,}" in lines
@@ -84,8 +80,7 @@ def test_plan() -> None:
 def test_bytes_of_states(flags: str) -> None:
     """Without padding to speak of: 4 + 4 + 8 bytes a parameter in fp32, 2 + 4 + 12 in bf16, optimizer over DP."""
     size = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 4096"
-    done = pretrain(f"--dry-run --world-size 4 {size} --mock-data --lr 1e-3 --train-iters 1 {flags}")
-    assert done.returncode == 0, done.stderr
+    done = pretrain(f"--dry-run --world-size 4 {size} --mock-data --lr 1e-3 --train-iters 1 {flags}", code=0)
     parameters = int(re.search(r"parameters ([\d,]+)\n", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
     found = int(re.search(r"most on pp 0: ([\d,]+) bytes", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
     expected = {"": 8 + 8 / 4, "--bf16": 6 + 12 / 4, "--fp64": 16 + 16 / 4}.get(flags, 6 + 8)
@@ -97,8 +92,7 @@ def test_bytes_on_the_host() -> None:
     """A quarter of 12 bytes a parameter over 4 ranks, and slots of gradients in fp32 and parameters in bf16."""
     size = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 4096 --bf16"
     offload = "--optimizer-cpu-offload --optimizer-offload-fraction 0.25"
-    done = pretrain(f"--dry-run --world-size 4 {size} --mock-data --lr 1e-3 --train-iters 1 {offload}")
-    assert done.returncode == 0, done.stderr
+    done = pretrain(f"--dry-run --world-size 4 {size} --mock-data --lr 1e-3 --train-iters 1 {offload}", code=0)
     parameters = int(re.search(r"parameters ([\d,]+)\n", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
     line = re.search(r"0.25 of optimizer states in host memory.* ([\d,]+) bytes of states, ([\d,]+) that", done.stdout)
     assert line is not None
@@ -118,15 +112,13 @@ def test_groups_are_abbreviated_at_scale() -> None:
 def test_a_plan_takes_no_longer_for_a_hundred_million_ranks() -> None:
     """Nothing in it walks through the ranks, which would take minutes."""
     flags = RIGHT.replace("--world-size 8", "--world-size 100000000").replace("batch-size 16", "batch-size 50000000")
-    done = pretrain(f"{flags} --device h100")
-    assert done.returncode == 0, done.stderr
+    done = pretrain(f"{flags} --device h100", code=0)
     assert "DP 4 groups of 25000000; above 131,072 ranks they are not listed" in done.stdout
     assert "100000000" in done.stdout and " s a step, " in done.stdout
 
 
 def test_notes_go_to_stderr() -> None:
-    done = pretrain(f"{RIGHT} --seed 1 --seed 2")
-    assert done.returncode == 0
+    done = pretrain(f"{RIGHT} --seed 1 --seed 2", code=0)
     assert done.stderr.startswith("--seed is given twice, with different values: ")
 
 
@@ -137,19 +129,16 @@ def test_only_the_first_rank_speaks() -> None:
 
 
 def test_vocabulary_comes_from_the_tokenizer() -> None:
-    done = pretrain(f"{RIGHT.replace('--vocab-size 1000', '')} --tokenizer-type ByteTokenizer")
-    assert done.returncode == 0, done.stderr
+    done = pretrain(f"{RIGHT.replace('--vocab-size 1000', '')} --tokenizer-type ByteTokenizer", code=0)
     assert re.search(r"vocabulary \d+, padded to 384", done.stdout)
 
 
 def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
-    done = pretrain(f"{RIGHT} --tokenizer-type SentencePieceTokenizer --tokenizer-model /nowhere.model --tp 3")
-    assert done.returncode == 2
+    done = pretrain(f"{RIGHT} --tokenizer-type SentencePieceTokenizer --tokenizer-model /nowhere.model --tp 3", code=2)
     assert "Traceback" not in done.stderr
     assert done.stderr.count("/nowhere.model") == 1
     assert "world size 8" in done.stderr
-    done = pretrain(f"{RIGHT} --tokenizer-type SentencePieceTokenizer")
-    assert done.returncode == 2
+    done = pretrain(f"{RIGHT} --tokenizer-type SentencePieceTokenizer", code=2)
     assert len(done.stderr.splitlines()) == 2, done.stderr
 
 
@@ -157,8 +146,8 @@ def test_files_that_a_run_misses_are_problems_behind_its_plan(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     missing = f"--valid v={tmp_path}/y --save {tmp_path}/file --load {tmp_path}/no --exit-on-missing-checkpoint"
     flags = f"{RIGHT.replace('--mock-data', '')} {missing} --data-path {tmp_path}/x"
-    done = pretrain(f"{flags} --tokenizer-type ByteTokenizer --json {tmp_path}/plan.json")
-    assert done.returncode == 2 and "parameters" in done.stdout
+    done = pretrain(f"{flags} --tokenizer-type ByteTokenizer --json {tmp_path}/plan.json", code=2)
+    assert "parameters" in done.stdout
     t, of_set = tmp_path, "use the prefix of the dataset, without .bin or .idx"
     text = (
         f"  --save {t}/file: {t}/file is a file, not a folder; use a folder that can be written\n"
@@ -182,14 +171,13 @@ def test_files_that_a_run_misses_are_problems_behind_its_plan(tmp_path: Path) ->
         "  --save s3://b/x: is a URL",
     ]
     assert "2 problems." in urls.stderr
-    lists = pretrain(f"{RIGHT.replace('--mock-data', '')} --data-args-path {tmp_path}/no")
-    assert lists.returncode == 2 and f"--data-args-path {tmp_path}/no: there is no such file" in lists.stderr
+    lists = pretrain(f"{RIGHT.replace('--mock-data', '')} --data-args-path {tmp_path}/no", code=2)
+    assert f"--data-args-path {tmp_path}/no: there is no such file" in lists.stderr
 
 
 def test_a_plan_as_json(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    done = pretrain(f"{RIGHT} --json {file}")
-    assert done.returncode == 0, done.stderr
+    done = pretrain(f"{RIGHT} --json {file}", code=0)
     record = json.loads(file.read_text())
     assert record["world_size"] == 8
     assert (record["config"]["num_layers"], record["config"]["data_parallel_size"]) == (7, 2)
@@ -197,15 +185,14 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
         line for line in done.stdout.splitlines() if line.startswith("  ")
     ]
     assert all(record["plan"][f"Different from {name}"] for name in DIFFERENCES)
-    refused = pretrain(f"{RIGHT} --json {file} --num-layers 0")
-    assert refused.returncode == 2
+    refused = pretrain(f"{RIGHT} --json {file} --num-layers 0", code=2)
     (problem,) = json.loads(file.read_text())["problems"]
     assert problem["flag"] == "--num-layers" and problem["text"] in refused.stderr
     for wrong in ("--num-layer 2", "--tp 3"):  # a flag that cannot be read, and a layout that cannot run
-        refused = pretrain(f"{RIGHT} --json {wrong}")
-        assert refused.returncode == 2 and json.loads(refused.stdout)["problems"]
-    refused = pretrain(f"{RIGHT} --extension {tmp_path}/nowhere.py --json")
-    assert refused.returncode == 2 and "nowhere.py" in json.loads(refused.stdout)["problems"][0]["rule"]
+        refused = pretrain(f"{RIGHT} --json {wrong}", code=2)
+        assert json.loads(refused.stdout)["problems"]
+    refused = pretrain(f"{RIGHT} --extension {tmp_path}/nowhere.py --json", code=2)
+    assert "nowhere.py" in json.loads(refused.stdout)["problems"][0]["rule"]
     refused = pretrain(f"{RIGHT.replace('--dry-run', '')} --world-size 1 --tp 1 --json {file}")
     assert "--json" in refused.stderr and "needs --dry-run" in refused.stderr
     for unwritable in (tmp_path, tmp_path / "nowhere" / "plan.json"):
@@ -228,8 +215,7 @@ def test_an_interrupted_plan_ends_without_a_traceback(
 def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:
     """Their backward takes gradients within a backward."""
     experts = "--num-experts 4 --disable-bias-linear --activation-func xielu"
-    done = pretrain(f"{RIGHT} {experts} --sequence-parallel")
-    assert done.returncode == 0, done.stderr
+    pretrain(f"{RIGHT} {experts} --sequence-parallel", code=0)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +228,7 @@ def test_a_plan_refuses_to_freeze_nothing_or_all(pattern: str, rule: str) -> Non
 
 
 def test_json_alone_is_one_object_with_the_predicted_time() -> None:
-    done = pretrain(f"{RIGHT} --json --device h100 --gpus-per-node 4")
-    assert done.returncode == 0, done.stderr
+    done = pretrain(f"{RIGHT} --json --device h100 --gpus-per-node 4", code=0)
     found = json.loads(done.stdout)
     time = found["time"]
     assert time["gpus_per_node"] == 4 and time["seconds"] == pytest.approx(sum(time["parts"].values()))
