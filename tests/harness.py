@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -20,7 +21,16 @@ from megatron.training.run import TrainingRun
 from megatron.training.tasks import start_run
 from megatron.training.training import train
 
-__all__ = ["Snapshot", "local_run", "run_world", "running", "tp_context", "train_in_world", "train_to_the_end"]
+__all__ = [
+    "Snapshot",
+    "local_run",
+    "plant_nan",
+    "run_world",
+    "running",
+    "tp_context",
+    "train_in_world",
+    "train_to_the_end",
+]
 
 
 def running(argv: Sequence[str], rank: int, world_size: int) -> AbstractContextManager[TrainingRun]:
@@ -37,6 +47,15 @@ def train_to_the_end(
         prepare(run)
         start_run(run, resources)
         train(run)
+
+
+def plant_nan(run: TrainingRun, iteration: int) -> None:
+    """Makes the gradients of the final norm NaN in the step behind so many, and no others."""
+    progress = run.progress
+    for model in run.stages.values():
+        for name, (param, _) in model.named_metas().items():
+            if name == "decoder.final_layernorm.weight":
+                param.register_hook(lambda grad: grad * math.nan if progress.iteration == iteration else grad)
 
 
 def tp_context(

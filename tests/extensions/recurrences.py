@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.extensions.planner.flops import model_flops
+from megatron.training.config.flags import with_fields
 from tests.gpt_cases import FP64, check_documents_apart, logits_in_parts, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -102,11 +105,24 @@ class ModelTests:
         assert tuple(kept.shape for kept in cache._states[0]) == self.cached
 
     def test_half_precision_follows_single(self) -> None:
-        losses = [
-            GPTModel(self.config, parallel)(None, random_batch(self.config)).item()
-            for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
-        ]
-        assert abs(losses[0] / losses[1] - 1) < 0.01
+        check_half_precision(self.config)
+
+
+def check_half_precision(config: TransformerConfig) -> None:
+    """Asserts that the loss in bf16 is that in fp32 to a hundredth."""
+    half, single = (
+        GPTModel(config, parallel)(None, random_batch(config)).item()
+        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
+    )
+    assert abs(half / single - 1) < 0.01
+
+
+def mixer_flops(config: TransformerConfig, letter: str, **more: Any) -> int:
+    """FLOPs of products in a layer that is a mixer, and nothing of attention, in a model whose MLP is gated."""
+    one = with_fields(config, {"num_layers": 1, "hybrid_layer_pattern": letter, **more})
+    mlp = model_flops(with_fields(one, {"hybrid_layer_pattern": "-"})).matmul - 6 * 3 * one.hidden_size * one.ffn_size
+    assert model_flops(one).attention == 0
+    return model_flops(one).matmul - mlp
 
 
 def greedy_text(model: GPTModel, tokens: Tensor, count: int) -> list[list[int]]:

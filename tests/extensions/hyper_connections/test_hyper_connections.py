@@ -17,18 +17,15 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hyper_connections.mixing import Epsilons, MixFunction, doubly_stochastic, stream_weights
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import with_fields
 from megatron.training.forward_backward import hidden_shape
-from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
+from tests.extensions.planner.test_planned_activations import SAMPLES, kept_in_bf16
 from tests.gpt_cases import FP64, GPT, model_of, packed_documents, random_batch
 from tests.pure.test_regions import check_region, compiles
 
@@ -191,17 +188,12 @@ def test_gradients_of_the_mix() -> None:
     assert torch.autograd.gradcheck(lambda *each: MixFunction.apply(*each, False), given)
 
 
-def bytes_kept(config: TransformerConfig, **more: Any) -> int:
-    batch = MicroBatch(replace(config, **more), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
-    return ActivationPlan(batch).stage(MIDDLE).kept
-
-
 def test_streams_are_kept_once_in_a_layer() -> None:
     """--recompute-modules mhc drops the streams between the two sublayers of a layer: in two layers, two of
     four sets of streams in bf16."""
     tokens = SAMPLES * STREAMS.seq_length
     kept, again = (
-        bytes_kept(STREAMS, recompute_granularity="selective", recompute_modules=modules)
+        kept_in_bf16(STREAMS, recompute_granularity="selective", recompute_modules=modules)
         for modules in (("mlp_act",), ("mlp_act", "mhc"))
     )
     assert kept - again == 2 * tokens * N * H * 2
@@ -213,7 +205,7 @@ def test_streams_alone_are_kept_for_their_weights() -> None:
     plain = with_fields(STREAMS, {"enable_mhc_connections": False})
     tokens, sublayers = SAMPLES * STREAMS.seq_length, 4
     of_streams, of_output, of_weights = N * H * 2, H * 2, (N + N * N) * 4
-    assert bytes_kept(STREAMS) - bytes_kept(plain) <= sublayers * tokens * (of_streams + of_output + of_weights)
+    assert kept_in_bf16(STREAMS) - kept_in_bf16(plain) <= sublayers * tokens * (of_streams + of_output + of_weights)
 
 
 @pytest.mark.parametrize("config", [STREAMS, MEAN])

@@ -14,9 +14,12 @@ from megatron.core.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
 from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, StageRunner
 from megatron.extensions.inference.generation.engine import prompt_seed
 from megatron.extensions.inference.generation.text import TextStream
-from tests.extensions import needs
 from tests.gpt_cases import FP64, STYLES
 from tests.moe_cases import MIXTRAL
+
+MIXED = "latent sparse compressed delta-net mamba attention-and-mamba mamba1 rg-lru convolution kimi-delta lightning"
+MIXERS = [style for style in MIXED.split() if style in STYLES]
+"""Styles with mixers of extensions that are installed."""
 
 GREEDY = Sampling()
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
@@ -59,27 +62,7 @@ def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
     assert len({token for tokens in found for token in tokens}) > 4
 
 
-@pytest.mark.parametrize(
-    "style",
-    [
-        "llama",
-        "mistral",
-        "chunks-in-some",
-        "gpt-oss",
-        needs("latent_attention", "latent"),
-        needs("sparse_attention", "sparse"),
-        needs("sparse_attention", "compressed"),
-        needs("linear_attention", "delta-net"),
-        needs("mamba", "mamba"),
-        needs("parallel_mixers", "attention-and-mamba"),
-        needs("mamba1", "mamba1"),
-        needs("rg_lru", "rg-lru"),
-        needs("short_convolution", "convolution"),
-        needs("kimi_delta_attention", "kimi-delta"),
-        needs("lightning_attention", "lightning"),
-        "moe",
-    ],
-)
+@pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", *MIXERS, "moe"])
 def test_texts_in_few_rows_have_the_logprobs_they_have_alone(style: str) -> None:
     """Requests that wait, end early and are padded, one by one and together. Experts drop no token in generation."""
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.3)

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.extensions.inference.generation import Engine, Request, Sampling, StageRunner
-from tests.extensions import needs
+from tests.extensions.inference.test_generation import MIXERS
 from tests.gpt_cases import STYLES
 from tests.harness import run_world
 from tests.moe_cases import MIXTRAL
@@ -30,27 +30,13 @@ REQUESTS = [
 Texts = list[tuple[list[int], list[float]]]
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+BOTH = {TP: 2, PP: 2, "sequence_parallel": True}
 CASES: list[Any] = [
     ("gpt", 2, {TP: 2}),
-    ("windows-in-some", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     ("gpt-oss", 2, {TP: 2, "sequence_parallel": True}),
-    needs("latent_attention", "latent", 2, {TP: 2, "sequence_parallel": True}),
-    needs("sparse_attention", "sparse", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("sparse_attention", "compressed", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("linear_attention", "delta-net", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("mamba", "mamba", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("short_convolution", "convolution", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("parallel_mixers", "attention-and-mamba", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("mamba1", "mamba1", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("rg_lru", "rg-lru", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("kimi_delta_attention", "kimi-delta", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
-    needs("lightning_attention", "lightning", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     ("qwen2", 2, {PP: 2, "num_virtual_stages_per_pipeline_rank": 2}),
-    (
-        "moe",
-        4,
-        {TP: 2, PP: 2, "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-    ),
+    *((style, 4, BOTH) for style in ("windows-in-some", *MIXERS)),
+    ("moe", 4, BOTH | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
 ]
 
 

@@ -13,8 +13,6 @@ from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoid_gated_norm
 from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
-from megatron.extensions.planner.flops import model_flops
-from megatron.training.config.flags import with_fields
 from tests.extensions import installed
 from tests.extensions.recurrences import (
     EXACT,
@@ -23,6 +21,7 @@ from tests.extensions.recurrences import (
     check_greedy_text,
     check_strong_decay,
     delta_operands,
+    mixer_flops,
     weighted,
 )
 from tests.gpt_cases import FP64, model_of
@@ -107,14 +106,11 @@ def test_layer_of_kimi_linear() -> None:
 def test_flops() -> None:
     """Products per token of a sample of one block, thrice: projections, those of low rank, and those of a chunk whose
     scores are sums over channels, no products."""
-    one = with_fields(KIMI, {"num_layers": 1, "hybrid_layer_pattern": "K", "seq_length": 16})
-    none = with_fields(one, {"hybrid_layer_pattern": "-"})
     hidden, heads, width, chunk = 32, 8, 5, 16
     projections = hidden * heads * (3 * width + 1) + 2 * width * (hidden + heads * width) + heads * width * hidden
     mixed = heads * (3 * chunk * width + 3 * width**2)
-    found = model_flops(one).matmul - model_flops(none).matmul - 6 * (projections - 3 * hidden * one.ffn_size)
+    found = mixer_flops(KIMI, "K", seq_length=16) - 6 * projections
     assert 6 * mixed <= found <= 7 * mixed + 2 * heads * (chunk * width + 2 * chunk**2)
-    assert model_flops(one).attention == 0
 
 
 def region_of_gates(x: Tensor, compiled: bool) -> Tensor:

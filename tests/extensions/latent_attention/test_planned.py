@@ -12,17 +12,14 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.latent_attention.multi_latent_attention import rotated_heads
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 from tests.dist import test_collective_counts as counts
 from tests.dist.test_collective_counts import B, H, S, per_layer
-from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
+from tests.extensions.planner.test_planned_activations import SAMPLES, kept_in_bf16
 from tests.gpt_cases import LATENT
 from tests.pure.test_model_math import LLAMA, STYLES, shape
 from tests.pure.test_regions import ANGLES, check_region, compiles
@@ -69,9 +66,7 @@ def test_recomputed_heads_leave_latents() -> None:
     model, tokens = LATENT, SAMPLES * LATENT.seq_length
     kept = []
     for modules in (("mlp",), ("mlp", "mla_up_proj")):
-        again = replace(model, recompute_granularity="selective", recompute_modules=modules)
-        batch = MicroBatch(again, ModelParallelConfig(bf16=True), SAMPLES, "cpu")
-        kept.append(ActivationPlan(batch).stage(MIDDLE).kept)
+        kept.append(kept_in_bf16(model, recompute_granularity="selective", recompute_modules=modules))
     of_heads = model.num_attention_heads * (2 * model.head_dim + model.value_head_dim)
     projected = widths.kv_lora_rank + widths.qk_pos_emb_head_dim
     assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)  # two layers in bf16

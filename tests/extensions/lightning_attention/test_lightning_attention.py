@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from megatron.core.batch import Batch, BatchContext
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.lightning_attention.lightning_attention import decay_rates
-from megatron.extensions.planner.flops import model_flops
-from megatron.training.config.flags import with_fields
 from tests.extensions import installed
-from tests.extensions.recurrences import ModelTests, check_greedy_text
+from tests.extensions.recurrences import ModelTests, check_greedy_text, mixer_flops
 from tests.gpt_cases import FP64, model_of
 
 LIGHTNING = model_of("lightning")
@@ -63,11 +61,7 @@ def test_greedy_text_of_minimax() -> None:
 
 def test_flops() -> None:
     """Products per token, thrice: both projections, scores in a chunk and what they weigh, states kept and read."""
-    one = with_fields(LIGHTNING, {"num_layers": 1, "hybrid_layer_pattern": "L"})
-    none = with_fields(one, {"hybrid_layer_pattern": "-"})
     hidden, heads, width, chunk = 32, 8, 4, 4
     mixed = heads * width * (2 * chunk + 2 * width)
     sums = 2 * heads * chunk  # of decays, which have no gradient
-    found = model_flops(one).matmul - model_flops(none).matmul
-    assert found == 6 * (mixed + 5 * hidden**2 - 3 * hidden * one.ffn_size) + sums
-    assert model_flops(one).attention == 0
+    assert mixer_flops(LIGHTNING, "L") == 6 * (mixed + 5 * hidden**2) + sums

@@ -21,11 +21,7 @@ from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.validation import resolve, validate
 from megatron.training.plan import History, plan_of
 from tests.corpus import write_documents
-
-GOOD = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 --global-batch-size 8 "
-    "--position-embedding-type rope"
-)
+from tests.pure.test_batch_size import GOOD
 
 
 def flags(path: Path, more: str = "--mock-data --train-samples 400") -> list[str]:

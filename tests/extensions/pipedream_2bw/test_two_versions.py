@@ -29,7 +29,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 from megatron.training.train_step import StepInput, _optimizer_step, settle, train_step
 from tests.extensions import installed
-from tests.harness import local_run, run_world, running
+from tests.harness import local_run, plant_nan, run_world, running
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 --lr 1e-2 --cpu "
@@ -234,18 +234,9 @@ def goes_on(rank: int, world_size: int, config: RunConfig) -> None:
             run.saver.finish()
 
 
-def nan_in_last_stage(run: TrainingRun) -> None:
-    """The third step's gradients of the final norm are NaN, and no others."""
-    progress = run.progress
-    for model in run.stages.values():
-        for name, (param, _) in model.named_metas().items():
-            if name == "decoder.final_layernorm.weight":
-                param.register_hook(lambda grad: grad * math.nan if progress.iteration == 2 else grad)
-
-
 def with_nan(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float], list[bool]]:
     with local_run(config, rank, world_size) as run:
-        nan_in_last_stage(run)
+        plant_nan(run, 2)
         for _ in range(STEPS):
             train_step(run)
         found = results(run)

@@ -9,22 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
 from megatron.extensions.pipeline_split.flags import SplitFlags
 from megatron.extensions.pipeline_split.layout_text import layers_of_stages
-
-MODEL = TransformerConfig(num_layers=30, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=512)
+from tests.pure.test_layout import MODEL, counts
 
 
 def parallel(pp: int, **more: Any) -> ModelParallelConfig:
     own = {name: more.pop(name) for name in list(more) if hasattr(SplitFlags, name)}
     return ModelParallelConfig(pipeline_model_parallel_size=pp, extension_options=(SplitFlags(**own),), **more)
-
-
-def counts(config: ModelParallelConfig, model: TransformerConfig = MODEL) -> list[int]:
-    return [len(stage.layers) for stage in pipeline_stages(model, config)]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,12 @@ def planned_for(batch: MicroBatch, stage: Stage) -> tuple[int, int]:
     return plan.kept, sum(size * number for size, number in plan.host.of_size.items())
 
 
+def kept_in_bf16(model: TransformerConfig, **more: Any) -> int:
+    """Planned bytes of the activations of two layers."""
+    batch = MicroBatch(replace(model, **more), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
+    return ActivationPlan(batch).stage(MIDDLE).kept
+
+
 def differing(world_size: int, cases: list[Case]) -> list[Found]:
     """(case, planned, measured) of those that differ on some rank."""
     plans = [planned_for(MicroBatch(model, parallel, SAMPLES, "cpu"), stage) for _, model, parallel, stage in cases]
@@ -265,8 +271,7 @@ def test_recomputation_of_experts_saves_memory() -> None:
     model = replace(EVEN, moe_shared_expert_intermediate_size=64)
     kept = {}
     for kind in EXPERT_KINDS:
-        batch = MicroBatch(replace(model, **RECOMPUTE[kind]), BF16, SAMPLES, "cpu")
-        kept[kind] = ActivationPlan(batch).stage(MIDDLE).kept
+        kept[kind] = kept_in_bf16(model, **RECOMPUTE[kind])
     tokens, layers = SAMPLES * model.seq_length, 2
     assert kept["mlp"] == kept["none"]
     activated = 2 * tokens * layers * (2 * 48 + 64)  # bf16, the second linear layers' inputs

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 from megatron.training.train_step import train_step
 from tests.extensions import installed, needs
-from tests.harness import local_run, run_world
+from tests.harness import local_run, plant_nan, run_world
 
 MODEL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 --lr 1e-2 --cpu "
@@ -150,18 +150,9 @@ def test_an_update_ahead_has_the_bits_of_one_that_waits(name: str) -> None:
         assert any(skipped) == (name == "overflows of the loss scale")
 
 
-def nan_in_last_stage(run: TrainingRun) -> None:
-    """The second step's gradients of the final norm are NaN, and no others."""
-    progress = run.progress
-    for model in run.stages.values():
-        for name, (param, _) in model.named_metas().items():
-            if name == "decoder.final_layernorm.weight":
-                param.register_hook(lambda grad: grad * math.nan if progress.iteration == 1 else grad)
-
-
 def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
     flags = "--pp 2 --pipeline-schedule zb-h2 --fp64 --max-skipped-iterations 1 --clip-grad 1000"
-    for wrong, rolled_back, skipped, _ in run_world(2, both, config_of(flags, 2), nan_in_last_stage):
+    for wrong, rolled_back, skipped, _ in run_world(2, both, config_of(flags, 2), partial(plant_nan, iteration=1)):
         assert not wrong
         assert skipped == [False, True, False, False] == rolled_back
 

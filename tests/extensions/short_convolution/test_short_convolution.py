@@ -12,10 +12,8 @@ from megatron.core.batch import Batch, BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.extensions.planner.flops import model_flops
 from megatron.extensions.short_convolution.short_convolution import convolved
-from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import ModelTests, check_greedy_text
+from tests.extensions.recurrences import ModelTests, check_greedy_text, mixer_flops
 from tests.gpt_cases import FP64, model_of
 from tests.pure.test_regions import check_region, compiles
 
@@ -58,11 +56,7 @@ def test_parameters_of_lfm2() -> None:
 
 def test_flops() -> None:
     """Products of both projections; a convolution has none."""
-    one = with_fields(CONVOLUTION, {"num_layers": 1, "hybrid_layer_pattern": "C"})
-    none = with_fields(one, {"hybrid_layer_pattern": "-"})
-    found = model_flops(one).matmul - model_flops(none).matmul
-    assert found == 6 * (4 * one.hidden_size**2 - 3 * one.hidden_size * one.ffn_size)
-    assert model_flops(one).attention == 0
+    assert mixer_flops(CONVOLUTION, "C") == 6 * 4 * CONVOLUTION.hidden_size**2
 
 
 def region_of_convolution(x: Tensor, compiled: bool) -> Tensor:

@@ -12,17 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import Batch, BatchContext
-from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.rotary import RotaryEmbedding, apply_rotary_interleaved
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.sparse_attention import compressed_attention
 from megatron.training.config.flags import with_fields
-from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
-from tests.extensions.sparse_attention.test_sparse_attention import COEFF, SCALE, check_layer
-from tests.gpt_cases import FP64, logits_in_parts, model_of, packed_documents, random_batch
+from tests.extensions.planner.test_planned_activations import kept_in_bf16
+from tests.extensions.recurrences import check_half_precision
+from tests.extensions.sparse_attention.test_sparse_attention import COEFF, check_layer, layer_and_context
+from tests.gpt_cases import model_of
 
 COMPRESSED = model_of("compressed")
 HEADS, GROUPS, ROTARY, WINDOW, TOPK, BASE = 8, 4, 4, 3, 2, 500.0
@@ -100,19 +96,6 @@ def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool) -> 
     return out, total, count
 
 
-def layer_and_operands(number: int, packed: bool, **options: Any) -> tuple[Any, Tensor, BatchContext]:
-    config = with_fields(COMPRESSED, options)
-    batch = random_batch(config, **packed_documents(config) if packed else {}).local_to(ParallelState().cp)
-    model = GPTModel(config, FP64).train()
-    generator = torch.Generator().manual_seed(1)
-    layer: Any = model.decoder.layers[number].self_attention
-    for parameter in layer.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    x = torch.randn(config.seq_length, 3, config.hidden_size, generator=generator, dtype=torch.float64)
-    context = model.decoder._complete(BatchContext.of(batch), x)
-    return layer, x.requires_grad_(), replace(context, aux_scale=torch.tensor(SCALE, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("sparse_loss", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
@@ -130,7 +113,7 @@ def test_gradients_are_those_of_the_literal_form(
     options: dict[str, Any] = {"dsa_indexer_loss_coeff": COEFF, "dsa_indexer_use_sparse_loss": sparse_loss}
     if recompute:
         options |= {"recompute_granularity": "selective", "recompute_modules": (recompute,)}
-    layer, x, context = layer_and_operands(number, packed, **options)
+    layer, x, context = layer_and_context(with_fields(COMPRESSED, options), packed, number)
     expected, loss, count = literal(layer, x, context, sparse_loss)
     check_layer(layer, x, context, expected, loss, count)
 
@@ -147,7 +130,7 @@ def test_layer_of_deepseek_v4(number: int, length: int) -> None:
     hf_exact = pytest.importorskip("tests.extensions.hugging_face.hf_exact", reason="hugging_face is deleted")
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
-    layer, _, _ = layer_and_operands(number, False, dsa_indexer_n_heads=16)
+    layer, _, _ = layer_and_context(with_fields(COMPRESSED, {"dsa_indexer_n_heads": 16}), False, number)
     sizes = {
         "hidden_size": 32,
         "num_attention_heads": HEADS,
@@ -228,29 +211,13 @@ def of_theirs(layer: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,), (2, 1, 1, 12)])
-def test_generation(lengths: tuple[int, ...]) -> None:
-    model, tokens = GPTModel(COMPRESSED, FP64).eval(), random_batch(COMPRESSED).tokens
-    found, _ = logits_in_parts(model, tokens, lengths)
-    torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
-
-
 def test_half_precision_follows_single() -> None:
-    losses = [
-        GPTModel(COMPRESSED, parallel)(None, random_batch(COMPRESSED)).item()
-        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
-    ]
-    assert abs(losses[0] / losses[1] - 1) < 0.01
+    check_half_precision(COMPRESSED)
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
     """Kept are operands, outputs, selected keys and gradients of the index."""
-
-    def kept(length: int) -> int:
-        batch = MicroBatch(replace(COMPRESSED, seq_length=length), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
-        return ActivationPlan(batch).stage(MIDDLE).kept
-
-    assert kept(96) <= 2 * kept(48)
+    assert kept_in_bf16(replace(COMPRESSED, seq_length=96)) <= 2 * kept_in_bf16(replace(COMPRESSED, seq_length=48))
 
 
 def test_modules_of_further_tokens_have_ratios_of_their_own() -> None:

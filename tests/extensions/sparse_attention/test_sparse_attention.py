@@ -15,14 +15,11 @@ from torch import Tensor
 from megatron.core.attention.tiles import rank_spans
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.core.transformer.rotary import apply_rotary_interleaved
 from megatron.extensions.latent_attention.multi_latent_attention import Latents, MultiLatentAttention
-from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.sparse_attention import sparse_attention
 from megatron.extensions.sparse_attention.hooks import IndexerTallies
 from megatron.extensions.sparse_attention.selection import chunks_of, largest
@@ -32,7 +29,7 @@ from megatron.training.config.flags import with_fields
 from megatron.training.config.validation import resolve
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
-from tests.extensions.planner.test_planned_activations import MIDDLE, SAMPLES
+from tests.extensions.planner.test_planned_activations import kept_in_bf16
 from tests.gpt_cases import FP64, model_of, packed_documents, random_batch
 from tests.harness import run_world
 from tests.tiny import TINY
@@ -74,12 +71,12 @@ def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool, top
     return out, (torch.xlogy(target, target) - target * logs).sum()
 
 
-def layer_and_context(config: TransformerConfig, packed: bool) -> tuple[Any, Tensor, BatchContext]:
+def layer_and_context(config: TransformerConfig, packed: bool, number: int = 0) -> tuple[Any, Tensor, BatchContext]:
     more = packed_documents(config) if packed else {}
     batch = random_batch(config, **more).local_to(ParallelState().cp)
     model = GPTModel(config, FP64).train()
     generator = torch.Generator().manual_seed(1)
-    layer: Any = model.decoder.layers[0].self_attention
+    layer: Any = model.decoder.layers[number].self_attention
     for parameter in layer.parameters():  # so that scores differ
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     x = torch.randn(config.seq_length, 3, config.hidden_size, generator=generator, dtype=torch.float64)
@@ -189,12 +186,7 @@ def test_variants_of_some_layers_and_letters() -> None:
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
     """Kept are operands, outputs, selected keys and gradients of the index."""
-
-    def kept(length: int) -> int:
-        batch = MicroBatch(replace(SPARSE, seq_length=length), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
-        return ActivationPlan(batch).stage(MIDDLE).kept
-
-    assert kept(512) <= 2 * kept(256)
+    assert kept_in_bf16(replace(SPARSE, seq_length=512)) <= 2 * kept_in_bf16(replace(SPARSE, seq_length=256))
 
 
 MODEL = (
