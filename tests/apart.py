@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.limits import HANG
@@ -20,12 +21,18 @@ def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subproc
     return done
 
 
+def run_command(
+    command: Sequence[object], code: int | None = None, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command, which has to exit with `code`, if that is not None. Both outputs are kept."""
+    words = [str(word) for word in command]
+    return checked(subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG), code)
+
+
 def python_apart(*command: str, code: int | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """`python COMMAND...`, which finds the modules of the repository and has to exit with `code`; `environ` are further
     variables."""
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     environment = own | {"PYTHONPATH": os.pathsep.join(folders)} | environ
-    words = [sys.executable, *command]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
-    return checked(done, code)
+    return run_command([sys.executable, *command], code, env=environment)

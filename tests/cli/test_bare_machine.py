@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.limits import HANG
+from tests.apart import run_command
 from tests.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +24,4 @@ FLAGS = f"{TINY} --train-iters 1"
 
 def test_torch_and_numpy_are_enough() -> None:
     command = [sys.executable, "-c", PROGRAM, *FLAGS.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
-    assert "lm loss: " in done.stdout
+    assert "lm loss: " in run_command(command, code=0).stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG
+from tests.apart import run_command
 from tools.bench.fake_cuda import unavailable
 
 ROOT = Path(__file__).parents[2]
@@ -20,22 +20,21 @@ RUNS = {
 }
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+def run(*command: str, code: int) -> subprocess.CompletedProcess[str]:
+    return run_command([sys.executable, *command], code)
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"tools/bench/fake_cuda.py {unavailable()}")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_ends_and_every_region_is_compiled(name: str) -> None:
-    done = run("tools/bench/fake_cuda.py", "--config", "tiny", *RUNS[name])
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("tools/bench/fake_cuda.py", "--config", "tiny", *RUNS[name], code=0)
     assert done.stdout.endswith("regions that ran uncompiled: none\n") and " graphs, " in done.stdout
 
 
 @pytest.mark.skipif(unavailable() is None, reason="torch's CUDA build is installed")
 def test_without_the_cuda_build_one_line_says_so() -> None:
-    done = run("tools/bench/fake_cuda.py", "--config", "tiny")
-    assert done.returncode == 2 and done.stdout == ""
+    done = run("tools/bench/fake_cuda.py", "--config", "tiny", code=2)
+    assert done.stdout == ""
     assert done.stderr.startswith("fake_cuda.py needs ") and done.stderr.count("\n") == 1
 
 
@@ -59,5 +58,4 @@ assert (use.calls, use.graphs, use.eager_calls) == (3, 2, 1), use
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"tools/bench/fake_cuda.py {unavailable()}")
 def test_a_region_beyond_its_limit_of_variants_is_found() -> None:
-    done = run("-c", BEYOND_ITS_LIMIT)
-    assert done.returncode == 0, done.stderr
+    run("-c", BEYOND_ITS_LIMIT, code=0)

@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,9 +25,9 @@ from megatron.training.config.arguments import command_line
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, validate
 from megatron.training.reliability.launch import Launch
+from tests.apart import checked, run_command
 from tests.extensions import installed
 from tests.forking_python import run_script
-from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -61,13 +60,8 @@ def run_blocks(commands: list[str], clone: Path, *, fresh: bool = False, **envir
         "OMP_NUM_THREADS": "1",
     }
     if fresh:
-        done = subprocess.run(
-            ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=HANG
-        )
-    else:
-        done = run_script(script, clone, environment)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+        return run_command(["bash", "-c", script], code=0, cwd=clone, env=environment).stdout
+    return checked(run_script(script, clone, environment), 0).stdout
 
 
 CHECKED = ("README.md", "docs/getting_started.md")
@@ -139,7 +133,7 @@ def test_commands_of_text_blocks_are_legal(page: str, monkeypatch: pytest.Monkey
     for line in text_commands(page):
         start = line if "bash " in line else f"echo {line.removeprefix('python ')}"
         environment = os.environ | {"PYTHON": "echo"}
-        done = subprocess.run(["bash", "-c", start], env=environment, capture_output=True, text=True, check=True)
+        done = run_command(["bash", "-c", start], code=0, env=environment)
         program, *argv = shlex.split(done.stdout.splitlines()[-1])
         command = command_line(argv, Launch())
         assert program == "pretrain_gpt.py" and command.world_size is not None
@@ -169,8 +163,7 @@ def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
         "-d",
         str(tmp_path),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    run_command(command, code=0)
     pages = {path.stem for path in ROOT.glob("docs/*.md")} - {"README"}
     assert pages == {path.parent.name for path in tmp_path.glob("*/index.html")} - {"search"}
 

@@ -20,6 +20,7 @@ import pytest
 
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from tests.apart import run_command
 from tests.limits import HANG
 from tools.bench.gpu import SHAPES, chosen_config, config_of, parser_of_args
 from tools.bench.gpu_page import EXPECTED, page, read_folder
@@ -38,14 +39,7 @@ def environment_of(**variables: str) -> dict[str, str]:
 def first_hour(
     *arguments: str, cwd: Path = ROOT, script: Path = SCRIPT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(script), *arguments],
-        cwd=cwd,
-        env=environment_of(**variables),
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
+    return run_command(["bash", script, *arguments], cwd=cwd, env=environment_of(**variables))
 
 
 def stub(folder: Path, body: str) -> str:

@@ -6,13 +6,12 @@ import errno
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG
+from tests.apart import run_command
 from tools.bench.gpu import SHAPES, config_of, planner_tflops
 from tools.bench.gpu_page import main, page, read_folder
 
@@ -148,8 +147,7 @@ def test_tests_that_are_killed_are_counted_and_named(tmp_path: Path) -> None:
     words = flags[1].replace("\\\n", " ").split()
     flags_of_pytest = ["-c", "pyproject.toml", "-p", "no:randomly"]
     command = [sys.executable, "-m", "pytest", str(tmp_path / "test_four.py"), *flags_of_pytest, *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 9
+    done = run_command(command, code=9)
     (tmp_path / "tests.txt").write_text(done.stdout)
     text = text_of(tmp_path)
     assert "The tests did not end: 1 passed, 1 failed, 1 error, 1 running." in text, done.stdout + text

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import megatron
-from tests.limits import HANG
+from tests.apart import run_command
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = """
@@ -49,8 +48,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site_of(home) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "--python", str(home / "bin/python"), "install", *options, "."]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_command(command, code=0, cwd=source)
     return home
 
 
@@ -62,12 +60,8 @@ def site_of(home: Path) -> Path:
 def run(environment: Path, folder: Path, *command: str | Path) -> str:
     """Runs a program of the environment in a folder outside the repository."""
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
-    words = [str(environment / "bin" / command[0]), *map(str, command[1:])]
-    done = subprocess.run(
-        words, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    words = [environment / "bin" / command[0], *command[1:]]
+    return run_command(words, code=0, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}).stdout
 
 
 def test_every_module_is_installed(environment: Path) -> None:

@@ -2,12 +2,12 @@
 
 import re
 import struct
-import subprocess
 import sys
 
 import pytest
 
 from megatron.core.parts import PIPELINE_SCHEDULES
+from tests.apart import run_command
 from tests.extensions import installed
 from tools import plot_schedule
 from tools.plot_schedule import main, windows_of
@@ -81,6 +81,5 @@ def test_bad_flags_are_refused(flags, message, capsys):
 )
 def test_a_tool_whose_output_is_full_or_closed_ends_with_one_line(redirected, why):
     command = f"{sys.executable} {plot_schedule.__file__} {redirected}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    done = run_command(["sh", "-c", command], code=2)
     assert done.stderr == f"error: standard output: cannot be written: {why}\n"
-    assert done.returncode == 2

@@ -15,7 +15,7 @@ import yaml
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from tests.apart import checked
+from tests.apart import run_command
 from tests.forked import ROOT, run_program
 from tests.limits import HANG
 
@@ -25,9 +25,7 @@ SCRIPTS = sorted(ROOT.glob("scripts/**/*.sh"))
 def run(*command: str | Path, code: int | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environ
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
-    return checked(done, code)
+    return run_command(command, code, env=environment)
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda path: path.name)

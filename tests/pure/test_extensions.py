@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.apart import run_command
 from tests.forked import ROOT, run_program
 
 TINY = (
@@ -180,8 +181,7 @@ def test_extensions_of_a_file_are_loaded_and_may_have_moved(tmp_path: Path) -> N
     )
     argv = ["--config", str(config), "--extension", "own.py", "--own-switch"]
     path = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path, env=path)
-    assert done.returncode == 0, done.stderr
+    done = run_command([sys.executable, "-c", code, *argv], code=0, cwd=tmp_path, env=path)
     assert done.stdout == (
         f"Options(own_share=0.25, own_words=('a', 'b'), own_switch=True) ('{tmp_path.resolve() / 'own.py'}',)\n"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
 from megatron.training.reliability.run_status import record_event
+from tests.apart import run_command
 from tests.extensions.diagnosis.trace_cases import simulated_trace
-from tests.limits import HANG
 from tests.pure.test_output_files import check_pipe
 from tools import report
 from tools.pictures.run_folder import read_run
@@ -289,9 +288,7 @@ def test_a_browser_shows_all_sections(run: Path, tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command = [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (run / "report.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
-    built = Page(done.stdout)
+    built = Page(run_command(command, code=0).stdout)
     assert sections_of(built) == SECTIONS
     assert {tag: count for tag, count in built.tags.items() if tag != "tbody"} == {
         tag: count for tag, count in page.tags.items() if tag != "tbody"

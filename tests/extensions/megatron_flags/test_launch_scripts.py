@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.datasets.indexed_writer import best_dtype
+from tests.apart import run_command
 from tests.corpus import write_documents
 from tests.extensions import needs
 from tests.forked import ROOT, run_forked
-from tests.limits import HANG
 
 SCRIPTS = ROOT / "tests" / "fixtures" / "launch_scripts"
 
@@ -92,15 +91,7 @@ def started(script: str, folder: Path, arguments: list[str], **environ: str) -> 
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
     environ |= {"PATH": f"{folder}:{os.environ['PATH']}", "COMMAND": str(folder / "command.json")}
-    done = subprocess.run(
-        ["bash", SCRIPTS / f"{script}.sh", *arguments],
-        cwd=ROOT,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stderr
+    run_command(["bash", SCRIPTS / f"{script}.sh", *arguments], code=0, env=os.environ | environ)
     words = json.loads((folder / "command.json").read_text())
     return words[words.index("pretrain_gpt.py") + 1 :]
 
