@@ -98,6 +98,12 @@ def config(root: Path, **changes: object) -> RunConfig:
     return replace(base, **sections)
 
 
+def refuses(match: str, root: Path, **changes: object) -> None:
+    """Asserts that a run with these changes loads nothing from a folder, and says why."""
+    with pytest.raises(ValueError, match=match):
+        Run(config(root, **changes)).load()
+
+
 def assert_same(one: Run, two: Run) -> None:
     a, b = one.tensors(), two.tensors()
     assert a.keys() == b.keys()
@@ -127,16 +133,12 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, parallel: ModelParallelCo
 def test_nothing_to_load(tmp_path: Path) -> None:
     assert Run(config(tmp_path)).load() == Progress()
     assert Run(replace(config(tmp_path), checkpoint=CheckpointConfig())).load() == Progress()
-    with pytest.raises(ValueError, match="drop --exit-on-missing-checkpoint"):
-        Run(config(tmp_path, exit_on_missing_checkpoint=True)).load()
-    with pytest.raises(ValueError, match=r"--finetune needs a checkpoint, and --load .* holds no checkpoint"):
-        Run(config(tmp_path, finetune=True)).load()
+    refuses("drop --exit-on-missing-checkpoint", tmp_path, exit_on_missing_checkpoint=True)
+    refuses(r"--finetune needs a checkpoint, and --load .* holds no checkpoint", tmp_path, finetune=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
-    with pytest.raises(ValueError, match="must hold the number of an iteration"):
-        Run(config(tmp_path)).load()
+    refuses("must hold the number of an iteration", tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
-    with pytest.raises(ValueError, match="there is no folder of it"):
-        Run(config(tmp_path)).load()
+    refuses("there is no folder of it", tmp_path)
 
 
 def test_one_line_says_what_is_loaded_from_where_and_where_the_run_starts(tmp_path: Path) -> None:
@@ -193,8 +195,7 @@ def test_weights_alone(tmp_path: Path, options: dict[str, bool]) -> None:
     one = Run(config(tmp_path, parallel=BF16, save_optim=False))
     one.step(0)
     one.save(Progress(5, 40))
-    with pytest.raises(ValueError, match="give --no-load-optim"):
-        Run(config(tmp_path, parallel=BF16)).load()
+    refuses("give --no-load-optim", tmp_path, parallel=BF16)
     two = Run(config(tmp_path, parallel=BF16, **options))
     assert two.load() == (Progress() if "finetune" in options else Progress(5, 40))
     assert two.optimizer.step_count == 0
@@ -243,17 +244,18 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
     ):
         assert part in message
     assert "recompute" not in message
-    with pytest.raises(ValueError, match=r"of another shape: .*model\.decoder\.final_layernorm\.weight \(32,\)"):
-        Run(config(tmp_path, model=model, finetune=True)).load()
+    refuses(
+        r"of another shape: .*model\.decoder\.final_layernorm\.weight \(32,\)", tmp_path, model=model, finetune=True
+    )
     longer = replace(LLAMA, seq_length=32)
     assert Run(config(tmp_path, model=longer, finetune=True)).load() == Progress()
     assert Run(config(tmp_path, training=TrainingConfig(seed=1), load_rng=False)).load() == Progress(1, 8)
     deeper = replace(LLAMA, num_layers=3)
-    with pytest.raises(ValueError, match=r"missing from the checkpoint: model\.decoder\.layers\.2\."):
-        Run(config(tmp_path, model=deeper, finetune=True)).load()
+    refuses(r"missing from the checkpoint: model\.decoder\.layers\.2\.", tmp_path, model=deeper, finetune=True)
     shallower = replace(LLAMA, num_layers=1)
-    with pytest.raises(ValueError, match=r"in the checkpoint but not in the run: model\.decoder\.layers\.1\."):
-        Run(config(tmp_path, model=shallower, finetune=True)).load()
+    refuses(
+        r"in the checkpoint but not in the run: model\.decoder\.layers\.1\.", tmp_path, model=shallower, finetune=True
+    )
 
 
 def test_a_checkpoint_without_the_position_of_the_schedule_has_it_at_its_consumed_samples(tmp_path: Path) -> None:
@@ -303,8 +305,7 @@ def test_inference_needs_the_folder_alone(tmp_path: Path, parallel: ModelParalle
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     change_metadata(folder, lambda payload: payload.update(format_version=99))
-    with pytest.raises(ValueError, match="format version 99"):
-        Run(config(tmp_path)).load()
+    refuses("format version 99", tmp_path)
 
 
 def list_anew(folder: Path) -> None:
@@ -337,16 +338,14 @@ class Malicious:
 def test_a_strangers_metadata_are_an_error_that_names_the_field(tmp_path: Path, name: str, value: object) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     change_metadata(folder, lambda payload: payload.update({name: value}))
-    with pytest.raises(ValueError, match=f"iter_0000001 cannot be read: its {name} is "):
-        Run(config(tmp_path)).load()
+    refuses(f"iter_0000001 cannot be read: its {name} is ", tmp_path)
 
 
 def test_a_strangers_index_runs_no_code(tmp_path: Path) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "harmed")))
     list_anew(folder)
-    with pytest.raises(ValueError, match=r"asks for posix\.system"):
-        Run(config(tmp_path)).load()
+    refuses(r"asks for posix\.system", tmp_path)
     assert not (tmp_path / "harmed").exists()
 
 
@@ -357,8 +356,7 @@ def test_a_damaged_index_is_an_error_that_names_the_checkpoint(tmp_path: Path, d
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     (folder / ".metadata").write_bytes(damage)
     list_anew(folder)
-    with pytest.raises(ValueError, match="iter_0000001 is not a readable checkpoint"):
-        Run(config(tmp_path)).load()
+    refuses("iter_0000001 is not a readable checkpoint", tmp_path)
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

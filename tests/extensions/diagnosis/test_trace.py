@@ -19,7 +19,7 @@ from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, read_tr
 from megatron.extensions.diagnosis.trace.tracer import Alignment, Offset, measure
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import start_run
 from megatron.training.training import train
@@ -34,8 +34,7 @@ TRACE = "--trace --trace-step-start 1 --trace-step-end 3 "
 def run_of(rank: int, size: int, flags: str, folder: str) -> tuple[TrainingRun, list[str]]:
     """A run to its end, and what it said."""
     files = f"--metrics-file {folder}/metrics --tensorboard-dir {folder}"
-    config = resolve(parse_args(f"{flags} {files}".split()), size)
-    assert validate(config, size) == []
+    config = resolve_legal(parse_args(f"{flags} {files}".split()), size)
     said: list[str] = []
     with local_run(config, rank, size) as run, ExitStack() as resources:
         run.say = said.append

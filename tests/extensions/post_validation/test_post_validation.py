@@ -20,7 +20,7 @@ from megatron.extensions.post_validation.flags import PostValidationFlags
 from megatron.extensions.post_validation.post_validation import PostValidation
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.config.validation import notices, resolve, resolve_legal
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
@@ -55,9 +55,7 @@ other layouts."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
-    config = resolve(parse_args([*MODEL.split(), *flags.split()]), world_size)
-    assert not validate(config, world_size)
-    return config
+    return resolve_legal(parse_args([*MODEL.split(), *flags.split()]), world_size)
 
 
 def waiting(config: RunConfig) -> RunConfig:
