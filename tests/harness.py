@@ -21,16 +21,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.tasks import start_run
 from megatron.training.training import train
 
-__all__ = [
-    "Snapshot",
-    "local_run",
-    "plant_nan",
-    "run_world",
-    "running",
-    "tp_context",
-    "train_in_world",
-    "train_to_the_end",
-]
+__all__ = ["Snapshot", "local_run", "run_world", "running", "tp_context", "train_in_world", "train_to_the_end"]
 
 
 def running(argv: Sequence[str], rank: int, world_size: int) -> AbstractContextManager[TrainingRun]:
