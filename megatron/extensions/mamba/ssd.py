@@ -18,7 +18,6 @@ adjacent. 16-bit operands are computed in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ def ssd_chunks(
     return region(_summed, compiled)(out, read, reach)[: len(x)], final.transpose(2, 3).flatten(1, 2)
 
 
-def _operands(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> Iterable[Tensor]:
+def _operands(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
     """x dt, dt a, B and C in chunks, see `in_chunks`"""
     groups, wide = B.shape[2], torch.promote_types(x.dtype, torch.float32)
     x, dt, a = x.to(wide), dt.to(wide), a.to(wide)
