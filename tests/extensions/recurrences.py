@@ -16,7 +16,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.gpt_cases import FP64, check_documents_apart, logits_in_parts, packed_documents, random_batch
+from tests.gpt_cases import FP64, check_documents_apart, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -76,8 +76,6 @@ class ModelTests:
     """Tests of a tiny model with a mixer that has a state, whose subclass is beside those of the mixer itself."""
 
     config: TransformerConfig
-    cached: tuple[tuple[int, ...], ...]
-    """Shapes of what generation keeps of a layer with the mixer, which is nothing for each token."""
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_recomputation_and_packed_documents(self, packed: bool) -> None:
@@ -92,17 +90,6 @@ class ModelTests:
         torch.testing.assert_close(*gradients, **EXACT)
         if packed:
             check_documents_apart(model, batch)
-
-    @pytest.mark.parametrize("lengths", [(1, 6, 1, 3, 5), (16,)])
-    def test_generation(self, lengths: tuple[int, ...]) -> None:
-        """The logits of the whole text, read in parts."""
-        model, tokens = GPTModel(self.config, FP64).eval(), random_batch(self.config).tokens
-        found, cache = logits_in_parts(model, tokens, lengths)
-        torch.testing.assert_close(found, model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
-        attends = {number for number, kind in enumerate(self.config.layers) if kind.attends}
-        states = {number for number, kind in enumerate(self.config.layers) if kind.linear}
-        assert cache._states.keys() == states and cache._layers.keys() == attends
-        assert tuple(kept.shape for kept in cache._states[0]) == self.cached
 
     def test_half_precision_follows_single(self) -> None:
         check_half_precision(self.config)

@@ -88,7 +88,6 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
 
 class TestModel(ModelTests):
     config = DELTA_NET
-    cached = ((3, 2, 4, 2 * 6 + 2 * 5), (3, 8, 6, 5))
 
 
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:

@@ -1,4 +1,5 @@
-"""Compressed attention against transformers' DeepSeek-V4 and a literal form, its indexer's loss, generation, memory."""
+"""Compressed attention against a literal form, its indexer's loss, precision, memory. Tests of Hugging Face families
+compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.batch import Batch, BatchContext
-from megatron.core.transformer.rotary import RotaryEmbedding, apply_rotary_interleaved
+from megatron.core.batch import BatchContext
+from megatron.core.transformer.rotary import apply_rotary_interleaved
 from megatron.extensions.sparse_attention import compressed_attention
 from megatron.training.config.flags import with_fields
 from tests.extensions.planner.test_planned_activations import kept_in_bf16
@@ -116,99 +117,6 @@ def test_gradients_are_those_of_the_literal_form(
     layer, x, context = layer_and_context(with_fields(COMPRESSED, options), packed, number)
     expected, loss, count = literal(layer, x, context, sparse_loss)
     check_layer(layer, x, context, expected, loss, count)
-
-
-KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("length", [3, 23])
-def test_layer_of_deepseek_v4(number: int, length: int) -> None:
-    """Output and every gradient of a layer of transformers with the same weights, in fp64 throughout. Its indexer has
-    no gradient."""
-    pytest.importorskip("transformers")
-    hf_exact = pytest.importorskip("tests.extensions.hugging_face.hf_exact", reason="hugging_face is deleted")
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
-
-    layer, _, _ = layer_and_context(with_fields(COMPRESSED, {"dsa_indexer_n_heads": 16}), False, number)
-    sizes = {
-        "hidden_size": 32,
-        "num_attention_heads": HEADS,
-        "head_dim": 10,
-        "q_lora_rank": 12,
-        "sliding_window": WINDOW,
-    }
-    index = {"index_n_heads": 16, "index_head_dim": 6, "index_topk": TOPK, "o_groups": GROUPS, "o_lora_rank": 5}
-    config = theirs.DeepseekV4Config(
-        num_hidden_layers=3,
-        layer_types=[*KINDS],
-        compress_rates=dict(zip(KINDS[1:], (4, 3), strict=True)),
-        compress_rope_theta=BASE,
-        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
-        partial_rotary_factor=ROTARY / 10,
-        rms_norm_eps=layer.eps,
-        **sizes,
-        **index,
-    )
-    config._attn_implementation = "eager"
-    x = torch.randn(length, 2, 32, dtype=torch.float64, requires_grad=True)
-    places = torch.arange(length)
-    distances = places[:, None] - places
-    mask = torch.zeros(length, length).double().masked_fill((distances < 0) | (distances >= WINDOW), -torch.inf)
-    with hf_exact.fp64():
-        attention = theirs.DeepseekV4Attention(config, number)
-        rotary = theirs.DeepseekV4RotaryEmbedding(config)
-        ids = places.expand(2, -1)
-        tables = {kind: rotary(x.transpose(0, 1), ids, layer_type=kind) for kind in ("main", "compress")}
-        named = of_theirs(layer)
-        assert named.keys() == dict(attention.named_parameters()).keys()
-        operands = {"position_embeddings": tables, "position_ids": ids, "attention_mask": mask.expand(2, 1, -1, -1)}
-        expected, _ = torch.func.functional_call(attention, named, (x.transpose(0, 1),), operands)
-    table = RotaryEmbedding(COMPRESSED, torch.device("cpu"), torch.float64, layer.rotation)
-    table.frequencies = getattr(rotary, f"{'compress' if number else 'main'}_inv_freq")
-    context = replace(
-        BatchContext.of(Batch.of_tokens(torch.zeros(2, length).long())), rotary={layer.rotation: table(places)}
-    )
-    found, expected = layer(x, context), expected.transpose(0, 1)
-    assert (found - expected).norm() < 1e-9 * expected.norm()
-    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
-    inputs = [x, *(parameter for name, parameter in layer.named_parameters() if "indexer" not in name)]
-    pairs = (torch.autograd.grad((y * weights).sum(), inputs, allow_unused=True) for y in (found, expected))
-    for one, two in zip(*pairs, strict=True):
-        if one is None or not one.any():  # of compressors where the text is too short
-            assert two is None or not two.any()
-        else:
-            assert (one - two).norm() < 1e-9 * two.norm()
-
-
-def of_theirs(layer: Any) -> dict[str, Tensor]:
-    """Weights of a layer by the names of transformers."""
-
-    def compressor(ours: Any, name: str) -> dict[str, Tensor]:
-        return {
-            f"{name}.kv_proj.weight": ours.linear_wkv.weight,
-            f"{name}.gate_proj.weight": ours.linear_wgate.weight,
-            f"{name}.position_bias": ours.ape,
-            f"{name}.kv_norm.weight": ours.norm.weight,
-        }
-
-    found = {
-        "q_a_proj.weight": layer.linear_q_down.weight,
-        "q_a_norm.weight": layer.q_layernorm.weight,
-        "q_b_proj.weight": layer.linear_q.weight.flatten(0, 1),
-        "kv_proj.weight": layer.linear_kv.weight,
-        "kv_norm.weight": layer.kv_layernorm.weight,
-        "o_a_proj.weight": layer.core.linear_o_group_proj.flatten(0, 1),
-        "o_b_proj.weight": layer.linear_proj.weight,
-        "sinks": layer.core.softmax_offset,
-    }
-    if layer.compressor is not None:
-        found |= compressor(layer.compressor, "compressor")
-    if layer.indexer is not None:
-        found |= compressor(layer.indexer.compressor, "compressor.indexer")
-        found["compressor.indexer.q_b_proj.weight"] = layer.indexer.linear_wq_b.weight
-        found["compressor.indexer.scorer.weights_proj.weight"] = layer.indexer.linear_weights_proj.weight
-    return found
 
 
 def test_half_precision_follows_single() -> None:

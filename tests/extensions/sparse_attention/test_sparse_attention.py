@@ -17,7 +17,6 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.core.transformer.rotary import apply_rotary_interleaved
 from megatron.extensions.latent_attention.multi_latent_attention import Latents, MultiLatentAttention
 from megatron.extensions.sparse_attention import sparse_attention
@@ -229,15 +228,3 @@ def test_a_warm_up_trains_the_indexer_alone() -> None:
     ((losses, changed),) = run_world(1, logged, flags, 40)
     assert changed and all(".indexer." in name for name in changed)
     assert losses[-1] < 0.5 * losses[0]
-
-
-def test_parameters_of_deepseek_v32() -> None:
-    """As many as transformers' DeepseekV32ForCausalLM has on the meta device."""
-    sizes = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64}
-    of_experts = {"num_experts": 256, "moe_layer_freq": "([0]*3+[1]*58)", "moe_ffn_hidden_size": 2048}
-    model = with_fields(
-        replace(SPARSE, num_layers=61, hidden_size=7168, num_attention_heads=128, ffn_hidden_size=18432),
-        sizes | of_experts | {"v_head_dim": 128, "moe_shared_expert_intermediate_size": 2048, "vocab_size": 129280},
-    )
-    model = with_fields(model, {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128})
-    assert count_parameters(model).total == 671877929216
