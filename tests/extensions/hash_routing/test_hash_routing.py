@@ -1,12 +1,11 @@
-"""Routing by hashes: tables, the weights of outputs, and what is saved."""
+"""Routing by hashes: tables, and what is saved. Choices and weights are compared with those of DeepSeek-V4 among the
+families of Hugging Face."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from megatron.core.batch import Batch, BatchContext
+from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import model_states
 from megatron.extensions.hash_routing.hash_router import HashRouter
@@ -14,20 +13,6 @@ from megatron.training.config.flags import with_fields
 from tests.gpt_cases import FP64, logits_in_parts, model_of, random_batch
 
 CONFIG = with_fields(model_of("sqrtsoftplus"), {"num_layers": 3, "moe_n_hash_layers": 2})
-
-
-def test_choice_and_weights() -> None:
-    """Experts of the table, weighted by the scores of the token."""
-    model: Any = GPTModel(CONFIG, FP64).train()
-    router, tokens = model.decoder.layers[1].mlp.router, random_batch(CONFIG).tokens
-    x = torch.randn(CONFIG.seq_length, 3, CONFIG.hidden_size, dtype=torch.float64)
-    choice = router(x, BatchContext.of(Batch.of_tokens(tokens)))
-    for token in range(CONFIG.seq_length):
-        for sample in range(3):
-            experts = router.tid2eid[tokens[sample, token]]
-            scores = torch.nn.functional.softplus(router.weight[experts] @ x[token, sample]).sqrt()
-            assert choice.experts[token, sample].equal(experts)
-            torch.testing.assert_close(choice.weights[token, sample], 2.5 * scores / scores.sum())
 
 
 def test_tables_are_random_and_fixed() -> None:

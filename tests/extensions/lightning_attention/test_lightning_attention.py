@@ -15,12 +15,9 @@ LIGHTNING = model_of("lightning")
 
 
 def test_rates() -> None:
-    """Of the heads of all ranks together; those of layers of multi-token prediction are the last layer's."""
-    whole = decay_rates(range(8), 1, LIGHTNING, torch.float64, torch.device("cpu"))
-    parts = [decay_rates(range(n, n + 2), 1, LIGHTNING, torch.float64, torch.device("cpu")) for n in range(0, 8, 2)]
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0)
+    """Those of layers of multi-token prediction are the last layer's."""
     last, further = (decay_rates(range(8), n, LIGHTNING, torch.float64, torch.device("cpu")) for n in (3, 4))
-    assert (last > 0).all() and torch.equal(last, further) and last.max() < 1e-4 < whole.min()
+    assert 0 < last.min() <= last.max() < 1e-4 and torch.equal(last, further)
 
 
 class TestModel(ModelTests):
