@@ -59,6 +59,12 @@ def random_model(case: str) -> Any:
     return model_with(*CASES[case])
 
 
+def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the random model of a case as a Hugging Face folder."""
+    random_model(case).to(dtype).save_pretrained(folder)
+    return folder
+
+
 def model_with(model_type: str, settings: Mapping[str, Any]) -> Any:
     """A model of `transformers` in which no weight, norm or bias is left at a special value."""
     torch.manual_seed(3)

@@ -25,24 +25,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Case -> model_type, and settings: those of one of the bases with changes."""
 
 
-def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    """Writes the random model of a case as a Hugging Face folder. No weight is left at a special value such as 1."""
-    import transformers
-
-    model_type, settings = CASES[case]
-    torch.manual_seed(5)
-    config = transformers.AutoConfig.for_model(model_type, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_()
-    model.to(dtype).save_pretrained(folder, **options)
-    return folder
-
-
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files."""
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}

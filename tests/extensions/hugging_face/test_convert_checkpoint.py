@@ -6,6 +6,7 @@ import json
 import multiprocessing as mp
 import os
 import pickle
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -14,15 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron.core.dist_checkpointing.integrity import SummedFile
 from megatron.extensions.hugging_face import hf_format
-from megatron.extensions.hugging_face.hf_format import compare_logits
 from megatron.extensions.hugging_face.safetensors_file import FileTensor, SafetensorsWriter
-from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, change_json, save_model, weights_in
+from tests.extensions.hugging_face.hf_exact import save_model
+from tests.extensions.hugging_face.hf_models import assert_same_weights, change_json, weights_in
 from tests.forked import run_forked
 from tools import convert_checkpoint, inspect_checkpoint
 from tools.common import run_tool
@@ -48,14 +48,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return line
 
 
-@pytest.mark.grid("case", list(CASES)[1::6], list(CASES))
-def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
-    folder = save_model(case, tmp_path / "hf")
-    convert("--input", folder, "--output", tmp_path / "ours")
-    found = compare_logits(folder, tmp_path / "ours", "the text of this test")
-    assert found.tokens == 21 and found.largest < 1e-5 < found.scale, found
-
-
 def test_there_and_back_in_shards_by_two_workers(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,7 +55,8 @@ def test_there_and_back_in_shards_by_two_workers(
     convert("--input", llama, "--output", tmp_path / "ours", *words)
     convert("--input", tmp_path / "ours", "--output", tmp_path / "hf", *words)
     out = capsys.readouterr().out
-    assert out.count("largest difference of logits over 9 tokens: ") == 2
+    found = re.findall(r"largest difference of logits over 9 tokens: (\S+) \(largest logit: (\S+)\)", out)
+    assert len(found) == 2 and all(float(error) < 1e-5 < float(scale) for error, scale in found), out
     assert_same_weights(llama, tmp_path / "hf")
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
@@ -165,15 +158,6 @@ def overlapping(data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
-    def damage(folder: Path) -> None:
-        found = weights_in(folder)
-        change(found)
-        save_file(found, folder / SAFE)
-
-    return damage
-
-
 def index(place: str, *more: str) -> Damage:
     """An index by which all weights, and `more`, are in one file."""
 
@@ -205,7 +189,7 @@ def pickled(save: Callable[[Path, Path], object]) -> Damage:
     return damage
 
 
-NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+NORM = "model.norm.weight"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "no_layers": (config(num_hidden_layers=4), "model.layers.3.input_layernorm.weight is missing"),
     "fewer_layers": (config(num_hidden_layers=2), "model.layers.2.input_layernorm.weight is unknown"),
@@ -220,9 +204,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}, rope_scaling=None),
         "'factor'",
     ),
-    "other_activation": (config(hidden_act="gelu"), "hidden_act = 'gelu', supported: 'silu'"),
-    "quantized": (config(quantization_config={"quant_method": "gptq"}), "quantization_config is given"),
-    "unknown_family": (config(model_type="rwkv"), "model_type 'rwkv' is not supported"),
     "config_of_brackets": (
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
         "config.json cannot be read",
@@ -232,12 +213,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "empty_file": (content(lambda data: b""), "is not a safetensors file, or is cut short: it has 0 bytes"),
     "endless_header": (content(lambda data: b"\xff" * 64), "model.safetensors is not a safetensors file"),
     "overlapping": (content(overlapping), "model.safetensors is damaged"),
-    "other_shape": (tensors(lambda found: found.update({DOWN: torch.zeros(32, 55)})), f"{DOWN} of shape [32, 55]"),
-    "one_missing": (tensors(lambda found: found.pop(DOWN)), f"{DOWN} is missing"),
-    "one_too_many": (
-        tensors(lambda found: found.update({"model.adapter.weight": torch.zeros(1)})),
-        "model.adapter.weight is unknown",
-    ),
     "absent_shard": (index("absent.safetensors"), "absent.safetensors is missing; model.safetensors.index.json names"),
     "shard_outside": (index("../outside.safetensors"), "names '../outside.safetensors', which is not a file of this"),
     "index_that_lies": (index(SAFE, "model.extra"), "model.safetensors lacks model.extra"),

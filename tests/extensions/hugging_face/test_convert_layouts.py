@@ -28,7 +28,8 @@ from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.training.checkpointing import Checkpointer, load_start, saved_config
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
-from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, save_model, weights_in
+from tests.extensions.hugging_face.hf_exact import save_model
+from tests.extensions.hugging_face.hf_models import CASES, assert_same_weights, weights_in
 from tests.extensions.hugging_face.whole_models import shard_of
 from tests.harness import run_world
 from tools.inspect_checkpoint import differences

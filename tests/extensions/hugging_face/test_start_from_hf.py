@@ -19,7 +19,8 @@ from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.reliability.failure_report import start_again
-from tests.extensions.hugging_face.hf_models import assert_same_weights, save_model, weights_in
+from tests.extensions.hugging_face.hf_exact import save_model
+from tests.extensions.hugging_face.hf_models import assert_same_weights, weights_in
 from tests.forked import run_forked
 from tests.gpt_cases import GPT
 from tests.pure.test_path_kind import LATEST, check_kind
