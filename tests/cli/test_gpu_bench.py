@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_program
-from tools.bench.device_time import GROUPS, IDLE, OTHER, OWN, group_of, groups_of, groups_of_trace
+from tools.bench.device_time import GROUPS, IDLE, OTHER, OWN, group_of, groups_of_trace
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of, largest_that_fits, planned_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -60,27 +60,6 @@ def test_as_much_as_fits(precision: str) -> None:
         config_of(layers, 1, 1, f"{flags} --recompute-granularity half")
 
 
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "GEMM"),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd>", "attention"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "collectives"),
-        ("Memcpy DtoH (Device -> Pinned)", "copies"),
-        ("triton_poi_fused_mul_silu_0", "elementwise"),
-        ("triton_red_fused__to_copy_abs_amax_0", "fp8 casts"),
-        ("triton_red_fused__to_copy_exp_sub_sum_2", "loss"),
-        ("triton_per_fused__to_copy_add_mean_mul_rsqrt_0", "norm"),
-        ("cudnn::fusion::convert_dq_to_16bits<true, float>", "attention"),
-        ("void at::native::(anonymous namespace)::indexing_backward_kernel<float, 4>", "embedding"),
-        ("something else", OTHER),
-    ],
-)
-def test_names_of_kernels(name: str, group: str) -> None:
-    assert group_of(name) == group
-
-
 def test_every_kernel_of_the_library_has_a_group() -> None:
     """Those that are launched: no other kernel names them."""
     kernels, called = set[str](), set[str]()
@@ -115,13 +94,3 @@ def test_groups_of_a_trace() -> None:
         IDLE: 20,
     }
     assert groups["GEMM"].share == pytest.approx(50 / 110)
-
-
-def test_a_step_without_kernels_has_no_groups() -> None:
-    assert groups_of_trace({"traceEvents": []}) == []
-    groups = groups_of([("aten::mm", 60.0, 2), ("aten::mul", 30.0, 1)], 100.0, 90.0)
-    assert [(group.name, group.share, group.count) for group in groups] == [
-        ("GEMM", 0.6, 2),
-        ("elementwise", 0.3, 1),
-        (IDLE, 0.1, 0),
-    ]

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -67,7 +66,7 @@ def test_a_part_without_a_gpu(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Recorded:
-    """All parts, as they run on a GPU, in a folder with files of an earlier run."""
+    """All parts, as they run on a GPU."""
 
     out: Path
     words: list[list[str]]
@@ -86,9 +85,6 @@ class Recorded:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("recorded")
     out, log = folder / "out", folder / "commands"
-    out.mkdir()
-    for name in EXPECTED:
-        (out / name).write_text("of an earlier run")
     done = first_hour("all", str(out), PYTHON=stub(folder, f'printf "%q " "$@" >>{log}\necho >>{log}'))
     assert all("nvidia-smi" in line for line in done.stdout.splitlines() if line.startswith("failed: ")), done.stdout
     return Recorded(out, [shlex.split(line) for line in log.read_text().splitlines()])
@@ -202,15 +198,6 @@ def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
     assert tuple(rows[:7]) == first + rest
 
 
-def test_a_part_removes_its_files_of_an_earlier_run(recorded: Recorded, tmp_path: Path) -> None:
-    assert not [name for name in EXPECTED if (recorded.out / name).exists() and name != "tests.txt"]
-    assert (recorded.out / "tests.txt").read_text().startswith("+ ")
-    for name in ("llama-bf16.json", "headline-bf16.json"):
-        (tmp_path / name).write_text("{}")
-    assert first_hour("llama", str(tmp_path), PYTHON=stub(tmp_path, "exit 0")).returncode == 0
-    assert {path.name for path in tmp_path.glob("*.json")} == {"headline-bf16.json"}
-
-
 CALIBRATES = """
 [[ "$1" == tools/calibrate.py ]] && echo rates >"$3"
 printf "%q " "$@" >>{log}
@@ -232,53 +219,3 @@ def test_later_parts_read_the_device_file(tmp_path: Path) -> None:
     named = [words[words.index("--calibrated") + 1] for words in models]
     assert named == [str(out / "device.yaml")] * 3 + [str(kept)] * 3
     assert parser_of_args().parse_args(models[0][1:]).calibrated == out / "device.yaml"
-
-
-def test_folders(tmp_path: Path) -> None:
-    """A FOLDER is the caller's. A trial has a folder of its own by default."""
-    python, root, caller = stub(tmp_path, "exit 0"), tmp_path / "root", tmp_path / "caller"
-    (root / "scripts").mkdir(parents=True)
-    caller.mkdir()
-    for name in ("gpu_first_hour.sh", "env.sh"):
-        shutil.copy(ROOT / "scripts" / name, root / "scripts")
-    script = root / "scripts/gpu_first_hour.sh"
-    for arguments, variables, folder in (
-        (["llama", "figures"], {}, caller / "figures"),
-        (["llama"], {"OUT": "other"}, caller / "other"),
-        (["llama"], {}, root / "runs/gpu"),
-        (["llama", "--cpu", "--tiny"], {}, root / "runs/gpu-trial"),
-    ):
-        assert not folder.exists()
-        assert first_hour(*arguments, cwd=caller, script=script, PYTHON=python, **variables).returncode == 0
-        assert (folder / "calls.jsonl").is_file()
-
-
-def test_a_folder_that_cannot_be_used_ends_the_script(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for folder in (str(tmp_path / "file"), str(tmp_path / "file/below"), "/proc/nope"):
-        done = first_hour("llama", folder, PYTHON=stub(tmp_path, f"touch {tmp_path}/called"))
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.startswith(f"FOLDER {folder} cannot be used: ") and done.stderr.count("\n") == 1
-    assert not (tmp_path / "called").exists()
-
-
-def test_help() -> None:
-    for flag in ("-h", "--help"):
-        done = first_hour(flag)
-        assert done.returncode == 0 and done.stderr == ""
-        assert done.stdout.startswith("The first hour with a GPU") and "\n#" not in done.stdout
-        assert "bash scripts/gpu_first_hour.sh PART [FOLDER]" in done.stdout and "DEVICE_FILE" in done.stdout
-        assert "set -uo" not in done.stdout
-
-
-def test_wrong_arguments() -> None:
-    for arguments, message in (
-        (
-            ["nothing"],
-            "usage: bash scripts/gpu_first_hour.sh wheels|tests|llama|headline|calibrate|parts|models|",
-        ),
-        (["parts", "--gpu"], "unknown argument --gpu"),
-        (["parts", "--cpu"], "--cpu is for trials: add --tiny"),
-    ):
-        done = first_hour(*arguments)
-        assert done.returncode == 2 and message in done.stderr

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from tests.apart import run_command
 from tools.bench.gpu import SHAPES, config_of, planner_tflops
-from tools.bench.gpu_page import main, page, read_folder
+from tools.bench.gpu_page import page, read_folder
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
@@ -79,30 +77,6 @@ def test_page_of_what_there_is(tmp_path: Path) -> None:
 
 def text_of(folder: Path) -> str:
     return "\n".join(page(read_folder(folder), ()))
-
-
-def test_figures_of_two_devices_are_told_apart(tmp_path: Path) -> None:
-    """A trial on CPU in the folder of a real run."""
-    trial = {"cpu": "AMD EPYC", "python": "3.12", "versions": {"torch": "2.11.0"}}
-    for name, machine, row in (
-        ("headline-bf16.json", trial, RUN | {"config": "tiny", "mfu": None}),
-        ("llama-bf16.json", MACHINE, RUN),
-        ("micro.json", trial, PART),
-        ("recipes.json", MACHINE, VARIANT),
-    ):
-        (tmp_path / name).write_text(json.dumps({"machine": machine, "rows": [row]}))
-    text = text_of(tmp_path)
-    for line in (
-        "**Figures of 2 machines:**",
-        "- headline-bf16.json, micro.json: CPU; AMD EPYC; Python 3.12, torch 2.11.0",
-        "- llama-bf16.json, recipes.json: NVIDIA H100; Python 3.12, torch 2.11.0",
-        "| headline-bf16.json | CPU | tiny bf16 |",
-        "| llama-bf16.json | NVIDIA H100 | llama-8b-layers bf16 |",
-        "## Where a step goes: tiny bf16, 8 layers (headline-bf16.json, CPU)",
-        "## Parts one by one (micro.json, CPU)",
-        "## Compared in turns (recipes.json, NVIDIA H100)",
-    ):
-        assert line in text, f"{line}\n\n{text}"
 
 
 def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,24 +145,3 @@ def test_a_line_of_calls_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
         'calls.jsonl: line 3 is no whole command: {"part": "headl',
         "calls.jsonl: line 5 is no whole command: []",
     ]
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_text(path: Path, text: str) -> int:
-        path.open("w").close()  # a name needs no room
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", write_text)
-
-
-def test_a_full_disk_leaves_the_page_on_the_screen(
-    tmp_path: Path, full_disk: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with (tmp_path / "page.md").open("w") as before:
-        before.write("the page before")
-    assert main([str(tmp_path)]) == 1
-    shown = capsys.readouterr()
-    assert "# Figures of a GPU" in shown.out
-    assert shown.err == f"not written: {tmp_path / 'page.md'}: No space left on device\n"
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"page.md": "the page before"}

@@ -64,7 +64,7 @@ def run(environment: Path, folder: Path, *command: str | Path) -> str:
     return run_command(words, code=0, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}).stdout
 
 
-def test_every_module_is_installed(environment: Path) -> None:
+def test_every_module_and_data_file_is_installed(environment: Path) -> None:
     here = {path.relative_to(ROOT) for path in [*ROOT.glob("megatron/**/*.py"), ROOT / "pretrain_gpt.py"]}
     tools = [*ROOT.glob("tools/*.py"), *ROOT.glob("tools/common/*.py"), *ROOT.glob("tools/pictures/*.py")]
     here |= {Path("megatron_tools") / path.relative_to(ROOT / "tools") for path in tools}
@@ -73,8 +73,6 @@ def test_every_module_is_installed(environment: Path) -> None:
     assert here - there == set()
     assert {path.parts[0] for path in there} == {"megatron", "megatron_tools", "pretrain_gpt.py"}
 
-
-def test_data_files_are_installed(environment: Path) -> None:
     here = {path.relative_to(ROOT) for kind in ("toml", "json", "yaml") for path in ROOT.glob(f"megatron/**/*.{kind}")}
     assert len(here) >= 4
     assert [path for path in here if not (site_of(environment) / path).exists()] == []

@@ -95,43 +95,6 @@ def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
     assert f"{sys.executable} has no torch: install requirements.txt" in done.stderr
 
 
-@pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a batch job on three nodes; srun prints its arguments, one a line."""
-    for name, body in {
-        "scontrol": 'printf "%s\\n" gpu007 gpu008 gpu012',
-        "srun": 'echo "LAUNCH=$LAUNCH"; printf "%s\\n" "$@"',
-    }.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    return {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "4242",
-        "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_JOB_NODELIST": "gpu[007-008,012]",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "LOG_DIR": str(tmp_path / "logs"),
-    }
-
-
-def test_slurm_starts_one_torchrun_per_node(slurm: dict[str, str]) -> None:
-    done = run("bash", "scripts/train_gpt_slurm.sh", "pretrain_gpt.py", "--num-layers", "2", **slurm, code=0)
-    command = done.stdout.split("\n")
-    assert command[command.index("--ntasks") + 1] == "3"
-    assert command[command.index("--nnodes") + 1] == "3"
-    assert command[command.index("--nproc-per-node") + 1] == "8"
-    assert command[command.index("--rdzv-backend") + 1] == "c10d"
-    assert command[command.index("--rdzv-endpoint") + 1] == "gpu007:24242"
-    assert command[command.index("pretrain_gpt.py") + 1 :][:2] == ["--num-layers", "2"]
-
-
-def test_slurm_runs_a_script_under_its_launcher(slurm: dict[str, str]) -> None:
-    done = run("bash", "scripts/train_gpt_slurm.sh", "scripts/recipes/llama3.sh", "--train-iters", "5", **slurm, code=0)
-    assert "--rdzv-endpoint gpu007:24242" in done.stdout.split("LAUNCH=")[1].split("\n")[0]
-    assert "bash\nscripts/recipes/llama3.sh\n--train-iters\n5\n" in done.stdout
-
-
 def test_a_script_uses_the_launcher_it_is_given() -> None:
     done = run("bash", "scripts/gpt3_175b.sh", "--train-samples", "8", LAUNCH="echo torchrun --nnodes 3", code=0)
     words = done.stdout.strip().split("\n")[-1].split()

@@ -28,7 +28,7 @@ STANDINS = {
     # Saves a checkpoint if it is told to, says how it ended, and fails where a launcher would. Has the job lose nodes
     # if it is told which are LEFT, and ends otherwise THEN.
     "srun": """
-        echo "$*" >>"$FOLDER/sruns"
+        echo "$* under $LAUNCH" >>"$FOLDER/sruns"
         if [[ -e "$FOLDER/left" ]]; then ENDS="$THEN"; fi
         if [[ -n "$LEFT" ]]; then echo "$LEFT" >"$FOLDER/left"; fi
         echo "$SLURM_JOB_START_TIME $SLURM_JOB_END_TIME $SRUN_CPUS_PER_TASK" >"$FOLDER/environment"
@@ -69,7 +69,7 @@ class Batch:
             "ENDS": ends,
             "SAVES": saves,
         } | environ
-        command = ["bash", "scripts/train_gpt_slurm.sh", "pretrain_gpt.py", "--flag"]
+        command = ["bash", "scripts/train_gpt_slurm.sh", environ.pop("RUN", "pretrain_gpt.py"), "--flag"]
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=HANG)
         self.starts += 1
         assert not done.stderr.strip(), done.stderr
@@ -138,6 +138,14 @@ def test_a_cancelled_job_stays_cancelled(batch: Batch, state: str, back: bool) -
 def test_what_would_begin_anew_does_not_come_back(batch: Batch, loads: str) -> None:
     code, back, said = batch.start("TO_BE_RESUMED", saves="4", LOADS=loads)
     assert (code, back) == (1, False) and "--save and --load must name one folder" in said
+
+
+def test_a_script_runs_under_the_launcher_of_each_node(batch: Batch) -> None:
+    batch.start("DONE", RUN="scripts/recipes/llama3.sh", SLURM_GPUS_ON_NODE="8")
+    said = (batch.folder / "sruns").read_text()
+    command, _, launcher = said.partition(" under ")
+    assert command.endswith(" bash scripts/recipes/llama3.sh --flag")
+    assert "--nproc-per-node 8 " in launcher and "--rdzv-backend c10d --rdzv-endpoint node1:20007" in launcher
 
 
 def test_a_task_of_an_array_puts_back_itself_alone(batch: Batch) -> None:
