@@ -1,5 +1,5 @@
-"""Ranks of `pretrain_gpt.py` on the hosts of a box under torchrun's agents, all forked from this process: what
-`Box.torchrun` starts, without the seconds that importing torch takes each process."""
+"""Ranks of `pretrain_gpt.py` on the hosts of a box under torchrun's agents, all forked from this process: what torchrun
+starts, without the seconds that importing torch takes each process."""
 
 from __future__ import annotations
 

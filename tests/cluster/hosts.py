@@ -1,9 +1,9 @@
 """Hosts of a cluster on one machine: Linux namespaces, joined by veth cables to a bridge.
 
     with hosts(2, rate="100mbit", cpus=[{0}, {1}]) as box:
-        launchers = box.torchrun(2, "pretrain_gpt.py", *FLAGS, log=folder)
+        processes = [box.start(host, ["bash", "scripts/train_gpt_elastic.sh", *FLAGS]) for host in range(2)]
         box.pull_cable(1)
-        codes = [launcher.wait() for launcher in launchers]
+        codes = [process.wait() for process in processes]
 
 Each host has network, host name, processes, mounts, /dev/shm and, if asked for, a disk and processors of its own; the
 other files are this machine's. Nothing gets a name outside the namespaces, so that several boxes run at once, and all
@@ -18,7 +18,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -238,27 +237,6 @@ class Box:
         if code := done.wait():
             raise RuntimeError(f"{command} on {self.names[host]} exits with {code}:\n{done.screen}")
         return done.screen
-
-    def torchrun(
-        self,
-        ranks: int,
-        *command: object,
-        log: Path,
-        on: Sequence[int] | None = None,
-        flags: Sequence[str] = (),
-        **environ: str,
-    ) -> list[Process]:
-        """Starts a torchrun with `ranks` ranks on each host (or on those of `on`), which meet at the first one. `flags`
-        are further ones of torchrun. What host 1 prints is in the file `host1.log` of the folder `log`."""
-        on = range(len(self.names)) if on is None else on
-        log.mkdir(parents=True, exist_ok=True)
-        started = []
-        for host in on:
-            words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(on)}", f"--nproc-per-node={ranks}"]
-            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.names[on[0]]}:{RENDEZVOUS_PORT}", "--rdzv-id=box"]
-            words += [f"--local-addr={self.names[host]}", *flags, *(str(word) for word in command)]
-            started.append(self.start(host, words, log / f"{self.names[host]}.log", **environ))
-        return started
 
     def enter(self, host: int) -> None:
         """Moves a fork of this process onto a host: what it does from here on happens there.

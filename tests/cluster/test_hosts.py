@@ -29,15 +29,10 @@ def trained(folder: Path) -> tuple[list[float], list[float]]:
     return [record["lm_loss"] for record in records], [record["grad_norm"] for record in records]
 
 
-@pytest.mark.grid("start", ["forked"], ["forked", "torchrun"])
-def test_training_on_two_hosts_equals_one_process(start: str, tmp_path: Path) -> None:
+def test_training_on_two_hosts_equals_one_process(tmp_path: Path) -> None:
     flags = [*MODEL, "--tp", "2", "--pp", "2", "--save", str(tmp_path / "hosts")]
     with hosts(2, "100mbit") as box:
-        if start == "forked":
-            run_on_hosts(box, 2, flags, tmp_path)
-        else:
-            for launcher in box.torchrun(2, "pretrain_gpt.py", *flags, log=tmp_path):
-                assert launcher.wait() == 0, launcher.screen
+        run_on_hosts(box, 2, flags, tmp_path)
     run_forked(1, [*MODEL, "--save", str(tmp_path / "one")], tmp_path / "screen")
     alone, together = trained(tmp_path / "one"), trained(tmp_path / "hosts")
     assert len(alone[0]) == 4
