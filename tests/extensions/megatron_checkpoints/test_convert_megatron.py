@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.extensions.megatron_checkpoints.common_state import load_pickle
-from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.training.checkpointing import load_whole_model
-from megatron.training.config.flags import config_of_sections
 from tests.extensions.megatron_checkpoints.their_runs import (
     Attack,
     convert,
@@ -70,11 +68,16 @@ def test_the_run_stands_where_it_stood_and_goes_on_with_their_losses(name: str, 
     assert found == {step: pytest.approx(expected["losses"][step - 1], abs=1e-6) for step in (3, 4)}
 
 
-def test_weights_only_start_at_iteration_0_with_the_true_vocabulary(dense: Path, tmp_path: Path) -> None:
+def test_weights_only_have_the_true_vocabulary_and_become_a_release(dense: Path, tmp_path: Path) -> None:
     convert("--input", dense, "--output", tmp_path / "ours", "--weights-only")
     checkpoint = opened(tmp_path / "ours")
     assert checkpoint.payload["iteration"] == 0 and not any(key.startswith("optimizer.") for key in checkpoint.tensors)
     assert load_whole_model(tmp_path / "ours")[1].model.vocab_size == 13
+    convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")
+    assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    convert("--input", tmp_path / "back", "--output", tmp_path / "again", "--weights-only")
+    name = "model.embedding.word_embeddings.weight"
+    assert torch.equal(opened(tmp_path / "again").read(name), checkpoint.read(name))
 
 
 def test_there_and_back_has_every_tensor_and_state_of_the_original(theirs: Path, tmp_path: Path) -> None:
@@ -127,15 +130,6 @@ def test_states_that_older_versions_flattened_are_read(dense: Path, tmp_path: Pa
     assert torch.equal(found.flatten(), old[key][1].flatten())
 
 
-def test_weights_without_a_position_are_a_release(dense: Path, tmp_path: Path) -> None:
-    convert("--input", dense, "--output", tmp_path / "ours", "--weights-only")
-    convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")
-    assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    convert("--input", tmp_path / "back", "--output", tmp_path / "again", "--weights-only")
-    name = "model.embedding.word_embeddings.weight"
-    assert torch.equal(opened(tmp_path / "again").read(name), opened(tmp_path / "ours").read(name))
-
-
 def test_a_learning_rate_of_their_own_has_groups_of_its_own(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,14 +141,6 @@ def test_a_learning_rate_of_their_own_has_groups_of_its_own(
     found = [(each["wd_mult"], each["is_decoupled_lr"], each["max_lr"], each["step"]) for each in groups]
     assert found == [(1.0, False, 0.01, 2), (1.0, True, 0.02, 2), (0.0, False, 0.01, 2), (0.0, True, 0.02, 2)]
     assert "note: --decoupled-lr" in capsys.readouterr().err
-
-
-def test_models_that_megatron_has_not_are_refused(dense: Path, tmp_path: Path) -> None:
-    convert("--input", dense, "--output", tmp_path / "ours")
-    model = opened(tmp_path / "ours").payload["config"]["model"]
-    config = config_of_sections({"model": model | {"scale_word_embeddings": True, "activation_func": "geglu"}})
-    with pytest.raises(ValueError, match="Megatron-LM has no --scale-word-embeddings, --activation-func geglu"):
-        refuse_inexpressible(config)
 
 
 def test_states_of_muon_are_refused(dense: Path, tmp_path: Path) -> None:

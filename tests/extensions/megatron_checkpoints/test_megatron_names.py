@@ -18,7 +18,7 @@ from megatron.extensions.megatron_checkpoints.megatron_names import (
     their_shape,
 )
 from megatron.training.config.run_config import RunConfig
-from tests.gpt_cases import LLAMA, STYLES
+from tests.gpt_cases import GPT, LLAMA, STYLES
 from tests.pure.test_path_kind import LATEST, check_kind
 
 
@@ -45,3 +45,8 @@ def test_their_checkpoints_are_recognized_before_ours(tmp_path: Path, files: str
 def test_checkpoints_of_megatron_are_not_written_with_modules() -> None:
     with pytest.raises(ValueError, match=r"--mtp-num-layers 1\) cannot be converted; use --to hf"):
         refuse_inexpressible(RunConfig(model=replace(LLAMA, mtp_num_layers=1)))
+
+
+def test_models_that_megatron_has_not_are_refused() -> None:
+    with pytest.raises(ValueError, match="Megatron-LM has no --scale-word-embeddings, --activation-func geglu"):
+        refuse_inexpressible(RunConfig(model=replace(GPT, scale_word_embeddings=True, activation_func="geglu")))
