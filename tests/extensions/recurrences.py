@@ -1,4 +1,4 @@
-"""What tests of linear attentions share: packed documents, a scalar of all results, whole models and greedy text."""
+"""What tests of linear attentions share: packed documents, a scalar of all results, FLOPs and greedy text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.gpt_cases import FP64, check_documents_apart, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -70,38 +68,6 @@ def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> Non
     found, expected = (rule(*tokens, None, state) for rule in (chunks, steps))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert all(x.isfinite().all() for x in torch.autograd.grad(weighted(found), tokens))
-
-
-class ModelTests:
-    """Tests of a tiny model with a mixer that has a state, whose subclass is beside those of the mixer itself."""
-
-    config: TransformerConfig
-
-    @pytest.mark.parametrize("packed", [False, True])
-    def test_recomputation_and_packed_documents(self, packed: bool) -> None:
-        """Logits of packed documents are those of each document alone; loss and gradients are the same where
-        activations are kept."""
-        batch = random_batch(self.config, **(packed_documents(self.config) if packed else {}))
-        gradients = []
-        for training in (True, False):
-            model = GPTModel(self.config, FP64).train(training)
-            loss = model(None, batch)
-            gradients.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
-        torch.testing.assert_close(*gradients, **EXACT)
-        if packed:
-            check_documents_apart(model, batch)
-
-    def test_half_precision_follows_single(self) -> None:
-        check_half_precision(self.config)
-
-
-def check_half_precision(config: TransformerConfig) -> None:
-    """Asserts that the loss in bf16 is that in fp32 to a hundredth."""
-    half, single = (
-        GPTModel(config, parallel)(None, random_batch(config)).item()
-        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
-    )
-    assert abs(half / single - 1) < 0.01
 
 
 def mixer_flops(config: TransformerConfig, letter: str, **more: Any) -> int:

@@ -1,5 +1,4 @@
-"""Kimi Delta Attention: chunks against the recurrence, packed documents, generation. The tests of Hugging Face families
-compare logits and gradients."""
+"""Kimi Delta Attention: chunks against the recurrence. The tests of Hugging Face families compare logits and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoi
 from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from tests.extensions import installed
 from tests.extensions.recurrences import (
-    ModelTests,
     check_chunks,
     check_greedy_text,
     check_strong_decay,
@@ -40,10 +38,6 @@ def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> Non
 def test_strong_decay_is_no_overflow() -> None:
     """Of a chunk, and of a block."""
     check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
-
-
-class TestModel(ModelTests):
-    config = KIMI
 
 
 @pytest.mark.skipif(not installed("latent_attention"), reason="latent_attention is deleted")

@@ -1,4 +1,4 @@
-"""Gated delta nets: chunks against the recurrence, packed documents, kernels of another package, and rules."""
+"""Gated delta nets: chunks against the recurrence, kernels of another package, and rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.extensions.linear_attention.gated_delta_net import gated_norm, sho
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import EXACT, ModelTests, check_chunks, check_strong_decay, delta_operands, documents
+from tests.extensions.recurrences import EXACT, check_chunks, check_strong_decay, delta_operands, documents
 from tests.gpt_cases import DELTA_NET, packed_documents, random_batch
 from tests.pure.test_model_math import DELTA_NET as LINEAR
 from tests.pure.test_model_math import LLAMA, shape
@@ -59,10 +59,6 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
     expected = gated_delta_chunks(*(x.float() for x in rounded))
     assert out.dtype == state.dtype == torch.float32
     torch.testing.assert_close((out, state), expected, rtol=1e-2, atol=1e-2)
-
-
-class TestModel(ModelTests):
-    config = DELTA_NET
 
 
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:

@@ -1,5 +1,4 @@
-"""Mamba-2: chunks against the recurrence, packed documents, states that go on where a text stopped, initial values, and
-greedy text. The tests of Hugging Face families compare logits and gradients."""
+"""Mamba-2: chunks against the recurrence, initial values, and greedy text. The tests of Hugging Face families compare logits and gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from megatron.extensions.mamba.mamba2 import gated_group_norm, mamba_operands
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import ModelTests, check_chunks, check_greedy_text, check_strong_decay
+from tests.extensions.recurrences import check_chunks, check_greedy_text, check_strong_decay
 from tests.gpt_cases import FP64, model_of
 from tests.pure.test_regions import check_region, compiles
 
@@ -52,10 +51,6 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
     found = ssd_chunks(*rounded)
     assert {x.dtype for x in found} == {torch.float32}
     torch.testing.assert_close(found, ssd_chunks(*(x.float() for x in rounded)))
-
-
-class TestModel(ModelTests):
-    config = MAMBA
 
 
 def test_initial_values() -> None:

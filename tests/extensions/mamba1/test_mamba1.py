@@ -1,4 +1,4 @@
-"""Mamba-1: the scan against the recurrence, packed documents, generation, initial values, and greedy text of Mamba,
+"""Mamba-1: the scan against the recurrence, initial values, and greedy text of Mamba,
 Falcon-Mamba and Jamba. The tests of Hugging Face families compare logits and gradients."""
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.mamba1 import selective_scan as scan
 from tests.extensions.recurrences import (
     EXACT,
-    ModelTests,
     check_greedy_text,
     check_strong_decay,
     documents,
@@ -76,10 +75,6 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
     found = scan.selective_scan(*rounded)
     assert {x.dtype for x in found} == {torch.float32}
     torch.testing.assert_close(found, scan.selective_scan(*(x.float() for x in rounded)))
-
-
-class TestModel(ModelTests):
-    config = MAMBA1
 
 
 def test_initial_values() -> None:

@@ -1,4 +1,4 @@
-"""RG-LRU: packed documents, generation, initial values, and greedy text of RecurrentGemma. The tests of
+"""RG-LRU: initial values, and greedy text of RecurrentGemma. The tests of
 Hugging Face families compare logits and gradients."""
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.rg_lru.rg_lru import bounded_root, gated_inputs
-from tests.extensions.recurrences import ModelTests, check_greedy_text, mixer_flops
+from tests.extensions.recurrences import check_greedy_text, mixer_flops
 from tests.gpt_cases import FP64, model_of
 from tests.pure.test_regions import check_region, compiles
 
 RG_LRU = model_of("rg-lru")
-
-
-class TestModel(ModelTests):
-    config = RG_LRU
 
 
 def test_derivative_of_the_root_is_bounded() -> None:

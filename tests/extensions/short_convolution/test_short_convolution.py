@@ -1,4 +1,4 @@
-"""Short convolutions: packed documents, generation, and greedy text of LFM2. The tests of Hugging Face
+"""Short convolutions: greedy text of LFM2. The tests of Hugging Face
 families compare logits and gradients."""
 
 from __future__ import annotations
@@ -8,15 +8,11 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.extensions.short_convolution.short_convolution import convolved
-from tests.extensions.recurrences import ModelTests, check_greedy_text, mixer_flops
+from tests.extensions.recurrences import check_greedy_text, mixer_flops
 from tests.gpt_cases import model_of
 from tests.pure.test_regions import check_region, compiles
 
 CONVOLUTION = model_of("convolution")
-
-
-class TestModel(ModelTests):
-    config = CONVOLUTION
 
 
 def test_greedy_text_of_lfm2() -> None:

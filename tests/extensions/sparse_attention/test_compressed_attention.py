@@ -1,4 +1,4 @@
-"""Compressed attention against a literal form, its indexer's loss, precision, memory. Tests of Hugging Face families
+"""Compressed attention against a literal form, its indexer's loss, memory. Tests of Hugging Face families
 compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from megatron.core.transformer.rotary import apply_rotary_interleaved
 from megatron.extensions.sparse_attention import compressed_attention
 from megatron.training.config.flags import with_fields
 from tests.extensions.planner.test_planned_activations import kept_in_bf16
-from tests.extensions.recurrences import check_half_precision
 from tests.extensions.sparse_attention.test_sparse_attention import COEFF, check_layer, layer_and_context
 from tests.gpt_cases import model_of
 
@@ -117,10 +116,6 @@ def test_gradients_are_those_of_the_literal_form(
     layer, x, context = layer_and_context(with_fields(COMPRESSED, options), packed, number)
     expected, loss, count = literal(layer, x, context, sparse_loss)
     check_layer(layer, x, context, expected, loss, count)
-
-
-def test_half_precision_follows_single() -> None:
-    check_half_precision(COMPRESSED)
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:

@@ -1,0 +1,40 @@
+"""Tiny models with mixers in place of attention: recomputation, packed documents, and 16 bits. test_kv_cache compares
+what generation keeps of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from tests.gpt_cases import FP64, STYLES, check_documents_apart, packed_documents, random_batch
+
+RECURRENT = ("delta-net", "mamba", "attention-and-mamba", "mamba1", "rg-lru", "convolution", "kimi-delta", "lightning")
+MIXERS = [style for style in (*RECURRENT, "compressed") if style in STYLES]
+"""Those whose extension is installed."""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("style", [style for style in RECURRENT if style in STYLES])
+def test_recomputation_and_packed_documents(style: str, packed: bool) -> None:
+    """Logits of packed documents are those of each document alone; loss and gradients are the same where activations
+    are kept."""
+    batch = random_batch(STYLES[style], **(packed_documents(STYLES[style]) if packed else {}))
+    gradients = []
+    for training in (True, False):
+        model = GPTModel(STYLES[style], FP64).train(training)
+        loss = model(None, batch)
+        gradients.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+    if packed:
+        check_documents_apart(model, batch)
+
+
+@pytest.mark.parametrize("style", MIXERS)
+def test_half_precision_follows_single(style: str) -> None:
+    half, single = (
+        GPTModel(STYLES[style], parallel)(None, random_batch(STYLES[style])).item()
+        for parallel in (ModelParallelConfig(bf16=True), ModelParallelConfig(fp32=True))
+    )
+    assert abs(half / single - 1) < 0.01
