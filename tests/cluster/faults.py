@@ -1,6 +1,6 @@
 """Faults between hosts of a box under scripts/train_gpt_elastic.sh: named, and gone on from, and nothing lost.
 
-python -m tests.cluster.faults [NAME ...]             # named faults, each in a box of its own: rows of a table
+python -m tests.cluster.faults [NAME ...]             # named faults, each in a box of its own
 python -m tests.cluster.faults --random 20 --seed 1   # random faults, one after another, in one long run
 python -m tests.cluster.faults --random 20 --seed 1 --hosts 3 --ranks 2 --tp 2
 
@@ -188,9 +188,9 @@ def told(outcome: Outcome) -> str:
     """What came of a fault."""
     if not outcome.ranks_left:
         return "nothing was interrupted"
-    named = ", ".join(f"{name} {seconds:.1f} s" for name, (seconds, _) in outcome.named.items()) or "nobody"
+    named = "; ".join(f"{name} after {seconds:.1f} s: {line}" for name, (seconds, line) in outcome.named.items())
     went_on = f"went on after {outcome.went_on:.0f} s on {outcome.ranks_left} ranks"
-    return f"named by {named}; {went_on}; all back {outcome.came_back:.0f} s after mending"
+    return f"named by {named or 'nobody'}; {went_on}; all back {outcome.came_back:.0f} s after mending"
 
 
 def finish(run: Run) -> int:
@@ -225,69 +225,28 @@ def difference(run: Run, last: int) -> float:
     return max(abs(x - y) / abs(y) for x, y in pairs)
 
 
-def begin(run: Run) -> None:
-    for host in range(len(run.box.names)):
-        run.start(host)
-
-
-def named_fault(fault: Fault, args: argparse.Namespace) -> str:
-    """A row of the table."""
-    folder = Path(tempfile.mkdtemp(prefix="host-faults-"))
-    environ = {"PACE": args.pace, "HOLD": fault.hold, "HELD": str(folder / "held")}
+def strike_all(faults: Sequence[tuple[Fault, int]], args: argparse.Namespace) -> None:
+    """Strikes one run with faults of hosts, one after another, and compares its end with that of one process."""
+    folder, moments, (first, _) = Path(tempfile.mkdtemp(prefix="host-faults-")), random.Random(args.seed), faults[0]
     with hosts(args.hosts, RATE) as box:
+        environ = {"PACE": args.pace, "HOLD": first.hold, "HELD": str(folder / "held")}
         run = Run(box, args.ranks, folder, ["--tp", str(args.tp)], environ)
-        begin(run)
-        whole = args.hosts * args.ranks
-        if fault.early:
+        for host in range(args.hosts):
+            run.start(host)
+        if first.early:
             run.wait(lambda: all("joins the rendezvous" in text for text in run.screens()), "start of the scripts")
-        elif fault.hold:
-            run.wait(run.held.exists, f"being held at {fault.hold}")
+        elif first.hold:
+            run.wait(run.held.exists, f"being held at {first.hold}")
         else:
-            run.wait(lambda: run.last_world([0] * args.hosts) == whole, "the first step")
-            time.sleep(2.0)
-        outcome = strike(run, fault, fault.host)
+            run.wait(lambda: run.last_world([0] * args.hosts) == args.hosts * args.ranks, "the first step")
+        for fault, host in faults:
+            time.sleep(0 if fault.early or fault.hold else moments.uniform(0.0, 3.0))
+            print(f"{fault.text} (host{host}): {told(strike(run, fault, host))}", flush=True)
         last = finish(run)
     worst = difference(run, last)
-    if not args.keep:
-        shutil.rmtree(folder)
-    said = "<br>".join(f"{host} after {seconds:.1f} s: {line}" for host, (seconds, line) in outcome.named.items())
-    numbers = [f"{number:.0f}" if number == number else "-" for number in (outcome.went_on, outcome.came_back)]
-    row = [fault.text, said or "nothing", numbers[0], str(outcome.ranks_left or whole), numbers[1], f"{worst:.0e}"]
-    return "| " + " | ".join(row) + " |"
-
-
-def random_faults(args: argparse.Namespace) -> None:
-    draw, folder = random.Random(args.seed), Path(tempfile.mkdtemp(prefix="host-faults-"))
-    kinds = [fault for fault in FAULTS if not fault.hold and not fault.early and fault.host == 1]
-    began, named, done = time.monotonic(), list[float](), 0
-    went_on, came_back = list[float](), list[float]()
-    with hosts(args.hosts, RATE) as box:
-        run = Run(box, args.ranks, folder, ["--tp", str(args.tp)], {"PACE": args.pace, "HELD": str(folder / "held")})
-        begin(run)
-        run.wait(lambda: run.last_world([0] * args.hosts) == args.hosts * args.ranks, "the first step")
-        for number in range(1, args.random + 1):
-            if time.monotonic() - began > 60 * args.minutes:
-                break
-            done = number
-            fault, host = draw.choice(kinds), draw.randrange(args.hosts)
-            time.sleep(draw.uniform(0.0, 3.0))
-            outcome = strike(run, fault, host)
-            first = [seconds for seconds, _ in outcome.named.values()]
-            named += first
-            went_on += [outcome.went_on] if outcome.went_on == outcome.went_on else []
-            came_back += [outcome.came_back] if outcome.came_back == outcome.came_back else []
-            print(f"{number}: {fault.text} (host{host}): {told(outcome)}", flush=True)
-        last = finish(run)
-    worst = difference(run, last)
-    shown = [f"{max(values, default=0):.0f} s" for values in (named, went_on, came_back)]
-    print(
-        f"{done} faults (seed {args.seed}) in {time.monotonic() - began:.0f} s: named after at most {shown[0]}, "
-        f"went on after at most {shown[1]}, back at most {shown[2]} after mending; {last} iterations, none missing, "
-        f"losses and norms differ from one process's by at most {worst:.0e}"
-    )
+    print(f"{last} iterations, none missing; losses and norms differ from one process's by at most {worst:.0e}")
     assert worst < 1e-9, f"see {folder}"
-    if not args.keep:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 def main() -> None:
@@ -295,25 +254,21 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"faults; default: all of {', '.join(each.name for each in FAULTS)}")
     parser.add_argument("--random", type=int, default=0, help="this many random faults instead, in one run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more random faults after so long")
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="ranks on each host")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pace", default="0.2", help="seconds that each step sleeps")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of runs that end well, too")
     args = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
     if args.random:
-        return random_faults(args)
-    print(
-        "| fault | first line of each host | s until it goes on | ranks left | s until all are back "
-        "| losses differ by |"
-    )
-    print("|---|---|---|---|---|---|")
+        draw = random.Random(args.seed)
+        kinds = [fault for fault in FAULTS if not fault.hold and not fault.early and fault.host == 1]
+        strike_all([(draw.choice(kinds), draw.randrange(args.hosts)) for _ in range(args.random)], args)
+        return
     for fault in FAULTS:
         if not args.names or fault.name in args.names:
-            print(named_fault(fault, args), flush=True)
+            strike_all([(fault, fault.host)], args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Kimi Delta Attention: chunks against the recurrence. The tests of Hugging Face families compare logits and gradients."""
+"""Kimi Delta Attention: chunks against the recurrence. The tests of Hugging Face families compare logits and
+gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Lightning attention: rates, and greedy text of MiniMax-Text-01. The tests
-of Hugging Face families compare logits and gradients."""
+"""Lightning attention: rates, and greedy text of MiniMax-Text-01. The tests of Hugging Face families compare logits and
+gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Mamba-2: chunks against the recurrence, initial values, and greedy text. The tests of Hugging Face families compare logits and gradients."""
+"""Mamba-2: chunks against the recurrence, initial values, and greedy text. The tests of Hugging Face families compare
+logits and gradients."""
 
 from __future__ import annotations
 

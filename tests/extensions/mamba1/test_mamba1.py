@@ -1,5 +1,5 @@
-"""Mamba-1: the scan against the recurrence, initial values, and greedy text of Mamba,
-Falcon-Mamba and Jamba. The tests of Hugging Face families compare logits and gradients."""
+"""Mamba-1: the scan against the recurrence, initial values, and greedy text of Mamba, Falcon-Mamba and Jamba. The tests
+of Hugging Face families compare logits and gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention beside Mamba-2: gates without a norm, and greedy text of Falcon-H1. The tests
-of Hugging Face families compare logits and gradients."""
+"""Attention beside Mamba-2: gates without a norm, and greedy text of Falcon-H1. The tests of Hugging Face families
+compare logits and gradients."""
 
 from __future__ import annotations
 

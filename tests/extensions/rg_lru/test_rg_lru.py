@@ -1,5 +1,5 @@
-"""RG-LRU: initial values, and greedy text of RecurrentGemma. The tests of
-Hugging Face families compare logits and gradients."""
+"""RG-LRU: initial values, and greedy text of RecurrentGemma. The tests of Hugging Face families compare logits and
+gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Short convolutions: greedy text of LFM2. The tests of Hugging Face
-families compare logits and gradients."""
+"""Short convolutions: greedy text of LFM2. The tests of Hugging Face families compare logits and gradients."""
 
 from __future__ import annotations
 
