@@ -123,7 +123,8 @@ class TorchKernel:
     With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
     """
 
-    needs_places, packed = True, None
+    needs_places = True
+    packed: PackedKernel | None = None
     most_queries: int | None = 1024
 
     def __init__(

@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel import weight_grad
 from megatron.extensions.fp8 import casts
 from megatron.extensions.fp8.casts import Scaled
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, fits
-from megatron.extensions.fusions.attention.flash_kernels import FlashCUDAKernel, fits_flash, of_any_widths
+from megatron.extensions.fusions.attention.flash_kernels import FlashCUDAKernel, fits_flash
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def planned_kernels_of(
     """`core_attention.kernels_of` as on GPUs; those of cuDNN, which need no packing, are planned as FlashAttention."""
     if backend == "unfused" or not fits_flash(dtype, head_dim, value_head_dim):
         return TorchKernel(scale), TorchKernel(scale)
-    kernel = FakeKernel(of_any_widths(PlannedFlashKernel(), head_dim, value_head_dim))
+    kernel = FakeKernel(PlannedFlashKernel())
     return kernel, kernel
 
 

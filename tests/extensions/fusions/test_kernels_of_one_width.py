@@ -9,11 +9,7 @@ from torch import Tensor
 from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.varlen import packed_attention
-from megatron.extensions.fusions.attention.flash_kernels import (
-    EqualWidthsKernel,
-    EqualWidthsPackedKernel,
-    FlashCPUKernel,
-)
+from megatron.extensions.fusions.attention.flash_kernels import EqualWidthsKernel, FlashCPUKernel
 from tests.pure.test_packed_attention import Twin
 
 
@@ -35,7 +31,7 @@ def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> No
     qkv, documents = operands(*widths), ((0, 5), (0, 7, 9))
     expected = local_attention(*qkv, Causal(TorchKernel(0.3), documents, window))
     assert expected.shape == (12, 2, 4, widths[1])
-    found = local_attention(*qkv, Causal(EqualWidthsKernel(FlashCPUKernel(0.3)), documents, window))
+    found = local_attention(*qkv, Causal(FlashCPUKernel(0.3), documents, window))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv), rtol=1e-11, atol=1e-12)
 
@@ -43,6 +39,6 @@ def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> No
 def test_packed_kernels_of_one_width() -> None:
     qkv = tuple(x[:, :1].detach().requires_grad_() for x in operands(10, 6))
     expected = local_attention(*qkv, Causal(TorchKernel(0.3)))
-    found = packed_attention(*qkv, None, None, EqualWidthsPackedKernel(Twin(0.3)))
+    found = packed_attention(*qkv, None, None, EqualWidthsKernel(Twin(0.3)))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv))

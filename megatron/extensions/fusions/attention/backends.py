@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.core_attention import AttentionBackend, FusedAttention
-from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, key_rows, query_rows
+from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, TorchKernel
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Lengths, Window
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
-from megatron.extensions.fusions.attention.flash_kernels import Flash2, flash_kernel
+from megatron.extensions.fusions.attention.flash_kernels import Flash2, by_head, flash_kernel
 
 MODULE = "flash_attn_interface"
 
@@ -111,30 +111,25 @@ class _Flash3Attention(torch.autograd.Function):
         return *ctx.flash.backward(grad, (q, k, v), tuple(kept), None, CAUSAL), None
 
 
-class CudnnKernel:
+class CudnnKernel(TorchKernel):
     """Tiles without a window, one launch each."""
 
     needs_places, most_queries = False, None
 
     def __init__(self, scale: float) -> None:
-        self.scale, self.packed = scale, CudnnPackedKernel(scale)
+        super().__init__(scale)
+        self.packed = CudnnPackedKernel(scale)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        for tile in tiles:
-            assert tile.window is None, "windows are left to FlashAttention"
-            qkv = _by_head(query_rows(q, tile)), _by_head(key_rows(k, tile)), _by_head(key_rows(v, tile))
-            out, lse = cudnn_forward(qkv, tile.diagonal, self.scale)
-            yield tile, (out.permute(2, 0, 1, 3), lse.squeeze(-1).permute(2, 0, 1))
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
+        assert tile.window is None, "windows are left to FlashAttention"
+        out, lse = cudnn_forward((by_head(q), by_head(k), by_head(v)), tile.diagonal, self.scale)
+        return out.permute(2, 0, 1, 3), lse.squeeze(-1).permute(2, 0, 1)
 
-    def backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
-    ) -> Iterator[tuple[Tile, Gradients]]:
-        for tile in tiles:
-            grad, queries, out = (_by_head(query_rows(x, tile)) for x in (rows.grad, q, rows.out))
-            qkv = queries, _by_head(key_rows(k, tile)), _by_head(key_rows(v, tile))
-            lse = query_rows(rows.lse, tile).permute(1, 2, 0).contiguous()[..., None]
-            dq, dk, dv = cudnn_backward(grad, qkv, (out, lse), tile.diagonal, self.scale)
-            yield tile, (dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3))
+    def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
+        kept = by_head(rows.out), rows.lse.permute(1, 2, 0).contiguous()[..., None]
+        qkv = by_head(q), by_head(k), by_head(v)
+        dq, dk, dv = cudnn_backward(by_head(rows.grad), qkv, kept, tile.diagonal, self.scale)
+        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
 
 class CudnnPackedKernel:
@@ -154,11 +149,6 @@ class CudnnPackedKernel:
         grads = cudnn_backward(grad, tuple(rows), (out, kept[1]), True, self.scale)
         dq, dk, dv = (x.transpose(1, 2).flatten(0, 1) for x in grads)
         return dq, dk, dv
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """[n, b, heads, d] -> [b, heads, n, d]"""
-    return x.permute(1, 2, 0, 3)
 
 
 def _of_samples(x: Tensor, lengths: Lengths, window: Window) -> Tensor:

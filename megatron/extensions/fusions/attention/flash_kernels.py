@@ -57,24 +57,16 @@ def flash_kernel(
 ) -> Kernel:
     """The flash kernel that supports the device, dtype and head sizes, by the functions `on_gpus(scale)` on GPUs. All
     kernels agree to rounding."""
-    found: Kernel = TorchKernel(scale)
-    widths = head_dim, value_head_dim or head_dim
-    if device.type == "cpu":
-        found = FlashCPUKernel(scale)
-    elif device.type == "cuda" and fits_flash(dtype, *widths) and torch.cuda.get_device_capability(device) >= (8, 0):
-        found = FlashCUDAKernel(on_gpus(scale))
-    return found if type(found) is TorchKernel else of_any_widths(found, *widths)
+    fits = device.type == "cuda" and fits_flash(dtype, head_dim, value_head_dim or head_dim)
+    if fits and torch.cuda.get_device_capability(device) >= (8, 0):
+        return FlashCUDAKernel(on_gpus(scale))
+    return FlashCPUKernel(scale) if device.type == "cpu" else TorchKernel(scale)
 
 
 def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
     """Whether FlashAttention for GPUs has a kernel for the operands."""
     widest = max(head_dim, value_head_dim)
     return dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
-
-
-def of_any_widths(kernel: Kernel, head_dim: int, value_head_dim: int) -> Kernel:
-    """A kernel that needs keys and values of one width, for those that there are."""
-    return kernel if head_dim == value_head_dim else EqualWidthsKernel(kernel)
 
 
 class FlashCPUKernel(TorchKernel):
@@ -97,18 +89,19 @@ class FlashCPUKernel(TorchKernel):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
         causal, mask = self._mask(tile, q)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(_by_head, (q, k, v)), 0.0, causal, attn_mask=mask, scale=self.scale
+            *map(by_head, of_one_width(q, k, v)), 0.0, causal, attn_mask=mask, scale=self.scale
         )
-        return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+        return out.permute(2, 0, 1, 3)[..., : v.shape[-1]], lse.permute(2, 0, 1)
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
         causal, mask = self._mask(tile, q)
         lse = rows.lse.transpose(0, 1).contiguous().transpose(1, 2)  # in memory [b, n, heads], as the kernel stores it
-        operands = *map(_by_head, (rows.grad, q, k, v, rows.out)), lse
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        operands = *map(by_head, of_one_width(rows.grad, q, k, v, rows.out)), lse
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *operands, 0.0, causal, attn_mask=mask, scale=self.scale
         )
-        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
+        dq, dk, dv = (grad.permute(2, 0, 1, 3)[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv
 
     @staticmethod
     def _mask(tile: Tile, q: Tensor) -> tuple[bool, Tensor | None]:
@@ -120,7 +113,7 @@ class FlashCPUKernel(TorchKernel):
         return False, torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
 
 
-def _by_head(x: Tensor) -> Tensor:
+def by_head(x: Tensor) -> Tensor:
     """[n, b, heads, d] -> [b, heads, n, d]"""
     return x.permute(1, 2, 0, 3)
 
@@ -131,8 +124,7 @@ class FlashCUDAKernel:
     needs_places, most_queries = False, None
 
     def __init__(self, flash: PackedKernel) -> None:
-        self.flash: PackedKernel = flash
-        self.packed: PackedKernel | None = flash
+        self.packed = self.flash = EqualWidthsKernel(flash)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for window, group in _by_window(tiles).items():
@@ -165,49 +157,27 @@ class FlashCUDAKernel:
 
 
 class EqualWidthsKernel:
-    """A kernel that needs keys and values of one width, for others: channels of zeros fill up the narrower ones.
-
-    They change neither scores nor outputs, and exist only while the kernel runs."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.needs_places, self.most_queries = kernel, kernel.needs_places, kernel.most_queries
-        self.packed = None if kernel.packed is None else EqualWidthsPackedKernel(kernel.packed)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        wide_q, wide_k, wide_v = _of_one_width(q, k, v)
-        for tile, (out, lse) in self.kernel.forward(wide_q, wide_k, wide_v, tiles):
-            yield tile, (out[..., : v.shape[-1]], lse)
-
-    def backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
-    ) -> Iterator[tuple[Tile, Gradients]]:
-        grad, out, wide_q, wide_k, wide_v = _of_one_width(rows.grad, rows.out, q, k, v)
-        wide_rows = Rows(grad, out, rows.lse)
-        for tile, (dq, dk, dv) in self.kernel.backward(wide_rows, wide_q, wide_k, wide_v, tiles):
-            yield tile, (dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
-
-
-class EqualWidthsPackedKernel:
-    """The same for a kernel of packed sequences."""
+    """A kernel of packed sequences that needs keys and values of one width, for others: channels of zeros fill up the
+    narrower ones. They change neither scores nor outputs, and exist only while the kernel runs."""
 
     def __init__(self, kernel: PackedKernel) -> None:
         self.kernel = kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
-        wide_q, wide_k, wide_v = _of_one_width(q, k, v)
+        wide_q, wide_k, wide_v = of_one_width(q, k, v)
         out, *rest = self.kernel.forward(wide_q, wide_k, wide_v, lengths, window)
         return out[..., : v.shape[-1]].contiguous(), *rest
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide_grad, out, *wide = _of_one_width(grad, kept[0], *qkv)
+        wide_grad, out, *wide = of_one_width(grad, kept[0], *qkv)
         grads = self.kernel.backward(wide_grad, tuple(wide), (out, *kept[1:]), lengths, window)
         dq, dk, dv = (found[..., : x.shape[-1]] for found, x in zip(grads, qkv, strict=True))
         return dq, dk, dv
 
 
-def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+def of_one_width(*tensors: Tensor) -> list[Tensor]:
     """[..., d] of any widths -> [..., the widest], filled up with zeros"""
     widest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
