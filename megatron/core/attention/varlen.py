@@ -52,11 +52,14 @@ def packed_attention(
     settings = _lengths(documents or ((0,),) * samples, length, q.device), (-1 if window is None else window - 1, 0)
     # Pack sample by sample. A single sample is packed already.
     packed = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
-    rows: Tensor = _PackedAttention.apply(*packed, sinks, kernel, *settings)
+    rows: Tensor = PackedAttention.apply(*packed, sinks, kernel, *settings)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)
 
 
-class _PackedAttention(torch.autograd.Function):
+class PackedAttention(torch.autograd.Function):
+    """Attention by a kernel, of operands in the form that this takes. What the kernel returns is saved for the
+    backward."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: PackedKernel, *settings: Any
@@ -73,7 +76,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *kept = ctx.saved_tensors
         of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].t(), sinks)
-        gradients = ctx.kernel.backward(grad.contiguous(), (q, k, v), tuple(kept), *ctx.settings)
+        gradients = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)
         return *gradients, of_sinks, None, None, None
 
 

@@ -42,9 +42,7 @@ class CompiledAdamW(AdamW):
         shapes = {(shard.main.shape, shard.aliased) for shard in self.shards}
         update = region(adamw_, True, static=len(shapes) <= STATIC_SHAPES)
         scalars = {
-            group: adam_scalars(
-                group.lr(lr, decoupled_lr), group.decay(weight_decay), betas, self._factor, skip, updates
-            )
+            group: self._scalars(group.lr(lr, decoupled_lr), group.decay(weight_decay), skip, updates)
             for group in dict.fromkeys(shard.group for shard in self.shards)
         }
         for shard in self.shards:
@@ -54,6 +52,13 @@ class CompiledAdamW(AdamW):
             params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
             update(main, grad, first, second, params, scalars[shard.group], betas, self.config.adam_eps)
         self._factor = None
+
+    def _scalars(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> AdamScalars:
+        """Of one update after `updates` earlier ones. `skip` and `updates` are float64 scalars on the device."""
+        first, second = (1.0 - beta ** (updates + 1.0) for beta in (self.config.adam_beta1, self.config.adam_beta2))
+        factor = torch.ones_like(skip) if self._factor is None else self._factor
+        values = factor, skip, torch.full_like(skip, 1.0 - lr * weight_decay), lr / first, second.sqrt()
+        return AdamScalars(*(value.to(torch.float32) for value in values))
 
 
 class AdamScalars(NamedTuple):
@@ -73,26 +78,6 @@ class AdamScalars(NamedTuple):
 
     correction: Tensor
     """Root of the correction of the second moment's bias"""
-
-
-def adam_scalars(
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    factor: Tensor | None,
-    skip: Tensor,
-    updates: Tensor,
-) -> AdamScalars:
-    """Of one update after `updates` earlier ones. `factor`, `skip` and `updates` are float64 scalars on the device."""
-    first, second = (1.0 - beta ** (updates + 1.0) for beta in betas)
-    values = (
-        torch.ones_like(skip) if factor is None else factor,
-        skip,
-        torch.full_like(skip, 1.0 - lr * weight_decay),
-        lr / first,
-        second.sqrt(),
-    )
-    return AdamScalars(*(value.to(torch.float32) for value in values))
 
 
 def adamw_(

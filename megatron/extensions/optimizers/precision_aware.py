@@ -339,13 +339,7 @@ class PrecisionAwareAdam:
 class PackedStates:
     """The entry of STATE_STORES."""
 
-    @staticmethod
-    def shard(
-        bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
-    ) -> PackedShard:
-        return PackedShard(bucket, layout, place, config, main_dtype)
-
-    rule = PrecisionAwareAdam
+    shard, rule = PackedShard, PrecisionAwareAdam
 
 
 def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: OptimizerConfig) -> None:

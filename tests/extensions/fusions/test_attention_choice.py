@@ -15,7 +15,7 @@ from megatron.core.parallel_state import Axis, ParallelState, initialize_model_p
 from megatron.extensions.fusions.attention import choice as sdpa
 from megatron.extensions.fusions.attention.choice import (
     BACKENDS,
-    DROPOUT_BACKENDS,
+    WITH_DROPOUT,
     AttentionShape,
     Choice,
     attention_run,
@@ -141,7 +141,7 @@ def test_what_is_timed_runs(shape: AttentionShape, rows: int) -> None:
     gradients = attention_run(shape, CPU, "unfused")()
     assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]
     varlen = shape.window is not None
-    assert shape.backends == (DROPOUT_BACKENDS if shape.dropout else ("flash", "flash3") if varlen else BACKENDS)
+    assert shape.backends == ((WITH_DROPOUT,) if shape.dropout else ("flash", "flash3") if varlen else BACKENDS)
 
 
 def test_a_cpu_has_no_kernels_of_gpus() -> None:
@@ -167,12 +167,12 @@ SHAPES: dict[str, dict[str, Any] | None] = {
     NONE: {},
     f"{NONE} --tp 2 --group-query-attention --num-query-groups 4": {"heads": 4, "groups": 2},
     "": {"dropout": 0.1},
-    "--deterministic-mode": {"dropout": 0.1, "untimed": True},
+    "--deterministic-mode": {"dropout": 0.1},
     f"{NONE} --cp 2": {"queries": FIRST_OF_TWO, "tiles": True},
     f"{NONE} --cp 2 --cp-comm-type a2a": {"heads": 4, "groups": 4, "tiles": True},
     f"{NONE} --window-size 8": {"window": 8, "tiles": True},
     f"{NONE} --reset-attention-mask --tokenizer-type NullTokenizer": {"documents": True, "tiles": True},
-    f"{NONE} --deterministic-mode --attention-backend flash": {"untimed": True},
+    f"{NONE} --deterministic-mode --attention-backend flash": {},
     f"{NONE} --fp32": None,
     f"{NONE} --position-embedding-type alibi": None,
     f"{NONE} --attn-logit-softcapping 50": None,

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.core_attention import AttentionBackend, FusedAttention
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, TorchKernel
 from megatron.core.attention.tiles import Tile
-from megatron.core.attention.varlen import Lengths, Window
+from megatron.core.attention.varlen import Lengths, PackedAttention, Window
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
 from megatron.extensions.fusions.attention.flash_kernels import Flash2, by_head, flash_kernel
 
@@ -93,24 +92,6 @@ def _lengths(lengths: Lengths | None) -> dict[str, Any]:
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True))
 
 
-class _Flash3Attention(torch.autograd.Function):
-    """q [b, s, heads, d], k [b, s, groups, d], v [b, s, groups, dv] -> [b, s, heads, dv]. Saved for the backward are
-    these, the output and the log-sum-exp."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flash: Flash3) -> Tensor:
-        kept = flash.forward(q, k, v, None, CAUSAL)
-        ctx.save_for_backward(q, k, v, *kept)
-        ctx.flash = flash
-        return kept[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
-        return *ctx.flash.backward(grad, (q, k, v), tuple(kept), None, CAUSAL), None
-
-
 class CudnnKernel(TorchKernel):
     """Tiles without a window, one launch each."""
 
@@ -176,7 +157,7 @@ def cudnn_backward(
 
 
 class Flash3Attention(FusedAttention):
-    """Causal attention by the package of FlashAttention-3."""
+    """Causal attention by the package of FlashAttention-3, of dense operands."""
 
     def __init__(self, scale: float) -> None:
         super().__init__(scale)
@@ -184,7 +165,8 @@ class Flash3Attention(FusedAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]"""
-        return _Flash3Attention.apply(*(x.transpose(0, 1) for x in (q, k, v)), self.flash3).transpose(0, 1)
+        dense = (x.transpose(0, 1) for x in (q, k, v))
+        return PackedAttention.apply(*dense, None, self.flash3, None, CAUSAL).transpose(0, 1)
 
 
 class Flash3Backend(AttentionBackend):

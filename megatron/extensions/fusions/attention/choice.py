@@ -1,6 +1,7 @@
 """Choose the attention kernel on GPUs, FlashAttention-2 or 3 or cuDNN, by timing them at the model's own shape.
 
-With dropout the choice is between the fused kernel with dropout (triton) and tiles in plain torch (unfused).
+With dropout the fused kernel with dropout (triton) is used wherever it runs: tiles in plain torch, which keep scores in
+memory, take many times as long.
 
 Which one is faster depends on the GPU, the head size and the version, so a fixed rule would be wrong somewhere. Ranks
 compare the slowest time of each kernel, and all use the same one.
@@ -29,8 +30,8 @@ from megatron.training.initialize import Runtime
 
 BACKENDS = ("flash", "flash3", "cudnn")
 
-DROPOUT_BACKENDS = ("triton", "unfused")
-"""Kernels with dropout, which the others have not."""
+WITH_DROPOUT = "triton"
+"""The kernel with dropout, which the others have not."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """Those that scaled_dot_product_attention has."""
@@ -63,14 +64,11 @@ class AttentionShape:
     dropout: float = 0.0
     """Share of the attention weights that is dropped."""
 
-    untimed: bool = False
-    """Whether timings may not decide: a kernel with dropout is used where it runs."""
-
     @property
     def backends(self) -> tuple[str, ...]:
         """The kernels to be timed: cuDNN is not used for documents and windows."""
         if self.dropout:
-            return DROPOUT_BACKENDS[:1] if self.untimed else DROPOUT_BACKENDS
+            return (WITH_DROPOUT,)
         varlen = self.tiles and (self.window is not None or self.documents)
         return tuple(name for name in BACKENDS if not (varlen and name == "cudnn"))
 
@@ -171,7 +169,6 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
         tiles=cp > 1 or documents or window is not None or model.attends_in_tiles,
         documents=documents,
         dropout=model.attention_dropout,
-        untimed=config.training.deterministic,
     )
 
 
@@ -182,7 +179,7 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     and does not run here.
     """
     asked = config.parallel.attention_backend
-    if asked not in ("auto", "unfused", *BACKENDS, *DROPOUT_BACKENDS):
+    if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS):
         return asked
     if runtime.device.type != "cuda":
         return asked if asked in ("flash", "unfused") else "auto"
@@ -194,4 +191,4 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
     runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
     # Evaluation has no dropout: torch's default computes it.
-    return "auto" if choice.winner in (None, "unfused") else choice.winner
+    return choice.winner or "auto"

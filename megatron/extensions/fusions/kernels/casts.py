@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.parts import operation
+from megatron.core.transformer.activations import FUNCTIONS
 from megatron.extensions.fp8.casts import (
     CastOrder,
     CastPair,
@@ -26,6 +26,7 @@ from megatron.extensions.fp8.casts import (
     transpose,
 )
 from megatron.extensions.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
+from megatron.extensions.fusions.split_heads import joined_heads
 
 TOLERANCE = 2.0**-7
 """Numbers at the middle between two of fp8 may be rounded to either: a few of all."""
@@ -148,6 +149,8 @@ TRANSPOSE = FusedKernel(
 )
 
 
+SWIGLU = FUNCTIONS["swiglu"]
+
 WIDTHS = 64, 128, 256
 """Head sizes that are rotated as a whole by Triton's kernel."""
 
@@ -167,16 +170,12 @@ def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: boo
 
 def swiglu_cast_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
     """`swiglu_cast` in torch, but for the note: also returns the amax."""
-    gate, up = wide(x).chunk(2, dim=-1)
-    return cast_transpose_with_amax_twin((F.silu(gate) * up).to(x.dtype), cast)
+    return cast_transpose_with_amax_twin(SWIGLU[0](wide(x)).to(x.dtype), cast)
 
 
 def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
     """`swiglu_gradient_cast` in torch, but for the note: also returns the amax."""
-    gate, up = wide(x).chunk(2, dim=-1)
-    dy = wide(grad)
-    dx = torch.cat((torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)), dim=-1)
-    return cast_transpose_with_amax_twin(dx.to(x.dtype), cast)
+    return cast_transpose_with_amax_twin(SWIGLU[1](wide(x), wide(grad)).to(x.dtype), cast)
 
 
 def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: Any) -> bool:
@@ -210,17 +209,8 @@ def heads_gradient_cast_twin(
     grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder
 ) -> tuple[CastPair, Tensor]:
     """`heads_gradient_cast` in torch, but for the note: also returns the amax."""
-    dq, dk, dv = grads
-    if tables:
-        dq, dk = _turned_back(dq, *tables), _turned_back(dk, *tables)
-    groups = dv.shape[2]
-    joined = torch.cat([part.unflatten(2, (groups, -1)) for part in (dq, dk, dv)], dim=3)
+    joined = joined_heads([wide(grad) for grad in grads], tables, grads[-1].shape[2], False).to(grads[0].dtype)
     return cast_transpose_with_amax_twin(joined.flatten(0, 1).flatten(1), cast)
-
-
-def _turned_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = wide(x).chunk(2, dim=-1)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
 
 
 def _fake_swiglu(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:

@@ -69,19 +69,10 @@ class StepTime:
     @property
     def record(self) -> dict[str, Any]:
         """As JSON: seconds and shares."""
-        return {
-            "device": self.device.name,
-            "gpus_per_node": self.gpus_per_node,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_per_device": self.tokens_per_second / self.world_size,
-            "tflops": self.tflops,
-            "mfu": self.mfu,
-            "bubble": self.bubble,
-            "bound_by": self.bound_by,
-            "parts_of_pp_rank": self.parts_of_pp_rank,
-            "parts": self.parts,
-        }
+        found = {name: value for name, value in vars(self).items() if name != "world_size"}
+        of_device = self.tokens_per_second / self.world_size
+        own = {"device": self.device.name, "tokens_per_second_per_device": of_device, "bound_by": self.bound_by}
+        return found | own
 
 
 def predict_step(
