@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heapreplace
 from itertools import accumulate, pairwise, product
 from math import prod
@@ -99,6 +98,7 @@ class MatrixPlan:
             axis: {rank: i for group in dims.groups(*names) for i, rank in enumerate(group)}
             for axis, names in (("dp_cp", ("dp", "cp")), ("expt_dp", ("expt_dp",)))
         }
+        self._sizes = {axis: dims.size(axis) for axis in ("tp", "ep", "expt_tp")}
         self._coords = {rank: dims.coords(rank) for rank in self.ranks}
         self._numbers: dict[str, list[int]] = {}
         self.matrices: list[Matrix] = []
@@ -179,10 +179,6 @@ class MatrixPlan:
                 start, stop = max(low, param.start), min(high, param.stop)
                 if start < stop:
                     yield shard, param, start - low, start - param.start, stop - param.start
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return {axis: self.dims.size(axis) for axis in ("tp", "ep", "expt_tp")}
 
     def _box(self, meta: ParamMeta, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return meta.box({axis: (self._coords[rank][axis], size) for axis, size in self._sizes.items()})

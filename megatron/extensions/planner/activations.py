@@ -29,10 +29,6 @@ MEASURED_LAYERS = 3
 class ActivationPlan(StageParts):
     """What stages of one configuration hold of a micro-batch."""
 
-    def __init__(self, batch: MicroBatch, cache: PlannerCache | None = None) -> None:
-        """`cache` keeps what other configurations with the same layers take."""
-        super().__init__(batch, cache or PlannerCache())
-
     def stage(self, stage: Stage) -> StageMemory:
         """The memory of one stage; peaks are to the byte where its layers are of one kind."""
         units = self.units(stage)

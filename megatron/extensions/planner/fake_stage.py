@@ -321,8 +321,9 @@ class PlannerCache:
 class StageParts:
     """The parts of one configuration's stages; each distinct one is run once."""
 
-    def __init__(self, batch: MicroBatch, cache: PlannerCache) -> None:
-        self.batch = batch
+    def __init__(self, batch: MicroBatch, cache: PlannerCache | None = None) -> None:
+        """`cache` keeps what other configurations with the same layers do and hold."""
+        self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds)
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
         # What does not offload is the same whatever other layers do, and so are the ends whatever layers recompute.

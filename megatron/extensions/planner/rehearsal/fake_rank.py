@@ -286,9 +286,10 @@ class _Phases:
         run.timers.watchers.append(named)
 
 
-def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord:
-    """The record of one rank. What the program raises is in it as a `Failure`. Call it in a process of its own: parts
-    of the library and of extensions may keep state."""
+def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord | Lost:
+    """The record of one rank. What the program raises is in it as a `Failure`; where this machine has too little
+    memory, the rank is `Lost`. Call it in a process of its own: parts of the library and of extensions may keep
+    state."""
     began = time.process_time()
     phases = _Phases()
     log = CollectiveLog(phases)
@@ -297,7 +298,7 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord:
         with redirect_stdout(io.StringIO()), ExitStack() as stack:
             _run(rehearsal, record, mode, phases, stack)
     except MemoryError:
-        raise  # of this machine
+        return Lost(rank, "MemoryError")
     except (Exception, SystemExit) as error:
         notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
         memory = isinstance(error, torch.OutOfMemoryError)
@@ -350,11 +351,4 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
 
 def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord | Lost]:
     """The records of ranks as they come, each from a forked process, `workers` at a time."""
-    return forked({rank: partial(_record, rehearsal, rank) for rank in ranks}, workers)
-
-
-def _record(rehearsal: Rehearsal, rank: int) -> RankRecord | Lost:
-    try:
-        return rehearse_rank(rehearsal, rank)
-    except MemoryError:
-        return Lost(rank, "MemoryError")
+    return forked({rank: partial(rehearse_rank, rehearsal, rank) for rank in ranks}, workers)

@@ -24,7 +24,7 @@ from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
 from megatron.extensions.planner.memory import RankMemory, buffer_bytes, memory_of_ranks, states_of_rank
 from megatron.extensions.planner.suggest.space import RECOMPUTATION, Family, Layout, Pipeline, Saving, SearchedRun
-from megatron.extensions.planner.time.events import Attention, Move, PassEvents, Product, StageMemory
+from megatron.extensions.planner.time.events import Kernel, PassEvents, StageMemory
 from megatron.extensions.planner.time.replay import Network, Replay
 from megatron.extensions.planner.time.step_time import (
     StageTimes,
@@ -345,27 +345,12 @@ def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvent
     """Seconds that the second sample adds, by what parts of a model do with one and with two samples. What they do once
     for all samples, as reading weights, is left out: in other layouts more samples share it.
 
-    Products fill every multiprocessor, at the rate of their inner dimension, or of an endless one where that grows with
-    the samples; nothing is launched, no kernel has a shortest time, and collectives take none."""
-    device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0)
-    first, second = _products(one), _products(two)
-    pairs = list(zip(first, second, strict=True)) if len(first) == len(second) else []
-    products = sum(_product_us(b, a, device) - _product_us(a, b, device) for a, b in pairs)
-    return 1e-6 * (max(0.0, products) + max(0.0, _others_us(two, device) - _others_us(one, device)))
-
-
-def _products(parts: Sequence[PassEvents]) -> list[Product]:
-    return [event for part in parts for event in part.every if isinstance(event, Product)]
-
-
-def _product_us(event: Product, other: Product, device: DeviceFile) -> float:
-    """Microseconds of a product; `other` is the same one of another number of samples."""
-    speed, flops = device.gemm[event.precision], 2.0 * event.batches * event.m * event.n * event.k
-    filled = event.k / (event.k + speed.half_depth) if event.k == other.k else 1.0
-    return flops / speed.tflops / filled / 1e6
-
-
-def _others_us(parts: Sequence[PassEvents], device: DeviceFile) -> float:
+    Products fill every multiprocessor; nothing is launched, no kernel has a shortest time, and collectives take none.
+    """
+    device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # without waves
     replay = Replay(device, Network(device, 1), {}, 0.0)
-    others = [event for part in parts for event in part.every if isinstance(event, (Attention, Move))]
-    return 1e6 * sum(replay.kernel(event)[1] for event in others)
+    alone, both = (
+        sum(replay.kernel(event)[1] for part in parts for event in part.every if isinstance(event, Kernel))
+        for parts in (one, two)
+    )
+    return max(0.0, both - alone)

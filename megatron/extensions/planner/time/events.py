@@ -85,7 +85,8 @@ class Wait:
     number: int
 
 
-Event = Product | Attention | Move | Collective | Wait
+Kernel = Product | Attention | Move
+Event = Kernel | Collective | Wait
 
 
 @dataclass(frozen=True)

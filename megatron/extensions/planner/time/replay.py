@@ -18,7 +18,7 @@ from itertools import takewhile
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import DeviceFile, Link
-from megatron.extensions.planner.time.events import Attention, Collective, Event, Move, Product, Wait
+from megatron.extensions.planner.time.events import Attention, Collective, Event, Kernel, Product, Wait
 
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """How often a ring moves its operand."""
@@ -185,7 +185,7 @@ class Replay:
     def collective(self, event: Collective) -> float:
         return self.network.seconds(event.kind, event.moved, self.groups[event.axis])
 
-    def kernel(self, event: Product | Attention | Move) -> tuple[str, float]:
+    def kernel(self, event: Kernel) -> tuple[str, float]:
         """(subject, seconds) of a kernel, with the gap before it."""
         device = self.device
         if isinstance(event, Product):

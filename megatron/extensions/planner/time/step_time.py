@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import ceil, prod
 from typing import Any, NamedTuple
 
-from megatron.core.distributed.param_layout import unit_of
+from megatron.core.distributed.param_layout import default_bucket_size, unit_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, param_gather
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, whole_model
@@ -153,7 +153,9 @@ class Step:
         stages = pipeline_stages(config.model, config.parallel)
         times = [self._stage(parts) for parts in self.cache.parts_of(self.batch, stages)]
         costs = self._costs(times)
-        ranks = [self._rank(times, rank) for rank in range(self.layout.pp)]
+        ranks = [Times() for _ in range(self.layout.pp)]
+        for stage, of_stage in enumerate(times):
+            ranks[self.layout.rank_of(stage)].add(of_stage.every)
         busy = [self.microbatches * each.total for each in ranks]
         ends, messages = tuple(busy), (0.0,) * len(busy)
         if self.layout.num_stages > 1:
@@ -255,13 +257,6 @@ class Step:
             for here, there in pairwise([*places, places[-1]])
         ]
 
-    def _rank(self, times: Sequence[StageTimes], rank: int) -> Times:
-        """What a rank does for one micro-batch."""
-        spent = Times()
-        for stage in self.layout.stages_of(rank):
-            spent.add(times[stage].every)
-        return spent
-
     def _between(self, rank: int, times: Sequence[StageTimes]) -> Exposed:
         config, own = self.config, self.layout.stages_of(rank)
         states = states_of_rank(config, self.dims, rank)
@@ -341,7 +336,7 @@ class Step:
         within, across = self._groups(expert)
         if within.size * across.size == 1:
             return []
-        limit = self.config.ddp.ddp_bucket_size or max(40_000_000, 1_000_000 * within.size)
+        limit = self.config.ddp.ddp_bucket_size or default_bucket_size(within.size)
         count = max(least, ceil(numel / limit))
         moved = numel * size / count
         time = self.network.seconds(kind, moved, within)
