@@ -57,8 +57,8 @@ def packed_attention(
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention by a kernel, of operands in the form that this takes. What the kernel returns is saved for the
-    backward."""
+    """Attention by a kernel like `PackedKernel`, of operands and with settings as this takes them. What the kernel
+    returns is saved for the backward."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         kept = kernel.forward(q, k, v, *settings)
         if sinks is not None:
-            add_sinks_(kept[0], kept[1].t(), sinks)
+            add_sinks_(kept[0], kept[1].movedim(0, -1), sinks)
         ctx.save_for_backward(q, k, v, sinks, *kept)
         ctx.kernel, ctx.settings = kernel, settings
         return kept[0]
@@ -75,7 +75,7 @@ class PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *kept = ctx.saved_tensors
-        of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].t(), sinks)
+        of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].movedim(0, -1), sinks)
         gradients = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)
         return *gradients, of_sinks, None, None, None
 

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Rows, query_rows
 from megatron.core.attention.tiles import Tile
-from megatron.core.attention.varlen import add_sinks_, sinks_grad
+from megatron.core.attention.varlen import PackedAttention
 from megatron.core.dropout import bits_of_columns
 from megatron.core.host_to_device import integers_on
 from megatron.extensions.fusions.kernel_choice import gpu_operator
@@ -132,7 +131,7 @@ class FlashDropoutKernel:
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], sinks: Tensor | None) -> Tensor:
         """Attention of all queries of a rank, which the tiles hold: q [n, b, heads, d], k [m, b, groups, d],
         v [m, b, groups, dv], sinks [heads] -> [n, b, heads, dv], by one launch."""
-        return _FlashDropout.apply(q, k, v, sinks, self, tiles)
+        return PackedAttention.apply(q, k, v, sinks, _AtOnce(self), tiles)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
         """Outputs of the rows that the tiles cover: q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv]."""
@@ -148,32 +147,23 @@ class FlashDropoutKernel:
         return self.scale, d.p, d.key, d.head_offset, d.sample_index
 
 
-class _FlashDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        kernel: FlashDropoutKernel,
-        tiles: tuple[Tile, ...],
-    ) -> Tensor:
-        ((_, (out, lse)),) = kernel.forward(q, k, v, tiles)
-        if sinks is not None:
-            add_sinks_(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.kernel, ctx.tiles = kernel, tiles
-        return out
+class _AtOnce:
+    """The kernel of all queries of a rank, as `PackedAttention` takes one."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        of_sinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
-        ((tile, (dq, dk, dv)),) = ctx.kernel.backward(Rows(grad, out, lse), q, k, v, ctx.tiles)
-        dk, dv = (_whole(part, x, tile) for part, x in ((dk, k), (dv, v)))
-        return dq, dk, dv, of_sinks, None, None
+    def __init__(self, kernel: FlashDropoutKernel) -> None:
+        self.kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
+        ((_, (out, lse)),) = self.kernel.forward(q, k, v, tiles)
+        return out, lse.movedim(-1, 0)
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], tiles: tuple[Tile, ...]
+    ) -> Gradients:
+        q, k, v = qkv
+        rows = Rows(grad, kept[0], kept[1].movedim(0, -1))
+        ((tile, (dq, dk, dv)),) = self.kernel.backward(rows, q, k, v, tiles)
+        return dq, _whole(dk, k, tile), _whole(dv, v, tile)
 
 
 def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
