@@ -96,5 +96,5 @@ def _fraction(optimizer: OptimizerConfig) -> float:
     return options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
 
 
-HOST_UPDATES.register("host", f"{HERE}.host_update:build_host_update", fraction=_fraction)
+HOST_UPDATES.register("host", f"{HERE}.host_update:HostUpdate", fraction=_fraction)
 ACTIVATION_STORES.register("host", f"{HERE}.saved_activations:build_offload", layers=_layers, with_layers=_with_layers)

@@ -91,27 +91,26 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 class HostUpdate:
-    """Updates `shards`, whose states are in host memory, each by its rule of `rules`."""
+    """Updates `shards`, whose states are in host memory, each by its rule of `rules`: the entry of HOST_UPDATES."""
 
     def __init__(
         self,
+        config: OptimizerConfig,
         shards: Sequence[Shard],
         rules: Sequence[Optimizer],
         slots: tuple[int, int],
-        pin_grads: bool = True,
-        pin_params: bool = True,
-        threads: int | None = None,
+        threads: int | None,
     ) -> None:
         """`slots`: number and elements of those that gradients and parameters pass through. `threads`: of the update,
         by default torch's."""
-        number, elements = slots
+        options, (number, elements) = config.options(HostStateFlags), slots
         assert shards and number <= len(shards) and elements == max(shard.numel for shard in shards)
         self.shards, self.rules = shards, rules
         params, grads = shards[0].device_params, shards[0].device_grads
         self.device = params.device
         on_gpu = self.device.type == "cuda"
-        self._grads = Slots(number, elements, grads.dtype, on_gpu and pin_grads)
-        self._params = Slots(number, elements, params.dtype, on_gpu and pin_params)
+        self._grads = Slots(number, elements, grads.dtype, on_gpu and options.pin_cpu_grads)
+        self._params = Slots(number, elements, params.dtype, on_gpu and options.pin_cpu_params)
         self._number, self._threads = number, threads
         self._to_host, self._to_device = CopyQueue(self.device), CopyQueue(self.device)
 
@@ -159,15 +158,3 @@ class HostUpdate:
     def _start_params(self, chunk: int) -> None:
         shard = self.shards[chunk]
         self._params.start_copy(chunk, lambda slot: self._to_device.copy(slot[: shard.numel], shard.device_params))
-
-
-def build_host_update(
-    config: OptimizerConfig,
-    shards: Sequence[Shard],
-    rules: Sequence[Optimizer],
-    slots: tuple[int, int],
-    threads: int | None,
-) -> HostUpdate:
-    """The entry of HOST_UPDATES."""
-    options = config.options(HostStateFlags)
-    return HostUpdate(shards, rules, slots, options.pin_cpu_grads, options.pin_cpu_params, threads)

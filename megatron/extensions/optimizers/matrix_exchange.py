@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.collectives import Pending, start_all_to_all
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.parallel_state import ParallelState
 from megatron.extensions.optimizers.flags import MuonFlags
 from megatron.extensions.optimizers.matrix_plan import Matrix, MatrixPlan, Part, splits_of
 
@@ -40,11 +40,16 @@ class _Round:
 
 
 class MatrixExchange:
-    """The exchange of one rank, over the ranks of its stage (`axis`), in tensors of `dtype`. Collective over them."""
+    """The exchange of one rank, over the ranks of its pipeline stage (`axis`), in tensors of `dtype`. Collective over
+    them."""
 
-    def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
-        assert plan.ranks == axis.ranks, "the plan is of another stage"
-        self.plan, self.axis, self.dtype, self.device = plan, axis, dtype, device
+    def __init__(self, config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> None:
+        options, self.device = config.options(MuonFlags), ddp.device
+        self.axis = axis = state.axis("stage")
+        self.dtype = matrix_dtype(ddp.main_dtype, options.muon_fp32_matmul_prec)
+        blockwise, distributed = options.muon_tp_mode == "blockwise", config.use_distributed_optimizer
+        plan = MatrixPlan(ddp.layouts, state.dims, axis.ranks, distributed, splits_of(options), blockwise)
+        self.plan = plan
         me, everyone = axis.rank, range(axis.size)
         owned, mine = plan.owned(me), plan.parts(me)
         theirs = [mine if place == me else plan.parts(place, owned) for place in everyone]
@@ -142,14 +147,6 @@ def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tenso
         found.append((part, packed[start : start + part.numel].view(part.shape)))
         start += part.numel
     return found
-
-
-def build_exchange(config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> MatrixExchange:
-    """The exchange over a rank's stage."""
-    options, stage = config.options(MuonFlags), state.axis("stage")
-    blockwise, distributed = options.muon_tp_mode == "blockwise", config.use_distributed_optimizer
-    plan = MatrixPlan(ddp.layouts, state.dims, stage.ranks, distributed, splits_of(options), blockwise)
-    return MatrixExchange(plan, stage, matrix_dtype(ddp.main_dtype, options.muon_fp32_matmul_prec), ddp.device)
 
 
 def matrix_dtype(main_dtype: torch.dtype, precision: str) -> torch.dtype:

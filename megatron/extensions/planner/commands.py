@@ -116,8 +116,17 @@ class DryRun(Command):
 
     def run(self, run: Prepared) -> int:
         """Where only files are missing that a plan does not need, it is printed before the problems."""
-        if self.suggest is not None and run.config.training.global_batch_size:
-            return self._suggest(run)
+        try:
+            whole = self.suggest is not None and run.config.training.global_batch_size
+            return self._suggest(run) if whole else self._plan(run)
+        except DeviceError as error:  # the file lacks what a step needs, unless code of an extension says so
+            if problem_in_extension(error) is not None:
+                raise
+            run.refuse(Problem.of_errors("--device", self.device, error))
+
+    def _plan(self, run: Prepared) -> int:
+        from megatron.extensions.planner.dry_run import print_plan
+
         inputs = [*run.inputs, *missing_inputs(run.config, run.problems)]
         if run.problems:
             run.refuse([*run.problems, *inputs])
@@ -127,18 +136,10 @@ class DryRun(Command):
                     run.config.optimizer.check_names({meta.name for meta in stage_metas(run.config.model)})
                 except ValueError as error:
                     run.refuse(Problem.of_errors("--freeze", None, error))
-            self._plan(run, inputs)
+            print_plan(run, self.device, self.gpus_per_node, self.device_memory, inputs)
         if inputs:
             run.refuse(inputs, json=False)
         return 0
-
-    def _plan(self, run: Prepared, inputs: list[Problem]) -> None:
-        from megatron.extensions.planner.dry_run import print_plan
-
-        try:
-            print_plan(run, self.device, self.gpus_per_node, self.device_memory, inputs)
-        except DeviceError as error:
-            self._refuse_device(run, error)
 
     def _suggest(self, run: Prepared) -> int:
         """Prints the best layouts of a run. Problems of its own layout are part of its report; where every layout has
@@ -151,17 +152,9 @@ class DryRun(Command):
             try:
                 if not print_suggestions(run, *asked) and run.problems:
                     run.refuse(run.problems)
-            except DeviceError as error:
-                self._refuse_device(run, error)
             except KeyboardInterrupt:
                 return 130
         return 0
-
-    def _refuse_device(self, run: Prepared, error: DeviceError) -> None:
-        """Refuses a device file that lacks what a step needs. Raises `error` if an extension's code has raised it."""
-        if problem_in_extension(error) is not None:
-            raise error
-        run.refuse(Problem.of_errors("--device", self.device, error))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ Temporary memory inside a single kernel is not counted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,20 +40,15 @@ class LiveMemory(TorchDispatchMode):
         pool.allocate = on_host
         return made
 
-    @contextmanager
-    def one_kernel(self) -> Iterator[None]:
-        """Does not count towards the peak what comes and goes in here, as in one compiled kernel it has no memory."""
+    def run_region(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A compiled region, which runs as it is written: no compiler takes tensors without values. What comes and goes
+        in it does not count towards the peak, as in one compiled kernel it has no memory."""
         outermost, self._inside = not self._inside, True
         try:
-            yield
+            return function(*args)
         finally:
             self._inside = not outermost
             self._note_peak()
-
-    def run_region(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """A compiled region, which runs as it is written: no compiler takes tensors without values."""
-        with self.one_kernel():
-            return function(*args)
 
     def _note_peak(self) -> None:
         if not self._inside:
