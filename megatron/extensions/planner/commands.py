@@ -9,14 +9,12 @@ from pathlib import Path
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.extensions.planner.device_file import device_names, read_device
-from megatron.extensions.planner.dry_run import DeviceError
+from megatron.extensions.planner.device_file import DeviceError, device_names, read_device
 from megatron.extensions.planner.rehearsal.matching import DISTINCT, chosen_ranks
 from megatron.extensions.planner.terminal import at_interrupt, end_process
 from megatron.training.config.commands import Command, GivenOptions, Prepared
 from megatron.training.config.input_files import missing_inputs
 from megatron.training.config.problem import Problem
-from megatron.training.extensions import problem_in_extension
 
 
 def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
@@ -119,9 +117,7 @@ class DryRun(Command):
         try:
             whole = self.suggest is not None and run.config.training.global_batch_size
             return self._suggest(run) if whole else self._plan(run)
-        except DeviceError as error:  # the file lacks what a step needs, unless code of an extension says so
-            if problem_in_extension(error) is not None:
-                raise
+        except DeviceError as error:
             run.refuse(Problem.of_errors("--device", self.device, error))
 
     def _plan(self, run: Prepared) -> int:

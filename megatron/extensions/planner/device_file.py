@@ -38,6 +38,10 @@ HASH_OPERATIONS = 9
 """Integer operations by which a mask of dropout is hashed and applied to one attention weight."""
 
 
+class DeviceError(ValueError):
+    """A device file lacks what a step needs."""
+
+
 @dataclass(frozen=True)
 class GemmSpeed:
     """Rate of the GEMMs of one precision."""
@@ -173,7 +177,7 @@ class DeviceFile:
         if precision == "fp64" and precision not in self.gemm:
             precision = "fp32"
         if precision not in self.gemm:
-            raise ValueError(f"{self.name}: no speed of {precision} products; known are {', '.join(self.gemm)}")
+            raise DeviceError(f"{self.name}: no speed of {precision} products; known are {', '.join(self.gemm)}")
         return self.gemm[precision]
 
     def attention_us(self, kernel: str, width: int, flops: float, length: int, backward: bool) -> float:
@@ -186,7 +190,7 @@ class DeviceFile:
             kernel = "flash" if "flash" in self.attention else "auto"  # assumed: its matrix products are as fast
             return self.attention_us(kernel, width, flops, length, backward)
         if kernel not in self.attention:
-            raise ValueError(f"{self.name}: no speed of {kernel} attention; known are {', '.join(self.attention)}")
+            raise DeviceError(f"{self.name}: no speed of {kernel} attention; known are {', '.join(self.attention)}")
         of_widths = self.attention[kernel]
         speed = of_widths[min(of_widths, key=lambda known: abs(known - width))]
         endless, half = speed.backward if backward else speed.forward

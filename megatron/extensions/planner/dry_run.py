@@ -25,25 +25,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase, RunPlan, plan_of
 
 if TYPE_CHECKING:
-    from megatron.extensions.planner.fake_stage import PlannerCache
     from megatron.extensions.planner.time.step_time import StepTime
-
-
-class DeviceError(ValueError):
-    """A device file lacks what a step needs."""
-
-
-def predicted_step(
-    config: RunConfig, world_size: int, device: str, gpus_per_node: int | None, cache: PlannerCache | None = None
-) -> StepTime:
-    """Predicts a step on the device of a file. `cache` is that of `predict_step`. Raises DeviceError."""
-    from megatron.extensions.planner.time.step_time import predict_step
-
-    speeds = read_device(device)
-    try:
-        return predict_step(config, world_size, speeds, gpus_per_node, cache)
-    except ValueError as error:
-        raise DeviceError(str(error)) from error
 
 
 def step_lines(time: StepTime) -> Iterator[str]:
@@ -89,13 +71,15 @@ def print_plan(
     Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
     from megatron.extensions.planner.fake_stage import PlannerCache
+    from megatron.extensions.planner.time.step_time import predict_step
 
     config, world_size, plan_file = asked.config, asked.world_size, asked.json_file
     dims, cache = ParallelDims.from_config(config.parallel, world_size), PlannerCache()
     run = plan_of(config)
     largest = run.longest.config
     of = f" in phase {run.longest.name}, the largest" if len(run.phases) > 1 else ""
-    step = predicted_step(largest, world_size, device, gpus_per_node, cache) if device is not None else None
+    speeds = None if device is None else read_device(device)
+    step = None if speeds is None else predict_step(largest, world_size, speeds, gpus_per_node, cache)
     memory = memory_of_ranks(largest, world_size, cache)
     size = device_memory or (step.device.memory_gib if step is not None else None)
     fit = None if size is None else Fit(fullest(memory), int(size * GIB))

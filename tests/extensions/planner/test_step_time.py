@@ -13,7 +13,6 @@ from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.planner.commands import DryRun
 from megatron.extensions.planner.device_file import DeviceFile, Link, read_device
-from megatron.extensions.planner.dry_run import predicted_step
 from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
 from megatron.extensions.planner.time.events import Collective, Event, Move, Product, Wait
 from megatron.extensions.planner.time.pipeline import Schedule
@@ -225,7 +224,7 @@ def test_published_memory_of_a_pipeline() -> None:
 def test_the_default_nodes_are_those_that_the_flag_may_name() -> None:
     argv = f"{MODEL} --dp 12 --global-batch-size 12 --device h100 --dry-run --world-size 12".split()
     config = resolve(parse_args(argv), 12)
-    step = predicted_step(config, 12, "h100", None)
-    assert step.gpus_per_node == 6 and step == predicted_step(config, 12, "h100", 6)
+    step = predict_step(config, 12, read_device("h100"), None)
+    assert step.gpus_per_node == 6 and step == predict_step(config, 12, read_device("h100"), 6)
     asked = command_line([*argv, "--gpus-per-node", "6"], Launch()).command
     assert isinstance(asked, DryRun) and asked.gpus_per_node == 6

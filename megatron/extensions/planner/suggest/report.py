@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.planner.device_file import read_device
-from megatron.extensions.planner.dry_run import DeviceError, share_text
+from megatron.extensions.planner.dry_run import share_text
 from megatron.extensions.planner.memory import GIB, Fit, RankMemory, gib
 from megatron.extensions.planner.suggest.costs import LayoutCosts
 from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
@@ -230,24 +230,21 @@ def print_suggestions(
 
     title = f"The given layout on {world_size} x {speeds.name}, {costs.gpus_per_node} a node, predicted"
     standing, mine = list[str](), None
-    try:
-        with progress() as say:
-            search = LayoutSearch(costs, limit, most_timed, lambda effort: say(progress_text(effort)))
-            if problems:
-                show(title, ["cannot run:", *(f"    {problem}" for problem in problems)])
-                record["given"] = {"legal": False, "problems": [str(problem) for problem in problems]}
-            else:
-                mine = Found(run.own_layout, config, costs.step(config), tuple(costs.memory(config)), given=True)
-                show(title, list(verdict_lines(mine, limit)))
-                record["given"] = verdict_record(mine, limit)
-            with at_interrupt(search.end_early):
-                found = search.best(SUGGESTED)
-        if mine is not None and mine.fullest.total <= limit:
-            found = ranked_with(mine, found)
-            standing = [standing_line(found)]
-        nearest = None if found else search.nearest()
-    except ValueError as error:
-        raise DeviceError(str(error)) from error
+    with progress() as say:
+        search = LayoutSearch(costs, limit, most_timed, lambda effort: say(progress_text(effort)))
+        if problems:
+            show(title, ["cannot run:", *(f"    {problem}" for problem in problems)])
+            record["given"] = {"legal": False, "problems": [str(problem) for problem in problems]}
+        else:
+            mine = Found(run.own_layout, config, costs.step(config), tuple(costs.memory(config)), given=True)
+            show(title, list(verdict_lines(mine, limit)))
+            record["given"] = verdict_record(mine, limit)
+        with at_interrupt(search.end_early):
+            found = search.best(SUGGESTED)
+    if mine is not None and mine.fullest.total <= limit:
+        found = ranked_with(mine, found)
+        standing = [standing_line(found)]
+    nearest = None if found else search.nearest()
     record["suggestions"] = [found_record(each, run, limit) for each in found]
     record["searched"] = {"space": vars(run.space), **vars(search.effort)}
     if found:

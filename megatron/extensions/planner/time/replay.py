@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import takewhile
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.extensions.planner.device_file import DeviceFile, Link
+from megatron.extensions.planner.device_file import DeviceError, DeviceFile, Link
 from megatron.extensions.planner.time.events import Attention, Collective, Event, Kernel, Product, Wait
 
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
@@ -103,7 +103,7 @@ class Network:
         links: Mapping[str, Link] = self.device.links
         for name in ("node", "network") if group.crosses else ("node",):
             if name not in links:
-                raise ValueError(f"{self.device.name}: its device file has no link {name}, which this layout needs")
+                raise DeviceError(f"{self.device.name}: its device file has no link {name}, which this layout needs")
         return links["node"], links.get("network", links["node"])
 
 
