@@ -95,10 +95,6 @@ class RankActivations:
     host: int = 0
     """Bytes of the host's buffers for offloaded activations, of all micro-batches that are in flight."""
 
-    @property
-    def total(self) -> int:
-        return self.peak + self.weight_copies + self.working
-
 
 def activations_of_ranks(
     batch: MicroBatch, microbatches: int, cache: PlannerCache | None = None

@@ -156,7 +156,8 @@ def plan(config: RunConfig, world_size: int) -> list[Memory]:
     for rank, held in enumerate(activations_of_ranks(MicroBatch.of(config), micro)):
         plan = states_of_rank(config, dims, rank)
         states, units = plan.memory, plan.in_flight.parameters + plan.in_flight.gradients
-        kept, peak = held.peak + held.weight_copies, held.total + plan.in_flight.total
+        kept = held.peak + held.weight_copies
+        peak = kept + held.working + plan.in_flight.total
         host = states.host + held.host
         found.append(Memory(states.parameters, states.gradients, states.optimizer, kept, units, host, peak))
     return found
