@@ -14,11 +14,14 @@ from megatron.core.parallel_state import Axis
 REMEDY = "name a folder on a file system that all hosts share"
 
 
-def choose_checkpoint(path: Path, world: Axis, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+def choose_checkpoint(
+    path: Path, world: Axis, say: Callable[[str], None] = lambda line: None, verified: bool = True
+) -> Checkpoint | None:
     """Opens the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
 
-    Every file is read by one of the ranks and compared with the manifest. `say` receives one line for each checkpoint
-    skipped, on every rank. Raises ValueError on every rank if there are checkpoints and none is readable.
+    If they are to be `verified`, every file is read by one of the ranks and compared with the manifest. `say` receives
+    one line for each checkpoint skipped, on every rank. Raises ValueError on every rank if there are checkpoints and
+    none is readable.
     """
     found = on_first_rank(lambda: candidates(path), world)
     _check_seen(path, found, world)
@@ -26,7 +29,7 @@ def choose_checkpoint(path: Path, world: Axis, say: Callable[[str], None] = lamb
     for remark in found.remarks:
         say(remark)
     for folder in found.folders:
-        problems = verify(folder, world)
+        problems = verify(folder, world) if verified else []
         if not problems:
             try:
                 return open_checkpoint(folder, world)
