@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import CALLBACKS, LINEAR_FORMATS, PARAM_GATHERS
+from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 HERE = "megatron.extensions.fp8"
@@ -83,7 +84,9 @@ def gathers(parallel: ModelParallelConfig) -> bool:
     return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"
 
 
-def _scales_of_steps(own: Fp8Flags) -> bool:
+def delays(config: RunConfig) -> bool:
+    """Whether scales follow from earlier steps."""
+    own = config.options(Fp8Flags)
     return own.fp8_format is not None and own.fp8_recipe == "delayed"
 
 
@@ -98,6 +101,4 @@ LINEAR_FORMATS.register(
     peak_tflops={"H100": 1978.9, "H200": 1978.9, "H800": 1978.9, "B200": 4500.0},
 )
 PARAM_GATHERS.register("fp8", f"{HERE}.weight_gather:build_gather", when=gathers)
-CALLBACKS.register(
-    "fp8 scales", f"{HERE}.recipes:Fp8Scales", when=lambda config: _scales_of_steps(config.options(Fp8Flags))
-)
+CALLBACKS.register("fp8 scales", f"{HERE}.recipes:Fp8Scales", when=delays)
