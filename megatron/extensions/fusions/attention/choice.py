@@ -181,10 +181,9 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     asked = config.parallel.attention_backend
     if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS):
         return asked
-    if runtime.device.type != "cuda":
-        return asked if asked in ("flash", "unfused") else "auto"
-    shape = attention_shape(config, runtime.state.cp.rank)
-    if asked == "unfused" or shape is None:
+    chooses = runtime.device.type == "cuda" and asked != "unfused"
+    shape = attention_shape(config, runtime.state.cp.rank) if chooses else None
+    if shape is None:
         return asked if asked in ("flash", "unfused") else "auto"
     asked = asked if asked in shape.backends else "auto"
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)

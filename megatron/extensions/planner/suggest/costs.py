@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from math import inf, lcm
 
 import numpy as np
@@ -226,7 +226,9 @@ class LayoutCosts:
 
     def close_memory_bound(self, layout: Layout) -> int:
         """The same with the states as they are planned, and whole units beside them where they are sharded."""
-        return max(self._states(_of_states(layout), rank) + peak for rank, peak in self._peaks_of(layout).items())
+        family = Family(*layout.family[:4], split=layout.family.split)  # what else it says changes no states
+        alike = layout._replace(family=family)
+        return max(self._states(alike, rank) + peak for rank, peak in self._peaks_of(layout).items())
 
     @cache  # noqa: B019
     def _states(self, layout: Layout, rank: int) -> int:
@@ -273,10 +275,6 @@ class LayoutCosts:
         )
         return second - first
 
-    @cached_property
-    def _metas(self) -> list[ParamMeta]:
-        return stage_metas(self.run.own.model)
-
     @cache  # noqa: B019
     def _elements(self, stage: Stage) -> dict[bool, int]:
         metas = stage_metas(self.run.own.model, stage)
@@ -289,16 +287,10 @@ class LayoutCosts:
     def _bytes_each(self, saving: Saving, shards: int, expert: bool) -> float:
         """Bytes of states that each element of a large matrix takes on a rank."""
         config = self.run.with_layout(Layout(saving=saving))
-        found = [meta for meta in self._metas if meta.expert is expert and meta.matrix]
+        found = [meta for meta in stage_metas(self.run.own.model) if meta.expert is expert and meta.matrix]
         if not found or any(config.optimizer.freezes(meta.name) for meta in found):
             return 0.0  # nothing is said of frozen parameters
         return _state_bytes(found[0], shards, config) / (shards * ELEMENTS)
-
-
-def _of_states(layout: Layout) -> Layout:
-    """One with the same states: micro-batches and recomputation change none of them."""
-    family = Family(*layout.family[:4], split=layout.family.split)
-    return layout._replace(family=family)
 
 
 MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copies")
