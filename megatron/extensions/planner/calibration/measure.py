@@ -84,17 +84,11 @@ class Clock:
     def _timed(self, call: Callable[[], object], count: int) -> float:
         if self.world > 1:
             dist.barrier()
-        if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(count):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            return begin.elapsed_time(end) / 1e3
         start = time.perf_counter()
         for _ in range(count):
             call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     def agreed(self, seconds: float) -> float:

@@ -188,19 +188,15 @@ class Rehearsal:
     microbatches: int
     """Of the step of the real run."""
 
+    rehearsed: int
+    """Micro-batches that are rehearsed."""
+
     device_memory: int | None = None
     """Bytes at which a rank runs out of memory."""
 
     @property
     def dims(self) -> ParallelDims:
         return ParallelDims.from_config(self.config.parallel, self.world_size)
-
-    @property
-    def rehearsed(self) -> int:
-        """Micro-batches that are rehearsed."""
-        training = self.config.training
-        assert training.global_batch_size is not None
-        return training.global_batch_size // (training.micro_batch_size * self.dims.dp)
 
 
 def rehearsal_of(
@@ -230,7 +226,7 @@ def rehearsal_of(
         parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config))),
         checkpoint=replace(config.checkpoint, save=None, load=None),
     )
-    return Rehearsal(config, world_size, microbatches, device_memory)
+    return Rehearsal(config, world_size, microbatches, number, device_memory)
 
 
 def device_of(config: RunConfig) -> str:
@@ -245,18 +241,14 @@ def enough_microbatches(config: RunConfig, microbatches: int) -> int:
     schedule, step = Schedule.of(config.parallel, layout), layout.pp if layout.chunks > 1 else 1
 
     def held(number: int) -> list[dict[int, int]]:
-        return [held_at_peak(actions, StageCosts())[1] for actions in schedule.lists(number, messages=True)]
+        try:
+            return [held_at_peak(actions, StageCosts())[1] for actions in schedule.lists(number, messages=True)]
+        except ValueError:  # the schedule does not take so few
+            return []
 
     most = held(microbatches)
     first = -(-min(3, microbatches) // step) * step
-    return next((n for n in range(first, microbatches, step) if _legal(held, n) == most), microbatches)
-
-
-def _legal(held: Any, number: int) -> Any:
-    try:
-        return held(number)
-    except ValueError:  # the schedule does not take so few
-        return None
+    return next((n for n in range(first, microbatches, step) if held(n) == most), microbatches)
 
 
 class _Phases:
