@@ -76,6 +76,7 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *kept = ctx.saved_tensors
         of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].movedim(0, -1), sinks)
+        grad = grad.contiguous() if grad.ndim == 3 else grad  # packed rows; dense ones may lie in any order
         gradients = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)
         return *gradients, of_sinks, None, None, None
 

@@ -126,7 +126,7 @@ class CudnnPackedKernel:
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad, out, *rows = (_of_samples(x, lengths, window) for x in (grad.contiguous(), kept[0], *qkv))
+        grad, out, *rows = (_of_samples(x, lengths, window) for x in (grad, kept[0], *qkv))
         grads = cudnn_backward(grad, tuple(rows), (out, kept[1]), True, self.scale)
         dq, dk, dv = (x.transpose(1, 2).flatten(0, 1) for x in grads)
         return dq, dk, dv

@@ -43,7 +43,7 @@ class Flash2:
             state = [torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)]
         sizes = {"window_size_left": window[0], "window_size_right": window[1]}
         return torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), *qkv, out, lse, *lengths, 0.0, window == (-1, 0), *state, scale=self.scale, **sizes
+            grad, *qkv, out, lse, *lengths, 0.0, window == (-1, 0), *state, scale=self.scale, **sizes
         )
 
 
