@@ -47,10 +47,6 @@ class Casts(NamedTuple):
         outputs = outputs_of(n, k, wanted, dtype, device)
         return cls(*outputs, multiplier, torch.empty((), device=device), state_of(device), noted)
 
-    def of_nothing(self) -> list[Tensor]:
-        """Those of a matrix without elements, for which no kernel runs."""
-        return self._replace(scale=self.multiplier.reciprocal()).made()
-
     def made(self) -> list[Tensor]:
         """The casts that are wanted, and their scale."""
         return [*(values for values in self[:2] if values is not None), self.scale]
@@ -287,8 +283,6 @@ def cast_transpose_noting_amax(x: Tensor, *cast: Any) -> list[Tensor]:
     """Returns the values by rows and by columns, as wanted, and the scale; updates `noted`."""
     n, k = x.shape
     casts = Casts.of(n, k, *cast)
-    if not x.numel():
-        return casts.of_nothing()
     noting_tiles[_tiles(n, k)](x, x.stride(), casts, n, k, TILE, num_warps=WARPS)
     return casts.made()
 
@@ -300,8 +294,7 @@ def amax_of_rows_and_columns(x: Tensor, wanted: list[bool]) -> list[Tensor]:
         torch.zeros(size, dtype=torch.int32, device=x.device) if wants else None
         for size, wants in zip(((n, 1), (1, k)), wanted, strict=True)
     ]
-    if x.numel():
-        amax_tiles[_tiles(n, k)](x, x.stride(), *bits, n, k, TILE, num_warps=WARPS)
+    amax_tiles[_tiles(n, k)](x, x.stride(), *bits, n, k, TILE, num_warps=WARPS)
     return [found.view(torch.float32) for found in bits if found is not None]
 
 
@@ -309,8 +302,7 @@ def transposed_bytes(x: Tensor) -> Tensor:
     """The transpose of bytes."""
     n, k = x.shape
     out = torch.empty(k, n, dtype=x.dtype, device=x.device)
-    if x.numel():
-        transpose_tiles[_tiles(n, k)](x, x.stride(), out, n, k, TILE, num_warps=WARPS)
+    transpose_tiles[_tiles(n, k)](x, x.stride(), out, n, k, TILE, num_warps=WARPS)
     return out
 
 
@@ -320,8 +312,6 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: Any) -> list[Tensor]:
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
     casts = Casts.of(n, f if grad is None else 2 * f, *cast)
-    if not x.numel():
-        return casts.of_nothing()
     swiglu_tiles[_tiles(n, f, SWIGLU_TILE)](x, grad, casts, n, f, *SWIGLU_TILE, num_warps=WARPS)
     return casts.made()
 
