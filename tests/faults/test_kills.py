@@ -1,0 +1,110 @@
+"""A reduced DeepSeek-V3, of which a rank is killed at random moments, each time resumed at another layout.
+
+The model has what makes DeepSeek-V3 hard to lay out: multi-latent attention, a dense layer in front of layers with
+experts, sigmoid scores with a bias, groups of experts, a shared expert and multi-token prediction. It saves in the
+background and keeps the last two checkpoints. At a random moment a random rank gets SIGKILL; the others are killed with
+it, or left to end by themselves. The next start has another layout and sharding strategy, and must load the newest
+complete checkpoint. In fp64 every logged loss and gradient norm, and every tensor of the final checkpoint, must be that
+of a run on one process to within 1e-9 of its largest value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import read_latest
+from megatron.core.parallel_state import Axis
+from tests.forked import forked_ranks, join, run_forked
+from tests.limits import HANG
+
+MODEL = (
+    "--cpu --fp64 --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 "
+    "--vocab-size 64 --make-vocab-size-divisible-by 8 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 "
+    "--qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --num-experts 8 --moe-layer-freq [0]+[1]*3 --moe-ffn-hidden-size 12 "
+    "--moe-shared-expert-intermediate-size 12 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1 "
+    "--mtp-loss-scaling-factor 0.3 --moe-token-dispatcher-type alltoall --mock-data --global-batch-size 4 "
+    "--lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --clip-grad 1 --log-interval 1 --eval-iters 0 --num-workers 0 "
+    "--save-interval 2 --keep-last 2"
+).split()
+LAYOUTS = (
+    "--tp 2 --sequence-parallel --etp 1 --pp 2 --ep 2 --pipeline-schedule zb-v",
+    "--cp 2 --ep 2 --recompute-granularity full --recompute-method uniform",
+    "--pp 2 --ep 2 --data-parallel-sharding-strategy optim_grads_params",
+    "--tp 2 --sequence-parallel --etp 1 --ep 2 --data-parallel-sharding-strategy optim_grads",
+    "--pp 4 --data-parallel-sharding-strategy no_shard",
+)
+LOGGED = ("iteration", "consumed_samples", "lm_loss", "mtp_loss_1", "moe_aux_loss", "grad_norm")
+
+
+def flags(save: Path, iterations: int, layout: str = "") -> list[str]:
+    return [*MODEL, *layout.split(), "--train-iters", str(iterations), "--save", str(save), "--load", str(save)]
+
+
+def logged(save: Path) -> list[list[float]]:
+    path = save / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # what is behind the last end is unfinished
+    return [[json.loads(line)[name] for name in LOGGED] for line in lines]
+
+
+def reaches(steps: int, share: float, ranks: list[Any], screen: Path) -> bool:
+    """Waits for so many steps of this start, and a share of the time that it has taken since; False if the run ends
+    before."""
+    began = time.monotonic()
+    while screen.read_text().count(" iteration ") < steps and all(process.exitcode is None for process in ranks):
+        assert time.monotonic() < began + HANG, screen.read_text()[-4000:]
+        time.sleep(0.005)
+    time.sleep(share * (time.monotonic() - began) / steps if steps else share)
+    return all(process.exitcode is None for process in ranks)
+
+
+def assert_resumed(said: str, latest: int) -> None:
+    """A start that came to load something has loaded the newest complete checkpoint."""
+    assert "skipped checkpoint" not in said
+    if found := re.search(r"loaded checkpoint of iteration (\d+)|starting at iteration (0)", said):
+        assert int(found[1] or found[2]) == latest
+
+
+@pytest.mark.grid("size", [(10, 4, 2)], [(10, 4, 2), (30, 4, 8)])
+def test_killed_and_resumed_at_other_layouts_as_one_process(tmp_path: Path, size: tuple[int, int, int]) -> None:
+    """`size`: iterations, ranks, kills. The first one is behind a checkpoint, others may be at start-up."""
+    (iterations, ranks, kills), moments = size, random.Random(5)
+    save, alone, screen = (tmp_path / name for name in ("save", "one-process", "screen"))
+    layouts, latest = itertools.cycle(LAYOUTS), 0
+    for number in range(kills):
+        steps, share, victim = moments.randrange(4) if number else 5, moments.random(), moments.randrange(ranks)
+        with forked_ranks(ranks, flags(save, iterations, next(layouts)), screen) as processes:
+            if not reaches(steps, share, processes, screen):
+                break
+            newest = read_latest(save) or 0
+            os.kill(processes[victim].pid, signal.SIGKILL)
+            if steps and number % 2:
+                join(processes)  # the others find out
+        assert_resumed(screen.read_text(), latest)
+        latest = read_latest(save) or 0
+        assert latest >= newest > 0
+    assert_resumed(run_forked(ranks, flags(save, iterations, next(layouts)), screen), latest)
+    run_forked(1, flags(alone, iterations), screen)
+    for found, expected in zip(logged(save), logged(alone), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+    one, other = (choose_checkpoint(folder, Axis()) for folder in (save, alone))
+    assert one is not None and other is not None and one.tensors.keys() == other.tensors.keys()
+    assert one.payload["iteration"] == other.payload["iteration"] == iterations
+    for key in other.tensors:
+        whole = other.read(key).double()
+        assert (one.read(key).double() - whole).abs().max() <= 1e-9 * whole.abs().max().clamp_min(1e-12), key
+    assert not [path for path in save.iterdir() if path.suffix in (".tmp", ".old")]
