@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,29 +22,13 @@ from torch import Tensor
 
 from megatron.core import collectives
 from megatron.core.batch import Batch
-from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import initialize_model_parallel
-from megatron.training.config.flags import with_fields
+from tests.gpt_cases import GPT, STYLES
 from tests.harness import run_world
 
-S, B, H, VOCAB = 8, 2, 16, 64
-STYLES: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "llama": {
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": True,
-        "group_query_attention": True,
-        "num_query_groups": 4,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "qk_layernorm": True,
-    },
-}
+B, S, H = 2, GPT.seq_length, GPT.hidden_size
 NAMES = {
     collectives.ALL_GATHER: "all_gather",
     collectives.REDUCE_SCATTER: "reduce_scatter",
@@ -92,15 +77,7 @@ def all_reduce(nbytes: int, size: int) -> Call:
 
 def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: str) -> tuple[list[Call], list[Call]]:
     """Collectives of one forward and one backward."""
-    shape = TransformerConfig(
-        num_layers=layers,
-        hidden_size=H,
-        num_attention_heads=8,
-        seq_length=S,
-        vocab_size=VOCAB,
-        make_vocab_size_divisible_by=8,
-    )
-    config = with_fields(shape, STYLES[style])
+    config = replace(STYLES[style], num_layers=layers)
     parallel = ModelParallelConfig(tensor_model_parallel_size=size, sequence_parallel=sp, **{dtype: True})
     model = GPTModel(config, parallel, initialize_model_parallel(size))
     for param in model.parameters():
@@ -124,7 +101,7 @@ def per_layer(size: int, *args: Any) -> tuple[list[Call], list[Call]]:
     return phases[0], phases[1]
 
 
-KINDS = [(2, "gpt", "fp32", 4), (4, "llama", "bf16", 2)]
+KINDS = [(2, "gpt", "fp32", 4), (4, "qwen3", "bf16", 2)]
 
 
 @pytest.mark.parametrize(("size", "style", "dtype", "itemsize"), KINDS)

@@ -11,7 +11,7 @@ import torch._dynamo  # torch.optim needs it: once here, not in every forked ran
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import global_token_count, reduce_model_grads
+from megatron.core.distributed.finalize_model_grads import global_token_count
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
@@ -133,32 +133,6 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(distributed, dtype, ki
     expected = list(zip([False, False, True, False], scales, strict=True))
     for seen, updates in run_world(4, bad_step, distributed, dtype, kind, *where):
         assert (seen, updates) == (expected, 3)
-
-
-def one_factor_and_scaled_gradients_agree(rank, world, kind, dtype):
-    """What the optimizer multiplies gradients by itself: their division by the tokens, and clipping."""
-    state = build_parallel_state(ParallelDims(dp=world), rank)
-    results = []
-    for reduce in (reduce_model_grads, finalize_model_grads):
-        ddp, optimizer = build(state, dtype=dtype, optimizer=kind, clip_grad=0.01)
-        for step in range(3):
-            ddp.zero_grad_buffer()
-            add_gradients(ddp, state, step)
-            factor = reduce(ddp, global_token_count(torch.tensor(10.0), state), state, 64.0)
-            norm = optimizer.step(LR, DECAY, factor=factor).grad_norm
-            assert norm > 0.01
-        grads = [shard.bucket.owned_grads.double() for shard in optimizer.shards]
-        assert torch.stack([grad.square().sum() for grad in grads]).sum() < 0.01**2 * (1 + 1e-6)
-        results.append([torch.tensor(norm), *grads, *(piece.data for piece in optimizer.sharded_state())])
-    rtol = 1e-12 if dtype == "fp64" else 1e-5
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one.double(), other.double(), rtol=rtol, atol=rtol * other.abs().max().item())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_the_optimizer_scales_gradients_as_it_reads_them(kind, dtype):
-    run_world(2, one_factor_and_scaled_gradients_agree, kind, dtype)
 
 
 def empty_stage(rank, world):

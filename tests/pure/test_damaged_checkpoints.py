@@ -154,13 +154,6 @@ def test_latest_may_point_back(root: Path) -> None:
     assert loaded == 20 and "skipped checkpoint 25" in lines[0]
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    assert load(tmp_path) == (None, [])
-    (tmp_path / LATEST).write_text("")
-    with pytest.raises(ValueError, match="must hold the number"):
-        load(tmp_path)
-
-
 def test_a_checkpoint_asked_for_by_name_has_no_other(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(root / "iter_0000030" / "__0_0.distcp", 700)
     with pytest.raises(ValueError, match="has checksum"):

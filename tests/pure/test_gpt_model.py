@@ -14,12 +14,9 @@ from megatron.core.batch import Batch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.embedding import rounded
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recompute_segments
 from megatron.core.transformer.rotary import RotaryEmbedding
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, random_batch, token_losses, with_dropout
-from tests.harness import tp_context
 
 
 def loss_and_gradients(model: GPTModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,17 +52,6 @@ def test_no_two_dropouts_share_a_mask() -> None:
     keys = [module.key for module in GPTModel(with_dropout(GPT)).modules() if hasattr(module, "key")]
     assert len(keys) == 1 + 3 * GPT.num_layers
     assert len(set(keys)) == len(keys)
-
-
-def test_loss_does_not_depend_on_the_padding_of_the_vocabulary() -> None:
-    batch = random_batch(LLAMA)
-    expected = loss_and_gradients(GPTModel(replace(LLAMA, make_vocab_size_divisible_by=1), FP64), batch)
-    padded = GPTModel(replace(LLAMA, make_vocab_size_divisible_by=128), FP64)
-    loss, gradients = loss_and_gradients(padded, batch)
-    torch.testing.assert_close(loss, expected[0], rtol=1e-14, atol=0)
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        assert not gradients[name][LLAMA.vocab_size :].any()
-        torch.testing.assert_close(gradients[name][: LLAMA.vocab_size], expected[1][name], rtol=1e-12, atol=1e-14)
 
 
 def test_masked_tokens_contribute_exactly_nothing() -> None:
@@ -109,23 +95,6 @@ def test_text_beyond_the_learned_positions_is_refused() -> None:
     model = GPTModel(GPT)
     with pytest.raises(ValueError, match="--max-position-embeddings 16"):
         model(None, Batch.of_tokens(torch.zeros(1, 17, dtype=torch.int64)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_norm_of_one_plus_weight_equals_one_whose_weight_is_larger_by_one(dtype: torch.dtype) -> None:
-    config, ctx = replace(GPT, normalization="LayerNorm"), tp_context(ParallelState(), dtype=torch.float64)
-    usual = build_norm("norm", 8, config, ctx)
-    ours = build_norm("norm", 8, replace(config, apply_layernorm_1p=True), ctx)
-    assert (usual.weight.meta.init.kind, ours.weight.meta.init.kind) == ("ones", "zeros")
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.copy_(torch.randn(8))
-        usual.load_state_dict(ours.state_dict())
-        usual.weight += 1
-    x = torch.randn(4, 8, dtype=torch.float64)
-    found, tolerance = ours.to(dtype)(x.to(dtype)), 1e-12 if dtype == torch.float64 else 3e-2
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), usual(x), rtol=tolerance, atol=tolerance)
 
 
 def test_word_embeddings_are_scaled_in_the_models_precision() -> None:

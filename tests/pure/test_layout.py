@@ -135,11 +135,6 @@ def test_virtual_stages(flags: dict[str, Any], chunks: int, schedule: str) -> No
     assert (pipeline_layout(MODEL, config).chunks, config.schedule) == (chunks, schedule)
 
 
-def test_a_costly_head_leaves_the_last_stage_fewer_layers() -> None:
-    model = replace(MODEL, vocab_size=12 * 64 * 4)  # as many parameters as four layers
-    assert counts(parallel(4), model)[-1] == 5
-
-
 def test_who_holds_a_tied_embedding() -> None:
     def tied(pp: int, **flags: Any) -> tuple[int, ...]:
         return tied_stages(MODEL, pipeline_layout(MODEL, parallel(pp, **flags)))

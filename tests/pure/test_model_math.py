@@ -13,7 +13,6 @@ from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stage_parameters import built_metas, count_parameters, stage_metas
@@ -80,18 +79,6 @@ def test_parameters_are_those_of_the_built_model(
         assert built_metas(config, stage, sequence_parallel, tied) == metas
         for parameter, meta in zip(model.parameters(), metas, strict=True):
             assert tuple(parameter.shape) == meta.box({"tp": (0, tp)})[1], meta.name
-
-
-def test_every_stage_together_holds_the_whole_model_once() -> None:
-    config = TransformerConfig(**shape(7, 32, 4, 64, 300, 16))
-    stages = [Stage(range(3), last=False), Stage(range(3, 7), first=False)]
-    held = [meta for stage in stages for meta in stage_metas(config, stage, tied_stages=(0, 1))]
-    names = [meta.name for meta in held]
-    tied = [meta for meta in held if meta.shared_stages]
-    assert [meta.name for meta in tied] == ["embedding.word_embeddings.weight"] * 2
-    assert {meta.shared_stages for meta in tied} == {(0, 1)}
-    assert set(names) == {meta.name for meta in parameter_metas(config)}
-    assert len(names) == len(set(names)) + 1
 
 
 @pytest.mark.parametrize("window", [1, 7, 31, 32])

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.batch import FUTURE, Batch
+from megatron.core.batch import FUTURE, Batch, BatchContext
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
 from megatron.core.parallel_state import Axis
@@ -23,58 +22,26 @@ from tests.rules import problems
 CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
 
 
-def plain_norm(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], CONFIG.norm_epsilon)
-
-
-def plain_linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    matrix, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-    return F.linear(x, matrix.reshape(-1, matrix.shape[-1]), None if bias is None else bias.flatten())
-
-
-def plain_layer(weights: dict[str, Tensor], name: str, x: Tensor, seen: Tensor) -> Tensor:
-    """x [b, s, h]; seen [b, s, s]"""
-    b, s, _ = x.shape
-    qkv = plain_linear(weights, f"{name}.self_attention.linear_qkv", plain_norm(weights, f"{name}.input_layernorm", x))
-    q, k, v = qkv.view(b, s, CONFIG.num_attention_heads, 3, CONFIG.head_dim).permute(3, 0, 2, 1, 4)
-    scores = (q @ k.transpose(-1, -2) / CONFIG.head_dim**0.5).masked_fill(~seen[:, None], -torch.inf)
-    attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1)
-    x = x + plain_linear(weights, f"{name}.self_attention.linear_proj", attended)
-    inner = plain_linear(weights, f"{name}.mlp.linear_fc1", plain_norm(weights, f"{name}.pre_mlp_layernorm", x))
-    return x + plain_linear(weights, f"{name}.mlp.linear_fc2", F.gelu(inner, approximate="tanh"))
-
-
-def plain_losses(weights: dict[str, Tensor], batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """The main loss sum, and those of both depths: the formula of arXiv 2412.19437, a token at a time where it is about
-    which token counts."""
+def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """The main loss sum, and those of both depths: the formula of arXiv 2412.19437 with the norms, projections and
+    layers of the model, a token at a time where it is about which token counts."""
     b, s = batch.tokens.shape
-    words, table = (weights[f"embedding.{name}.weight"] for name in ("word_embeddings", "position_embeddings"))
-    seen = torch.ones(s, s, dtype=torch.bool).tril().expand(b, s, s)
-    positions = torch.arange(s).expand(b, s)
-    if batch.document_ids is not None and batch.position_ids is not None:
-        seen = seen & (batch.document_ids[:, :, None] == batch.document_ids[:, None, :])
-        positions = batch.position_ids
-    x = words[batch.tokens] + table[positions]
-    for number in range(CONFIG.num_layers):
-        x = plain_layer(weights, f"decoder.layers.{number}", x, seen)
-    x = plain_norm(weights, "decoder.final_layernorm", x)
-    losses = []
+    words, table = model.embedding.word_embeddings.weight, model.embedding.position_embeddings.weight
+    positions = torch.arange(s).expand(b, s) if batch.position_ids is None else batch.position_ids
+    x, losses, modules = model.hidden_states(None, batch), [], model.mtp.layers if model.mtp is not None else []
     for k in range(CONFIG.mtp_depths + 1):
         if k:
-            name = f"mtp.layers.{k - 1}"
+            module: Any = modules[k - 1]
             later = torch.arange(s) + k
             inside = later < s
             later = later.clamp(max=s - 1)
             # What follows the end is of no consequence, as its loss does not count and nobody before it sees it.
             embedded = words[batch.tokens[:, later] * inside] + table[positions[:, later] * inside]
-            pair = torch.cat(
-                (plain_norm(weights, f"{name}.enorm", embedded), plain_norm(weights, f"{name}.hnorm", x)), -1
-            )
-            x = plain_layer(weights, f"{name}.transformer_layer", plain_linear(weights, f"{name}.eh_proj", pair), seen)
-            x = plain_norm(weights, f"{name}.final_layernorm", x)
+            pair = torch.cat((module.enorm(embedded.transpose(0, 1)), module.hnorm(x)), -1)
+            x = module.transformer(module.eh_proj(pair), BatchContext.of(batch))
         logs = (x @ words.t())[..., : CONFIG.vocab_size].log_softmax(-1)
         terms = [
-            -logs[row, i, batch.labels[row, i + k]]
+            -logs[i, row, batch.labels[row, i + k]]
             for row in range(b)
             for i in range(s - k)
             if all(batch.loss_mask[row, i + j] for j in range(k + 1)) and (not k or same_document(batch, row, i, k))
@@ -97,16 +64,16 @@ def test_losses_and_gradients_are_those_of_the_formula(packed: bool) -> None:
     batch = random_batch(CONFIG, samples=3, **(packed_documents(CONFIG) if packed else {}))
     loss = model(None, batch)
     loss.backward()
-    weights = {name: p.detach().clone().requires_grad_() for name, (p, _) in model.named_metas().items()}
-    main, further = plain_losses(weights, batch)
-    s = CONFIG.seq_length
-    (main + 0.3 / 2 * (further[0] * s / (s - 1) + further[1] * s / (s - 2))).backward()
+    main, further = losses_written_out(model, batch)
+    s, parameters = CONFIG.seq_length, {name: parameter for name, (parameter, _) in model.named_metas().items()}
+    objective = main + 0.3 / 2 * (further[0] * s / (s - 1) + further[1] * s / (s - 2))
+    expected = torch.autograd.grad(objective, list(parameters.values()))
     torch.testing.assert_close(loss, main, rtol=1e-12, atol=0)
     assert model.mtp is not None
     torch.testing.assert_close(model.mtp.tally[:, 0], torch.stack(further).detach(), rtol=1e-12, atol=0)
-    for name, (parameter, _) in model.named_metas().items():
-        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-10, atol=1e-12, msg=name)
-    assert {f"mtp.layers.{depth}.eh_proj.weight" for depth in (0, 1)} <= weights.keys()
+    for (name, parameter), gradient in zip(parameters.items(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12, msg=name)
+    assert {f"mtp.layers.{depth}.eh_proj.weight" for depth in (0, 1)} <= parameters.keys()
 
 
 @pytest.mark.parametrize(("kind", "full"), [("own_number", (False, True)), ("last_layer", (False, False))])

@@ -137,12 +137,6 @@ def test_placing_messages_hardly_costs_time():
             assert ideal <= real <= 1.006 * ideal, (schedule, p, m)
 
 
-def test_1f1b_as_in_the_paper():
-    first, last = build_schedule("1f1b", 2, 3)
-    assert [f"{a.kind.value}{a.microbatch}" for a in first] == ["F0", "F1", "B0", "F2", "B1", "B2"]
-    assert [f"{a.kind.value}{a.microbatch}" for a in last] == ["F0", "B0", "F1", "B1", "F2", "B2"]
-
-
 def test_interleaved_order_is_megatrons_where_p_divides_m():
     actions = build_schedule("interleaved", 2, 4, 2)[0]
     forwards = [(a.stage, a.microbatch) for a in actions if a.kind is Kind.F]
@@ -175,28 +169,6 @@ def test_larger_groups_leave_messages_more_time_and_hold_more():
     small, large = (simulate(pipeline_lists("interleaved", 4, 24, 2, group=group), costs) for group in (4, 6))
     assert large.makespan < small.makespan
     assert large.peak_activations[0] > small.peak_activations[0]
-
-
-def test_a_receive_is_posted_when_its_message_begins_to_be_computed():
-    first, last = pipeline_lists("1f1b", 2, 3)
-    assert last.index(Action(Kind.RECV_F, 1, 1)) < last.index(Action(Kind.B, 1, 0))
-    assert first.index(Action(Kind.RECV_B, 0, 0)) < first.index(Action(Kind.B, 0, 0))
-
-
-def test_lists_are_subsequences_of_one_order_and_agree_on_each_pair():
-    lists = pipeline_lists("interleaved", 4, 7, 3)
-    layout = layout_of("interleaved", 4, 3)
-    for a in range(4):
-        for b in range(a):
-            between = [
-                [
-                    action if action.kind in SENDS else counterpart(action)
-                    for action in lists[rank]
-                    if action.kind not in TIMED and layout.rank_of(counterpart(action).stage) == peer
-                ]
-                for rank, peer in ((a, b), (b, a))
-            ]
-            assert between[0] == between[1]
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,6 @@ def test_the_bound_on_boxes_is_reached() -> None:
     assert len(boxes_of_flat_range((0, 0, 0, 0), (3, 3, 3, 3), 1, 80)) == 7
 
 
-def test_scalar_and_empty_ranges() -> None:
-    (box,) = boxes_of_flat_range((), (), 0, 1)
-    assert (box.offset, box.shape, box.start, box.stop) == ((), (), 0, 1)
-    assert boxes_of_flat_range((), (), 0, 0) == boxes_of_flat_range((4, 0), (0, 3), 0, 0) == []
-    assert boxes_of_flat_range((4, 0), (2, 3), 3, 3) == []
-
-
 def test_wrapper_has_the_global_size_and_refuses_arithmetic() -> None:
     boxes = ShardedBoxes((4, 6), [((2, 0), torch.ones(1, 6, dtype=torch.bfloat16))])
     assert boxes.size() == (4, 6) and boxes.dtype == torch.bfloat16 and boxes.device.type == "cpu"

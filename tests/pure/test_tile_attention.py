@@ -167,9 +167,9 @@ def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
 
 
 def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest tile of packed documents is the longest document."""
-    sizes = []
-    original = TorchKernel._scores
+    """The largest tile of packed documents is the longest document. A tile has no more queries than the kernel takes,
+    and no pair of a query and a key behind it is computed beyond those tiles."""
+    sizes, original = list[tuple[int, int]](), TorchKernel._scores
     monkeypatch.setattr(
         TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)
     )
@@ -177,15 +177,7 @@ def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) 
     q, k, v = (x[:, :1] for x in operands(1))
     local_attention(q, k, v, Causal(TorchKernel(SCALE), documents)).sum().backward()
     assert sizes == [(8, 8)] * 6
-
-
-def test_tiles_have_no_more_queries_than_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no pair of a query and a key behind it is computed beyond those tiles."""
-    sizes = []
-    original = TorchKernel._scores
-    monkeypatch.setattr(
-        TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)
-    )
+    sizes.clear()
     local_attention(*operands(1), Causal(NarrowTiles(SCALE)))
     assert sizes == [(5, 5)] * 4 + [(4, 4)] + [(5, 5), (5, 10), (5, 15), (4, 20)]
 
