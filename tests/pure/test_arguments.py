@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +111,6 @@ def test_values(argv: str, section: str, field: str, value: Any) -> None:
     found = getattr(getattr(parse_args(argv.split()), section), field)
     assert found == value
     assert type(found) is type(value)
-
-
-def test_the_command_of_a_published_example() -> None:
-    argv = (
-        "--num-layers 24 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8 --num-microbatches 8 "
-        "--optimizer adam --learning-rate 1.0e-4 --weight-decay 0.01 --clip-grad 1.0 --train-data-path T "
-        "--valid-data-path V --tokenizer-type SentencePieceTokenizer --tokenizer-model M --distributed-backend gloo "
-        "--save C --load C --log-interval 10 --save-interval 1000 --eval-interval 100 --num-workers 2 --train-iters 20"
-    )
-    assert validate(parse_args(argv.split()), 8) == []
 
 
 def test_a_size_of_zero_is_not_called_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,15 +298,6 @@ def test_a_flag_takes_what_depends_on_it_along_from_a_saved_configuration(tmp_pa
     fresh = resolve(parse_args([*argv.split(), "--hidden-size", "128", "--global-batch-size", "4"]), 2)
     assert wider == fresh
     assert (wider.model.kv_channels, wider.model.ffn_hidden_size) == (32, 320)
-
-
-def test_saved_length_in_tokens_reads_back(tmp_path: Path) -> None:
-    config = replace(parse_args(TINY.split()))
-    config = replace(config, training=replace(config.training, train_iters=None, train_tokens=1600))
-    resolved = resolve(config, 1)
-    assert resolved.training.train_samples == 100
-    save_config(resolved, tmp_path / "run.yaml")
-    assert resolve(parse_args(["--config", str(tmp_path / "run.yaml")]), 1) == resolved
 
 
 def test_help_is_fast_and_complete() -> None:

@@ -35,7 +35,7 @@ from megatron.training.config.saved_flags import changed_fields
 from megatron.training.hooks import Callback
 from megatron.training.progress import Progress
 from tests.gpt_cases import GPT, LLAMA, random_batch
-from tests.moe_cases import DEEPSEEK, balances_of
+from tests.moe_cases import DEEPSEEK
 from tools import inspect_checkpoint
 
 STATE = ParallelState()
@@ -70,6 +70,8 @@ class Run:
         for param in self.stages[0].parameters():
             if param.requires_grad:
                 param.main_grad.copy_(torch.randn(param.shape, generator=generator))
+            else:  # biases of experts
+                param.data.copy_(torch.randn(param.shape, generator=generator))
         self.optimizer.step(1e-2, 0.01)
 
     def save(self, progress: Progress) -> Path:
@@ -115,7 +117,7 @@ BF16, FP16, FP32 = ModelParallelConfig(bf16=True), ModelParallelConfig(fp16=True
 
 @pytest.mark.parametrize("parallel", [FP32, BF16, FP16, ModelParallelConfig(fp64=True)], ids=["32", "b16", "f16", "64"])
 def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, parallel: ModelParallelConfig) -> None:
-    one = Run(config(tmp_path, parallel=parallel))
+    one = Run(config(tmp_path, parallel=parallel, model=DEEPSEEK))
     for number in range(2):
         one.step(number)
     progress = Progress(iteration=2, consumed_samples=16, skipped_iterations=1, data_fingerprint="f")
@@ -192,40 +194,21 @@ def test_a_run_starts_anew_with_its_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"finetune": True}, {"load_optim": False}], ids=["finetune", "no-load-optim"])
 def test_weights_alone(tmp_path: Path, options: dict[str, bool]) -> None:
-    one = Run(config(tmp_path, parallel=BF16, save_optim=False))
+    """And the biases of experts, which no gradient moves: they are part of the model."""
+    one = Run(config(tmp_path, parallel=BF16, model=DEEPSEEK, save_optim=False))
     one.step(0)
     one.save(Progress(5, 40))
-    refuses("give --no-load-optim", tmp_path, parallel=BF16)
-    two = Run(config(tmp_path, parallel=BF16, **options))
+    refuses("give --no-load-optim", tmp_path, parallel=BF16, model=DEEPSEEK)
+    two = Run(config(tmp_path, parallel=BF16, model=DEEPSEEK, **options))
     assert two.load() == (Progress() if "finetune" in options else Progress(5, 40))
     assert two.optimizer.step_count == 0
     for name, param in two.stages[0].named_parameters():
         assert torch.equal(param, one.tensors()[name])
+        if not param.requires_grad:
+            assert name.endswith("expert_bias") and param.any()
+            continue
         assert torch.equal(two.tensors()[f"main_param {param.meta.name}"], param.reshape(-1).float())
         assert not two.tensors()[f"exp_avg {param.meta.name}"].any()
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"finetune": True}, {"load_optim": False}], ids=["resumed", "finetune", "no-load-optim"]
-)
-def test_states_of_experts_come_with_the_weights(tmp_path: Path, options: dict[str, bool]) -> None:
-    """Biases and loads, which no gradient moves, are part of the model whatever of the run is left out."""
-    one = Run(config(tmp_path, model=DEEPSEEK))
-    for number, balance in enumerate(balances_of(one.stages.values()), 1):
-        assert balance.expert_bias is not None
-        with torch.no_grad():
-            balance.expert_bias.copy_(torch.arange(DEEPSEEK.num_experts) * 0.01 * number)
-    one.step(0)
-    one.save(Progress(5, 40))
-    two = Run(config(tmp_path, model=DEEPSEEK, **options))
-    assert two.load() == (Progress() if "finetune" in options else Progress(5, 40))
-    balances = balances_of(two.stages.values())
-    assert len(balances) == DEEPSEEK.num_layers
-    for number, balance in enumerate(balances, 1):
-        assert torch.equal(balance.expert_bias, torch.arange(DEEPSEEK.num_experts) * 0.01 * number)
-    moments = [data for name, data in two.tensors().items() if name.startswith("exp_avg ")]
-    assert moments and all(data.any() for data in moments) is not bool(options)
-    assert two.optimizer.step_count == (0 if options else 1)
 
 
 def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> None:
