@@ -1,4 +1,5 @@
-"""Collectives as adjoint pairs: values, <Ax, y> = <x, A'y>, and the size-1 fast path."""
+"""Collectives as adjoint pairs: <Ax, y> = <x, A'y>, and the size-1 fast path. Their values, tests/parity/test_matrix.py
+shows."""
 
 from __future__ import annotations
 
@@ -15,32 +16,6 @@ from tests.harness import run_world
 
 def operand(rank: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank + 1))
-
-
-def values(rank: int, size: int) -> None:
-    tp = initialize_model_parallel(size).tp
-    x = operand(rank, 4, 8, 12)
-    everyone = [operand(r, 4, 8, 12) for r in range(size)]
-    total = torch.stack(everyone).sum(0)
-    for dim in (0, 1, 2, -1):
-        assert torch.equal(m.all_gather(x, tp, dim), torch.cat(everyone, dim))
-        assert torch.equal(m.local_slice(x, tp, dim), x.chunk(size, dim)[rank])
-        assert torch.equal(m.gather_from(x, tp, dim), torch.cat(everyone, dim))
-    assert torch.equal(m.all_gather_sequence(x, tp), torch.cat(everyone))
-    torch.testing.assert_close(m.reduce_scatter(x, tp), total.chunk(size)[rank])
-    torch.testing.assert_close(m.reduce_from(x, tp), total)
-    assert torch.equal(m.copy_to(x, tp), x)
-    assert torch.equal(x, everyone[rank])  # nothing above wrote over its operand
-    assert torch.equal(m.all_gather(x.transpose(0, 1), tp), torch.cat([e.transpose(0, 1) for e in everyone]))
-    torch.testing.assert_close(m.reduce_from(x.transpose(0, 1), tp), total.transpose(0, 1))
-    assert torch.equal(m.all_reduce_(x, tp, torch.distributed.ReduceOp.MAX), torch.stack(everyone).amax(0))
-    with pytest.raises(AssertionError, match=r"dim 1 of \(4, 7\) does not divide"):
-        m.local_slice(x[:, :7, 0], tp, 1)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_values(size: int) -> None:
-    run_world(size, values)
 
 
 # Each map as one linear map of all ranks' operands together: its adjoint has <A x, y> = <x, A' y>, summed over the
@@ -86,3 +61,8 @@ def test_size_one_returns_its_operand(name: str) -> None:
     assert m.all_reduce_(x, Axis()) is x
     assert m.all_gather(x, Axis(), 1) is x
     assert m.reduce_scatter(x, Axis()) is x
+
+
+def test_a_dim_that_does_not_divide_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"dim 1 of \(4, 7\) does not divide"):
+        m.local_slice(torch.zeros(4, 7), Axis(None, 0, 2, (0, 1)), 1)

@@ -106,19 +106,6 @@ def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
     check_documents_apart(model, batch)
 
 
-def test_planted_wrong_gradient_is_named(tmp_path: Path) -> None:
-    """The sum over tensor-parallel ranks forgotten, as is easily done."""
-    text = (ROOT / "examples" / "trainable_swish.py").read_text()
-    wrong = text.replace(', partial_over=("tp",)', "")
-    assert wrong != text
-    (tmp_path / "wrong_swish.py").write_text(wrong)
-    flags = "--activation-func trainable_swish --num-layers 2"
-    code, found = parity(tmp_path / "wrong_swish.py", flags, ["tp2-sp", "pp2-1f1b"], tmp_path)
-    assert code == 1
-    assert (found["tp2-sp"]["verdict"], found["pp2-1f1b"]["verdict"]) == ("differs", "equal")
-    assert ".mlp.activation.beta" in str(found["tp2-sp"]["why"])
-
-
 MODEL = f"{TINY} --log-interval 1"
 
 

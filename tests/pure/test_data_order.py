@@ -68,12 +68,6 @@ def pairs(index):
     return list(zip(index.dataset.tolist(), index.sample.tolist(), strict=True))
 
 
-@given(weights=WEIGHTS, size=st.integers(1, 300))
-def test_blend_equals_the_rule(weights, size):
-    shares = [weight / sum(weights) for weight in weights]
-    assert pairs(indices.build_blend_index(shares, size)) == naive_blend(shares, size)
-
-
 @given(share=st.sampled_from([0.001, 0.999, 0.5, 0.1, 0.3, 1 / 3, 0.7]), size=st.integers(1, 3000))
 @settings(max_examples=60)
 def test_blend_of_two_equals_the_rule_and_keeps_its_shares(share, size):

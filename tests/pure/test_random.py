@@ -66,17 +66,6 @@ def test_threads_change_no_bit(threads: int) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_two_sharded_dims() -> None:
-    meta = ParamMeta("w", (4, 6, 9), {"ep": 0, "expt_tp": 2}, Init("normal", 1.0))
-    whole = torch.nn.Parameter(torch.empty(4, 6, 9))
-    part = torch.nn.Parameter(torch.empty(2, 6, 3))
-    whole.meta = part.meta = meta
-    initialize_parameters_([whole], 7, {"ep": (0, 1), "expt_tp": (0, 1)})
-    initialize_parameters_([part], 7, {"ep": (1, 2), "expt_tp": (2, 3)})
-    assert torch.equal(part, whole[2:4, :, 6:9])
-
-
 def test_real_blocks_agree_too() -> None:
     meta = ParamMeta("w", (3, 700, 1024), {"tp": 1}, Init("normal", 0.02))
     assert meta.numel > 2 * init.BLOCK
@@ -154,23 +143,6 @@ def hidden_mask(samples: Tensor, s: int = 16, h: int = 24, offset: int = 0, p: f
 
 def attention_mask(shape: tuple[int, ...], samples: Tensor, *offsets: int, p: float = 0.25) -> Tensor:
     return attention_dropout(torch.ones(shape), p, KEY, samples, *offsets) == 0
-
-
-def test_hidden_mask_is_cut_along_the_sequence_and_the_batch() -> None:
-    samples = torch.tensor([5, 2**40, 17])
-    whole = hidden_mask(samples)
-    for size in (2, 4):
-        parts = [hidden_mask(samples, 16 // size, offset=r * 16 // size) for r in range(size)]
-        assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(hidden_mask(samples[1:2]), whole[:, 1:2])
-
-
-def test_attention_mask_is_cut_along_heads_queries_and_keys() -> None:
-    samples = torch.tensor([3, 9])
-    whole = attention_mask((2, 8, 12, 16), samples)
-    assert torch.equal(attention_mask((2, 2, 12, 16), samples, 4), whole[:, 4:6])
-    assert torch.equal(attention_mask((2, 8, 6, 16), samples, 0, 6), whole[:, :, 6:])
-    assert torch.equal(attention_mask((2, 8, 12, 4), samples, 0, 0, 8), whole[..., 8:12])
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])

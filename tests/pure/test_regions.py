@@ -97,10 +97,6 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 }
 
 
-def forward_and_backward(name: str, x: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
-    return with_gradient(REGIONS[name], x, compiled)
-
-
 def with_gradient(run: Callable[[Tensor, bool], Tensor], x: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     y = run(x, compiled)
@@ -132,10 +128,11 @@ def test_a_compiled_region_is_the_plain_one(name: str) -> None:
 @compiles
 def test_rounding_of_bf16_is_no_worse_when_compiled() -> None:
     x = torch.randn(5, 2, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
-    exact = forward_and_backward("swiglu", x.double(), False)
+    swiglu = REGIONS["swiglu"]
+    exact = with_gradient(swiglu, x.double(), False)
     errors = [
         max((got.double() - want).abs().max().item() for got, want in zip(found, exact, strict=True))
-        for found in (forward_and_backward("swiglu", x, True), forward_and_backward("swiglu", x, False))
+        for found in (with_gradient(swiglu, x, True), with_gradient(swiglu, x, False))
     ]
     assert errors[0] <= errors[1]
 
