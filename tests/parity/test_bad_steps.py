@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,11 +41,6 @@ SAMPLE = 13
 
 def config_of(flags: str, world_size: int = 1) -> RunConfig:
     return resolve_legal(parse_args([*MODEL.split(), *flags.split()]), world_size)
-
-
-def build(config: RunConfig, rank: int, world_size: int, resources: ExitStack) -> TrainingRun:
-    run = resources.enter_context(local_run(config, rank, world_size))
-    return run
 
 
 class _BadGradient(torch.autograd.Function):
@@ -91,8 +85,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int) -> tuple[list, tuple]:
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
+    with local_run(config, rank, world_size) as run:
         if kind:
             plant(kind, run)
         for _ in range(steps):
@@ -124,8 +117,7 @@ def rates(
     rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int
 ) -> list[tuple[float, float, int]]:
     """(learning rate, weight decay, samples) of each step that the user does not leave out."""
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
+    with local_run(config, rank, world_size) as run:
         if kind:
             plant(kind, run)
         found, inner = [], run.optimizer.step
@@ -196,8 +188,7 @@ SPIKES = "--check-for-spiky-loss --check-for-large-grads --max-skipped-iteration
 def spiky(
     rank: int, world_size: int, config: RunConfig, steps: int, samples: tuple[int, ...]
 ) -> tuple[list[torch.Tensor], dict[str, Any], list[bool]]:
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
+    with local_run(config, rank, world_size) as run:
         multiply_losses(run, samples)
         interval = run.interval = Interval()
         for _ in range(steps):
@@ -251,8 +242,7 @@ def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFindi
     registry: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
     for number, finding in enumerate(searches):
         registry.register(str(number), partial(returns, finding))
-    with ExitStack() as resources, mock.patch.object(bad_steps, "STEP_SEARCHES", registry):
-        run = build(config, rank, world_size, resources)
+    with local_run(config, rank, world_size) as run, mock.patch.object(bad_steps, "STEP_SEARCHES", registry):
         plant("weight gradient", run)
         train_step(run)
         with pytest.raises(BadStepError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -23,30 +24,24 @@ EXPERTS = (
     MODEL + "--activation-func own_gated --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear "
     "--moe-shared-expert-intermediate-size 16 --recompute-granularity selective --recompute-modules moe_act "
 )
-LAYOUTS = {
-    "own": (OWN, ["--tp 2 --sequence-parallel --pp 2", "--cp 2"]),
-    "modules": (MODULES, ["--tp 2 --sequence-parallel --pp 2", "--cp 2"]),
-    "experts": (EXPERTS, ["--tp 2 --sequence-parallel --ep 2", "--pp 2 --cp 2"]),
-}
-CASES = [(style, layout) for style, (_, layouts) in LAYOUTS.items() for layout in layouts]
+SPLIT = "--tp 2 --sequence-parallel --pp 2"
+CASES = [*((flags, *layout) for flags in (OWN, MODULES) for layout in ((4, SPLIT), (2, "--cp 2")))]
+CASES += [(EXPERTS, 4, "--tp 2 --sequence-parallel --ep 2"), (EXPERTS, 4, "--pp 2 --cp 2")]
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Snapshot]:
-    """What one process computes, by style."""
-    models = {"own": OWN, "modules": MODULES, "experts": EXPERTS}
-    return {style: train_in_world(1, flags.split()) for style, flags in models.items()}
+@lru_cache
+def alone(flags: str) -> Snapshot:
+    return train_in_world(1, flags.split())
 
 
-@pytest.mark.parametrize(("style", "layout"), CASES)
-def test_every_layout_computes_what_one_process_does(style: str, layout: str, alone: dict[str, Snapshot]) -> None:
-    size = 4 if len(layout.split()) > 3 or "4" in layout else 2
-    found = train_in_world(size, (LAYOUTS[style][0] + layout).split())
+@pytest.mark.parametrize(("flags", "ranks", "layout"), CASES)
+def test_every_layout_computes_what_one_process_does(flags: str, ranks: int, layout: str) -> None:
+    found = train_in_world(ranks, (flags + layout).split())
     assert found.replica_errors == []
-    assert first_difference(alone[style], found, 1e-9) is None
+    assert first_difference(alone(flags), found, 1e-9) is None
 
 
-def test_own_modules_take_the_place_of_the_built_in_ones(alone: dict[str, Snapshot]) -> None:
-    found = {key.removeprefix("initial weight decoder.layers.0.") for key in alone["modules"].tensors}
+def test_own_modules_take_the_place_of_the_built_in_ones() -> None:
+    found = {key.removeprefix("initial weight decoder.layers.0.") for key in alone(MODULES).tensors}
     assert {"own_norm.weight", "self_attention.own_norm.weight", "mlp.own_fc1.weight", "mlp.own_fc2.bias"} <= found
     assert "mlp.linear_fc1.weight" not in found

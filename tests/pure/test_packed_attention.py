@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.core.attention import varlen as packed
 from megatron.core.attention.context_parallel import local_attention
-from megatron.core.attention.tile_kernels import Causal, Rows, TorchKernel, query_rows
-from megatron.core.attention.tiles import Documents, Tile, document_starts
+from megatron.core.attention.tile_kernels import Causal
+from megatron.core.attention.tiles import Documents, document_starts
 from megatron.core.attention.varlen import Lengths, Window, cumulative_lengths, packed_attention
 from megatron.extensions.fusions.attention.flash_kernels import FlashCPUKernel
 from tests.pure.test_tile_attention import (
@@ -24,39 +24,33 @@ from tests.pure.test_tile_attention import (
     dense,
     mask,
     operands,
+    varlen_backward,
+    varlen_forward,
 )
 
 
 class Twin:
-    """Each sequence as a tile, with log-sum-exps [heads, rows], by plain torch: keys and values have one width."""
+    """Each sequence as the definition of flash attention has it: keys and values have one width."""
 
-    def __init__(self, scale: float = SCALE) -> None:
-        self.kernel, self.seen = TorchKernel(scale), list[Lengths]()
+    def __init__(self) -> None:
+        self.seen = list[Lengths]()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
         starts = lengths[0].tolist()
         assert lengths[0].dtype == torch.int32 and starts[-1] == len(q) and q.shape[-1] == v.shape[-1]
         assert lengths[1] is lengths[0] and lengths[2:] == (max(b - a for a, b in pairwise(starts)),) * 2
         self.seen.append(lengths)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
-        for tile, (part, part_lse) in self.kernel.forward(q[:, None], k[:, None], v[:, None], _tiles(lengths, window)):
-            query_rows(out[:, None], tile).copy_(part)
-            query_rows(lse[:, None], tile).copy_(part_lse)
-        return out, lse.t().contiguous()
+        return varlen_forward(q, k, v, *lengths, 0.0, window == (-1, 0), False, **settings(window))[:2]
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, ...]:
-        q, k, v = qkv
-        assert grad.is_contiguous() and grad.shape == kept[0].shape == q.shape
-        rows = Rows(grad[:, None], kept[0][:, None], kept[1].t()[:, None])
-        parts = self.kernel.backward(rows, q[:, None], k[:, None], v[:, None], _tiles(lengths, window))
-        return tuple(torch.cat(found)[:, 0] for found in zip(*(gradients for _, gradients in parts), strict=True))
+        assert grad.is_contiguous() and grad.shape == kept[0].shape == qkv[0].shape
+        return varlen_backward(grad, *qkv, *kept, *lengths, 0.0, window == (-1, 0), None, None, **settings(window))
 
 
-def _tiles(lengths: Lengths, window: Window) -> list[Tile]:
-    places = [range(*bounds) for bounds in pairwise(lengths[0].tolist())]
-    return [Tile(None, rows, rows, 0, 0, diagonal=True, window=window[0] + 1 or None) for rows in places]
+def settings(window: Window) -> dict[str, float]:
+    return {"scale": SCALE, "window_size_left": window[0], "window_size_right": window[1]}
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])

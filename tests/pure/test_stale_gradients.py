@@ -68,21 +68,16 @@ def gradients(name: str, overwrite: bool, queued: bool, overlap: bool, together:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("how", ["at once", "queued", "overlap"])
-def test_gradients_have_the_bits_that_they_have_from_zeros(name: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["at once", "queued", "overlap", "small ones together"])
+def test_gradients_have_the_bits_that_they_have_from_zeros(
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Padding too, which enters norms."""
-    queued, overlap = how == "queued", how == "overlap"
+    queued, overlap, together = (how == each for each in ("queued", "overlap", "small ones together"))
     expected = gradients(name, False, queued, overlap)
-    for found, zeroed in zip(gradients(name, True, queued, overlap), expected, strict=True):
-        assert torch.equal(found, zeroed)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_small_gradients_added_together_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = gradients(name, False, False, False)
     monkeypatch.setattr(param_and_grad_buffer, "AT_A_TIME", 3)
     monkeypatch.setattr(param_and_grad_buffer, "LARGEST", 100)
-    for found, zeroed in zip(gradients(name, True, False, False, together=True), expected, strict=True):
+    for found, zeroed in zip(gradients(name, True, queued, overlap, together), expected, strict=True):
         assert torch.equal(found, zeroed)
 
 
