@@ -1,4 +1,4 @@
-"""Mixture of experts in the training loop: what is logged, what checkpoints carry, and 16-bit training."""
+"""Mixture of experts in the training loop: what is logged, with multi-token prediction too, and 16-bit training."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ LAYOUTS = {
     "one": (1, ""),
     "ep2": (4, "--ep 2 --moe-token-dispatcher-type alltoall"),
     "tp2-pp2": (4, "--tp 2 --sequence-parallel --pp 2 --etp 1"),
+    "pp2-cp2": (4, "--pp 2 --cp 2"),
 }
 
 
@@ -33,18 +34,21 @@ def records(layout: str, folder: Path, flags: str) -> list[dict[str, Any]]:
 
 
 def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> None:
-    flags = f"{SIGMOID} --fp64 --log-interval 2 --moe-expert-capacity-factor 0.8 --moe-per-layer-logging"
+    """Those of multi-token prediction too, in samples of several documents."""
+    flags = f"{SIGMOID} --fp64 --log-interval 2 --moe-expert-capacity-factor 0.8 --moe-per-layer-logging "
+    flags += "--vocab-size 12 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 --tokenizer-type NullTokenizer "
+    flags += "--reset-attention-mask --reset-position-ids --eod-mask-loss"
     first, *others = (records(layout, tmp_path / layout, flags) for layout in LAYOUTS)
-    keys = [key for key in first[0] if key.startswith("moe_")]
-    assert len(first) == 2
+    keys = [key for key in first[0] if key.startswith(("moe_", "mtp_", "lm_loss"))]
+    assert len(first) == 2 and len({first[0][key] for key in ("lm_loss", "mtp_loss_1", "mtp_loss_2")}) == 3
     for record in first:
         load = record["moe_load_of_layer"]
-        assert list(load) == ["1", "2"]
+        assert list(load) == ["1", "2", "3", "4"]  # two of the model, two of multi-token prediction
         assert all(len(row) == 8 and sum(row) == pytest.approx(8, abs=1e-3) for row in load.values())
         assert record["moe_load_max"] == pytest.approx(max(map(max, load.values())), abs=1e-4)
         assert record["moe_load_min"] == pytest.approx(min(map(min, load.values())), abs=1e-4)
         assert record["moe_load"] == pytest.approx(
-            [sum(pair) / 2 for pair in zip(*load.values(), strict=True)], abs=1e-4
+            [sum(layers) / 4 for layers in zip(*load.values(), strict=True)], abs=1e-4
         )
         assert 0 < record["moe_dropped"] < 1
         assert record["moe_z_loss"] > 0
