@@ -25,9 +25,8 @@ from megatron.training.config.arguments import command_line
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, validate
 from megatron.training.reliability.launch import Launch
-from tests.apart import checked, run_command
+from tests.apart import run_command
 from tests.extensions import installed
-from tests.forking_python import run_script
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -50,8 +49,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_blocks(commands: list[str], clone: Path, *, fresh: bool = False, **environ: str) -> str:
-    """Runs blocks of commands and returns what they print. `fresh`: with interpreters of their own."""
+def run_blocks(commands: list[str], clone: Path, **environ: str) -> str:
+    """Runs blocks of commands and returns what they print."""
     script = "set -euxo pipefail\n" + "\n".join(commands)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= environ | {
@@ -59,9 +58,7 @@ def run_blocks(commands: list[str], clone: Path, *, fresh: bool = False, **envir
         "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
     }
-    if fresh:
-        return run_command(["bash", "-c", script], code=0, cwd=clone, env=environment).stdout
-    return checked(run_script(script, clone, environment), 0).stdout
+    return run_command(["bash", "-c", script], code=0, cwd=clone, env=environment).stdout
 
 
 CHECKED = ("README.md", "docs/getting_started.md")
@@ -85,7 +82,7 @@ def test_two_commands_of_the_readme(clone: Path) -> None:
 
 def test_first_run_of_the_readme(clone: Path) -> None:
     (commands,) = blocks("README.md")[1:]
-    run_blocks([commands], clone, fresh=True)
+    run_blocks([commands], clone)
     first_run = losses(clone / "runs/first/checkpoints/metrics.jsonl")
     assert len(first_run) == 5
     assert first_run[-1] < first_run[0] - 1
