@@ -133,16 +133,6 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
         assert (index.document_index[position], offset) == stream[sample * seq_length]
 
 
-def test_final_epoch_apart_keeps_its_documents_last():
-    lengths = np.full(10, 8, np.int32)
-    plan = indices.plan_epochs(80, 30, 4)
-    assert plan == indices.EpochPlan(epochs=2, final_apart=True, samples=39, samples_before_final=19)
-    index = indices.GPTIndex(*indices.gpt_index_parts(lengths, range(10), plan, 4, seed=1))
-    assert sorted(index.document_index[:10]) == sorted(index.document_index[10:]) == list(range(10))
-    assert index.shuffle_index[:19].max() == 18
-    assert index.shuffle_index.dtype == np.uint32 and index.document_index.dtype == np.int32
-
-
 def test_positions_past_2_31_tokens():
     """Five documents of 2**30 tokens: int32 sums would wrap."""
     lengths = np.full(5, 2**30, np.int32)

@@ -25,7 +25,6 @@ from megatron.core.moe.experts import (
 )
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
-from megatron.core.moe.router import within_capacity
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.core.transformer.activations import FUNCTIONS, FusedActivation
@@ -186,22 +185,6 @@ def test_logged_loss_has_the_loads_of_its_own_batch() -> None:
     torch.testing.assert_close(row[-2], logits.logsumexp(-1).square().sum())
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_experts_without_tokens_get_exactly_zero(dispatcher: str) -> None:
-    """All but three, which every token chooses."""
-    config = replace(DEEPSEEK, moe_token_dispatcher_type=dispatcher)
-    layer, x = build_layer(config), random_input(config)
-    layer.router.balance.expert_bias[:3] = 20.0
-    empty = [3, 4, 5, 6, 7]
-    expected, *_ = written_out(config, layer, x)
-    y = layer(x, context(B, SCALE))
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    found = gradients(layer, x, y.sum())
-    for name in ("experts.linear_fc1.weight", "experts.linear_fc2.weight"):
-        assert not found[name][empty].any()
-        assert all(found[name][e].any() for e in set(range(8)) - set(empty))
-
-
 def test_ties_go_to_the_lower_number() -> None:
     layer = build_layer(MIXTRAL)
     with torch.no_grad():
@@ -209,15 +192,6 @@ def test_ties_go_to_the_lower_number() -> None:
     choice = layer.router(random_input(MIXTRAL), context(B))
     assert (choice.experts == torch.tensor([0, 1])).all()
     assert (choice.weights == 0.5).all()
-
-
-def test_capacity_goes_by_weight_and_then_by_place() -> None:
-    """Six tokens of one sequence, in another order of rows, which all choose expert 1 of 2."""
-    chosen = torch.ones(6, 1, 1, dtype=torch.int64)
-    places = torch.tensor([4, 0, 5, 1, 3, 2])
-    weights = torch.tensor([0.5, 0.5, 0.9, 0.5, 0.1, 0.5], dtype=torch.float64).view(6, 1, 1)
-    kept = within_capacity(chosen, weights, places, 3, 2, Axis()).flatten()
-    assert places[kept].sort().values.tolist() == [0, 1, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
