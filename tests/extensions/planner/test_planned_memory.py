@@ -10,6 +10,7 @@ import pytest
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import update_ahead
 from megatron.extensions.planner.memory import buffer_bytes, states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
@@ -54,7 +55,8 @@ def compare(rank: int, world_size: int, flags: str) -> tuple[Any, Any]:
     plan = states_of_rank(config, dims, pp_rank)
     memory = plan.memory
     of_device = memory.parameters, memory.gradients, memory.main_parameters, memory.moments
-    assert memory.total == sum(of_device) and optimizer.nbytes[0] == memory.main_parameters + memory.moments
+    assert memory.total == sum(of_device) + memory.rollback and optimizer.nbytes[0] == memory.optimizer
+    assert (memory.rollback > 0) == (update_ahead(config.optimizer) is not None)
     assert (memory.host > 0) == (config.optimizer.host_fraction > 0)
     return ([str(meta) for meta in plan.metas], plan.parameters, *of_device, memory.host), allocated
 
@@ -73,6 +75,10 @@ def compare(rank: int, world_size: int, flags: str) -> tuple[Any, Any]:
         (2, "--pp 2 --bf16 --pipeline-schedule interleaved"),
         needs("zero_bubble", 2, "--pp 2 --bf16 --pipeline-schedule zb-v"),
         (2, "--pp 2 --bf16 --num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights"),
+        needs("pipedream_2bw", 4, "--pp 2 --bf16 --pipeline-schedule 2bw"),
+        needs("pipedream_2bw", 2, "--pp 2 --fp64 --pipeline-schedule 2bw"),
+        needs("post_validation", 4, "--pp 2 --bf16 --optimizer-post-validation"),
+        needs("post_validation", 2, "--pp 2 --fp64 --optimizer sgd --optimizer-post-validation"),
     ],
 )
 def test_plan_equals_what_is_allocated(ranks: int, flags: str) -> None:

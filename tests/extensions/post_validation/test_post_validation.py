@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.post_validation.flags import PostValidationFlags
 from megatron.extensions.post_validation.post_validation import PostValidation
@@ -117,40 +116,30 @@ def _same(x: Any, y: Any) -> bool:
     return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) if isinstance(x, Tensor) else x == y
 
 
-def has_planned_bytes(run: TrainingRun, config: RunConfig, world_size: int) -> bool:
-    from megatron.extensions.planner.memory import states_of_rank
-
-    dims, stage = ParallelDims.from_config(config.parallel, world_size), run.runtime.state.pp.rank
-    plan = states_of_rank(config, dims, stage).memory
-    return run.optimizer.nbytes[0] == plan.optimizer > plan.main_parameters + plan.moments
-
-
 def both(
     rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], None] | None
-) -> tuple[list[str], list[bool], list[bool], bool]:
-    """(what differs between a run that waits and one that does not; which steps were rolled back, which skipped;
-    whether the plan has the optimizer's bytes) of four steps."""
+) -> tuple[list[str], list[bool], list[bool]]:
+    """(what differs between a run that waits and one that does not; which steps were rolled back, which skipped) of
+    four steps."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4, plant)
     with always_ahead(), verdicts() as rolled_back, local_run(config, rank, world_size) as run:
         found = trained(run, 4, plant)
-        planned = not installed("planner") or has_planned_bytes(run, config, world_size)
-    return different(expected, found), rolled_back, [skipped for _, skipped, _ in found["results"]], planned
+    return different(expected, found), rolled_back, [skipped for _, skipped, _ in found["results"]]
 
 
 @pytest.mark.grid("name", IN_CI, [needs("fp8", name) if "fp8" in name else name for name in CASES])
 def test_an_update_ahead_has_the_bits_of_one_that_waits(name: str) -> None:
     world_size, flags, rolls_back = CASES[name]
-    for wrong, rolled_back, skipped, planned in run_world(world_size, both, config_of(flags, world_size), None):
-        assert not wrong and planned
-        assert len(rolled_back) == 4
+    for wrong, rolled_back, skipped in run_world(world_size, both, config_of(flags, world_size), None):
+        assert not wrong and len(rolled_back) == 4
         assert rolls_back is None or sum(rolled_back[:3]) == rolls_back
         assert any(skipped) == (name == "overflows of the loss scale")
 
 
 def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
     flags = "--pp 2 --pipeline-schedule zb-h2 --fp64 --max-skipped-iterations 1 --clip-grad 1000"
-    for wrong, rolled_back, skipped, _ in run_world(2, both, config_of(flags, 2), partial(plant_nan, iteration=1)):
+    for wrong, rolled_back, skipped in run_world(2, both, config_of(flags, 2), partial(plant_nan, iteration=1)):
         assert not wrong
         assert skipped == [False, True, False, False] == rolled_back
 

@@ -32,7 +32,10 @@ Pair = tuple[Choice, Choice]
 @cache
 def faults(combination: Combination) -> int:
     """What validation says of it, flags without effect among it, or that it is another one under a second name."""
-    said = len(findings(parse_args(combination.argv), combination.world_size))
+    found = findings(parse_args(combination.argv), combination.world_size)
+    said = sum("has a bubble" not in each.rule for each in found)
+    if combination["update"] == "two versions":  # has a schedule of its own
+        said += combination["schedule"] != FIRST["schedule"]
     if combination["mlp"] == "dense":
         said += sum(combination[name] != FIRST[name] for name in OF_EXPERTS)
     return said
