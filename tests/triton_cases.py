@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,22 @@ from torch import Tensor
 from tests.apart import python_apart
 
 
-def run_apart(function: Callable[[], None], interpret: bool) -> None:
-    """Calls a function of a test module in a process of its own: Triton asks once whether it shall interpret."""
-    pytest.importorskip("triton")
-    call = f"from {function.__module__} import {function.__name__}; {function.__name__}()"
-    if interpret:
-        call = f"from tests import triton_cases; triton_cases.end_loops_at_loaded_numbers(); {call}"
-    python_apart("-c", call, TRITON_INTERPRET=str(int(interpret)), code=0)
+def apart(interpret: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test in a process of its own: Triton asks once whether it shall interpret, and keeps the conversions of
+    the first GPU that it compiles for. Parameters of the test must be given by what they print."""
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def started(**parameters: Any) -> None:
+            pytest.importorskip("triton")
+            call = f"from {test.__module__} import {test.__name__}; {test.__name__}.__wrapped__(**{parameters})"
+            if interpret:
+                call = f"from tests import triton_cases; triton_cases.end_loops_at_loaded_numbers(); {call}"
+            python_apart("-c", call, TRITON_INTERPRET=str(int(interpret)), code=0)
+
+        return started
+
+    return decorated
 
 
 def end_loops_at_loaded_numbers() -> None:
@@ -100,11 +110,11 @@ def run_on_cpu(*operators: Any) -> None:
 
 def stack_tool() -> str | None:
     """Triton's program that reports what a compiled kernel uses, if it is installed."""
-    import triton
-
     try:
+        import triton
+
         return str(triton.knobs.nvidia.cuobjdump.path)
-    except RuntimeError:
+    except (ImportError, RuntimeError):
         return None
 
 

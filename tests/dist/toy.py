@@ -132,8 +132,8 @@ KINDS = [name for name in ("adam", "sgd", "muon") if name in OPTIMIZERS]
 """Optimizers; muon where its extension is installed."""
 
 
-def build(state, distributed=True, dtype="fp64", bucket_size=100, **flags):
-    parallel = ModelParallelConfig(**{dtype: True})
+def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False, **flags):
+    parallel = ModelParallelConfig(**{dtype: True}, compile=compiled)
     stage = ToyStage(state, getattr(torch, parallel.params_dtype))
     config = optimizer_config(use_distributed_optimizer=distributed, **flags)
     whole = config.whole_roles

@@ -51,17 +51,17 @@ print("agree")
 
 
 GROUPED = """
-from tests.extensions.fusions.test_kernels_grouped import check_twins
-check_twins("cuda")
+from tests.extensions.fusions.test_kernels_weight_grad import check_grouped
+check_grouped("cuda")
 print("agree")
 """
 
 CASTS = """
 from tests.extensions.fusions.test_kernels_norms import check_heads, check_norms
-from tests.extensions.fusions.test_kernels_swiglu import check_casts
+from tests.extensions.fusions.test_kernels_cast import check_swiglu
 check_norms("cuda")
 check_heads("cuda")
-check_casts("cuda")
+check_swiglu("cuda")
 print("agree")
 """
 

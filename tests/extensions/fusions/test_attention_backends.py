@@ -1,8 +1,11 @@
-"""FlashAttention-3 and cuDNN, as their definitions compute on CPU: how they are called, and their backward."""
+"""FlashAttention-3 and cuDNN, as their definitions compute on CPU: how they are called, and their backward. Kernels of
+keys and values of one width, where values have another one."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +17,10 @@ from megatron.core.attention.context_parallel import local_attention
 from megatron.core.attention.core_attention import kernels_of
 from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.tiles import rank_spans
+from megatron.core.attention.varlen import packed_attention
 from megatron.extensions.fusions.attention.backends import MODULE, CudnnKernel, Flash3, Flash3Attention
-from megatron.extensions.fusions.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
+from megatron.extensions.fusions.attention.flash_kernels import EqualWidthsKernel, FlashCPUKernel, FlashCUDAKernel
+from tests.pure.test_packed_attention import Twin
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,
@@ -34,6 +39,31 @@ def starts_of(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Lengths of the samples of dense operands [b, n, heads, d] in packed ones."""
     (b, n), m = q.shape[:2], k.shape[1]
     return torch.arange(0, b * n + 1, n), torch.arange(0, b * m + 1, m), n, m
+
+
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+OPERANDS = ("q", "k", "v", *LENGTHS, "softmax_scale"), ("dout", "q", "k", "v", "out", "softmax_lse", *LENGTHS)
+BACKWARD = ("dq", "dk", "dv", "softmax_scale", "deterministic")
+WINDOWS = {"of today": ("window_size_left", "window_size_right"), "of 2024": ("window_size",)}
+"""Version of the package -> parameters of its functions for the window."""
+
+
+def function_of(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function with parameters of these names."""
+    signature = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in names])
+
+    def function(*args: Any, **more: Any) -> Any:
+        return run(**signature.bind(*args, **more).arguments)
+
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def mask_of(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    """Lengths, and the window."""
+    window = given.get("window_size") or (given["window_size_left"], given["window_size_right"])
+    assert given.get("causal", given.get("is_causal")) == (window == (-1, 0))
+    return tuple(given.get(name) for name in LENGTHS), window
 
 
 class Package:
@@ -62,71 +92,33 @@ class Package:
         for into, value in zip(grads, found, strict=True):
             into.copy_(value.view(into.shape))
 
-    def of_today(self) -> ModuleType:
-        """With the names of versions whose functions are custom operations of torch."""
-        module = ModuleType(MODULE)
+    def module(self, version: str) -> ModuleType:
+        """The package of a version."""
 
-        def _flash_attn_forward(
-            q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-            causal=False, window_size_left=-1, window_size_right=-1,
-        ):  # fmt: skip
-            window = (window_size_left, window_size_right)
-            assert causal == (window == (-1, 0))
-            lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-            return *self.forward(q, k, v, lengths, window, softmax_scale), torch.empty(0), torch.empty(0)
+        def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, **given: Any) -> tuple[Tensor, ...]:
+            return *self.forward(q, k, v, *mask_of(given), softmax_scale), torch.empty(0)
 
-        def _flash_attn_backward(
-            dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-            max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1,
-            window_size_right=-1, deterministic=False,
-        ):  # fmt: skip
-            window = (window_size_left, window_size_right)
-            assert is_causal == (window == (-1, 0))
-            lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, **given: Any) -> None:
+            lengths, window = mask_of(given)
             self.backward(dout, (q, k, v), out, softmax_lse, lengths, (dq, dk, dv), window, softmax_scale)
 
-        # As torch's custom operations: an object that keeps its function.
-        for name, function in (
-            ("_flash_attn_forward", _flash_attn_forward),
-            ("_flash_attn_backward", _flash_attn_backward),
+        today, module = version == "of today", ModuleType(MODULE)
+        for name, run, names in (
+            ("_flash_attn_forward", forward, (*OPERANDS[0], "causal")),
+            ("_flash_attn_backward", backward, (*OPERANDS[1], *BACKWARD, "is_causal" if today else "causal")),
         ):
-            setattr(
-                module,
-                name,
-                type("Operation", (), {"_init_fn": staticmethod(function), "__call__": staticmethod(function)})(),
-            )
-        return module
-
-    def of_2024(self) -> ModuleType:
-        """With the names of the first versions."""
-        module = ModuleType(MODULE)
-
-        def _flash_attn_forward(
-            q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-            causal=False, window_size=(-1, -1),
-        ):  # fmt: skip
-            assert causal == (window_size == (-1, 0))
-            lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-            return self.forward(q, k, v, lengths, window_size, softmax_scale)
-
-        def _flash_attn_backward(
-            dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-            max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, causal=False, window_size=(-1, -1),
-            deterministic=False,
-        ):  # fmt: skip
-            assert causal == (window_size == (-1, 0))
-            lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-            self.backward(dout, (q, k, v), out, softmax_lse, lengths, (dq, dk, dv), window_size, softmax_scale)
-            return dq, dk, dv, torch.empty(0)
-
-        module._flash_attn_forward, module._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+            function: Any = function_of(run, (*names, *WINDOWS[version]))
+            if today:  # a custom operation of torch: an object that keeps its function
+                methods = {"_init_fn": staticmethod(function), "__call__": staticmethod(function)}
+                function = type("Operation", (), methods)()
+            setattr(module, name, function)
         return module
 
 
-@pytest.fixture(params=["of_today", "of_2024"])
+@pytest.fixture(params=WINDOWS)
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Package:
     made = Package()
-    monkeypatch.setitem(sys.modules, MODULE, getattr(made, request.param)())
+    monkeypatch.setitem(sys.modules, MODULE, made.module(request.param))
     return made
 
 
@@ -213,3 +205,34 @@ def test_kernels_by_flag() -> None:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         plain, varlen = kernels_of("cudnn", SCALE, torch.bfloat16, torch.device("cuda", 0), 8, 8)
         assert type(plain) is CudnnKernel and type(varlen) is FlashCUDAKernel
+
+
+def operands_of(width: int, value_width: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((12, 2, 4, width), (12, 2, 2, width), (12, 2, 2, value_width))
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)  # type: ignore[return-value]
+
+
+def gradients(out: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return torch.autograd.grad((out * weights).sum(), qkv)
+
+
+@pytest.mark.parametrize("widths", [(10, 6), (6, 10)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> None:
+    """A kernel that needs equal widths gives the output and the gradients of one that does not."""
+    qkv, documents = operands_of(*widths), ((0, 5), (0, 7, 9))
+    expected = local_attention(*qkv, Causal(TorchKernel(0.3), documents, window))
+    assert expected.shape == (12, 2, 4, widths[1])
+    found = local_attention(*qkv, Causal(FlashCPUKernel(0.3), documents, window))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv), rtol=1e-11, atol=1e-12)
+
+
+def test_packed_kernels_of_one_width() -> None:
+    qkv = tuple(x[:, :1].detach().requires_grad_() for x in operands_of(10, 6))
+    expected = local_attention(*qkv, Causal(TorchKernel(0.3)))
+    found = packed_attention(*qkv, None, None, EqualWidthsKernel(Twin(0.3)))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv))

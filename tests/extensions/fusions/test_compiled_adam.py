@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from math import nan
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.core import compiled_regions
-from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import AdamW
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.fusions.compiled_adam import CompiledAdamW
-from tests.gpt_cases import GPT
-
-CONFIG = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6, clip_grad=0.5)
+from tests.dist.toy import build, run_step
 
 
 def trained(dtype: str, compiled: bool, clip: float) -> list[Tensor]:
     """Parameters, main parameters and moments after steps of which one has a gradient that is no number."""
-    parallel = ModelParallelConfig(**{dtype: True}, compile=compiled)
-    model = GPTModel(replace(GPT, num_layers=1), parallel)
-    ddp = DistributedDataParallel(DDPConfig(ddp_bucket_size=5_000), parallel, ParallelState(), [model])
-    optimizer = DistributedOptimizer(replace(CONFIG, clip_grad=clip), ddp, ParallelState())
+    state, adam = ParallelState(), {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}
+    ddp, optimizer = build(state, dtype=dtype, compiled=compiled, clip_grad=clip, **adam)
     (rule,) = optimizer._rules
     assert isinstance(rule, AdamW) and isinstance(rule, CompiledAdamW) is (compiled and dtype != "fp64")
-    generator = torch.Generator().manual_seed(3)
     for step in range(5):
-        ddp.zero_grad_buffer()
-        for param in ddp.params:
-            param.main_grad.copy_(torch.randn(param.shape, generator=generator))  # type: ignore[attr-defined]
-        if step == 3:
-            ddp.params[0].main_grad.view(-1)[3] = torch.nan  # type: ignore[attr-defined]
-        result = optimizer.step(1e-2 / (step + 1), 0.1, factor=torch.tensor(1 / 7, dtype=torch.float64))
+        result, _ = run_step(ddp, optimizer, state, step, seed=nan if step == 3 else 1.0)
         assert result.skipped is (step == 3)
     assert optimizer.step_count == 4
     for shard in optimizer.shards:

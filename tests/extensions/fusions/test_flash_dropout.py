@@ -32,7 +32,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.fusions.attention import flash_dropout
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, band_of
-from tests.triton_cases import compiled, run_apart
+from tests.triton_cases import apart, compiled
 
 SCALE = 0.3
 PACKED = ((0, 1, 9, 20), (0, 17))
@@ -172,22 +172,14 @@ def compare(cases: Sequence[Case]) -> None:
             assert error < (3e-6 if case.dtype == torch.float32 else 3e-3), (case, error)
 
 
-def check_few() -> None:
-    interpreted()
-    compare(FEW)
-    compare_masks()
-
-
-def check_many() -> None:
-    interpreted()
-    compare(MANY)
-
-
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
+@apart(interpret=True)
 def test_interpreted_kernels_are_the_twin(cases: str) -> None:
     """Forward and all gradients: odd lengths, groups, widths, windows, documents, sinks, and ranks of a ring; and the
     bits of masks."""
-    run_apart({"few": check_few, "many": check_many}[cases], interpret=True)
+    interpreted()
+    compare(FEW if cases == "few" else MANY)
+    compare_masks()
 
 
 def compare_masks() -> None:
@@ -261,8 +253,16 @@ TYPES: dict[str, Any] = {
 }
 
 
-def check_compiled(kernels: Sequence[str], widths: Sequence[int], capabilities: Sequence[int]) -> None:
-    """Tensor cores compute all products, and shared memory suffices."""
+@pytest.mark.grid(
+    ("kernels", "widths", "capabilities"),
+    [(["attention_forward"], [64], [90])],
+    [(["attention_forward", "attention_dq", "attention_dkdv"], [64, 128, 256], [80, 90])],
+)
+@apart(interpret=False)
+def test_kernels_compile_to_products_of_tensor_cores(
+    kernels: Sequence[str], widths: Sequence[int], capabilities: Sequence[int]
+) -> None:
+    """Shared memory suffices."""
     from megatron.extensions.fusions.attention import flash_dropout_triton as triton
 
     found = {
@@ -283,16 +283,3 @@ def check_compiled(kernels: Sequence[str], widths: Sequence[int], capabilities: 
         assert ptx.count("wgmma.mma_async.sync") + ptx.count("mma.sync") >= 2 * products, (name, width, capability)
         assert "cp.async" in ptx or stages == 1, (name, width, capability)
         assert built.metadata.shared <= {80: 163, 90: 227}[capability] * 1024
-
-
-def check_one_compiled() -> None:
-    check_compiled(["attention_forward"], [64], [90])
-
-
-def check_all_compiled() -> None:
-    check_compiled(["attention_forward", "attention_dq", "attention_dkdv"], [64, 128, 256], [80, 90])
-
-
-@pytest.mark.grid("kernels", ["one"], ["one", "all"])
-def test_kernels_compile_to_products_of_tensor_cores(kernels: str) -> None:
-    run_apart({"one": check_one_compiled, "all": check_all_compiled}[kernels], interpret=False)

@@ -22,7 +22,7 @@ from megatron.training.config.validation import resolve
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
 from tests.harness import run_world, train_in_world
-from tests.triton_cases import round_to_fp8_as_torch, run_apart, run_on_cpu
+from tests.triton_cases import apart, round_to_fp8_as_torch, run_on_cpu
 
 CPU = torch.device("cpu")
 MODEL = (
@@ -175,7 +175,8 @@ def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
             KERNELS[name].plain(*each)  # type: ignore[attr-defined]
 
 
-def check_interpreted() -> None:
+@apart(interpret=True)
+def test_interpreted_kernels_are_not_left_out() -> None:
     """The kernels themselves on those operands, in Triton's interpreter, which multiplies no bf16."""
     from megatron.extensions.fusions.kernels import casts, norms
 
@@ -190,10 +191,6 @@ def check_interpreted() -> None:
     choose_kernels(found, Axis(), None, said.append)
     compared = [name for name in KERNELS if list(KERNELS[name].samples(found))]  # type: ignore[attr-defined]
     assert len(compared) == 9 and not said, said
-
-
-def test_interpreted_kernels_are_not_left_out() -> None:
-    run_apart(check_interpreted, interpret=True)
 
 
 def test_no_fusions_turns_all_off() -> None:

@@ -1,4 +1,5 @@
-"""Triton's casts to fp8 against their twins in torch, bit for bit, and what they are compiled to."""
+"""Triton's casts to fp8 against their twins in torch, bit for bit, also of SwiGLU and of its gradient, and what they
+become for GPUs."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.extensions.fp8 import casts as twins
 from megatron.extensions.fp8.casts import CastOrder, CastPair
-from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, run_on_cpu, same_bits
+from megatron.extensions.fusions.kernels import casts as kernels_of
+from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, run_on_cpu, same_bits
 
 FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
 WANTED = ((True, True), (True, False), (False, True))
@@ -42,8 +45,11 @@ def matrices() -> Iterator[Tensor]:
     yield torch.empty(0, 24).bfloat16()
 
 
-def check_casts(stride: int = 1) -> None:
-    """Through the operators, run on CPU tensors for this once. Every one of `stride` cases."""
+@pytest.mark.grid("stride", [5], [1])
+@apart(interpret=True)
+def test_interpreted_casts_are_the_twins(stride: int) -> None:
+    """Through the operators, run on CPU tensors for this once. Every fifth case has each matrix, and each format in
+    each orientation."""
     from megatron.extensions.fusions.kernels import casts, casts_triton
 
     round_to_fp8_as_torch()
@@ -103,16 +109,6 @@ def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.0
             assert same_bits(one, two)
 
 
-def check_a_fifth_of_the_casts() -> None:
-    """Each matrix, and each format in each orientation."""
-    check_casts(5)
-
-
-@pytest.mark.grid("cases", ["a fifth"], ["all"])
-def test_interpreted_casts_are_the_twins(cases: str) -> None:
-    run_apart(check_casts if cases == "all" else check_a_fifth_of_the_casts, interpret=True)
-
-
 def casts_of(fp8: str) -> Any:
     """Types of `Casts` that are wanted and noted."""
     from megatron.extensions.fusions.kernels.casts_triton import Casts
@@ -120,7 +116,8 @@ def casts_of(fp8: str) -> Any:
     return Casts(f"*{fp8}", f"*{fp8}", "*fp32", "*fp32", "*i32", "*fp32")  # type: ignore[arg-type]
 
 
-def check_compiled() -> None:
+@apart(interpret=False)
+def test_casts_compile_to_wide_loads_and_stores() -> None:
     from megatron.extensions.fusions.kernels import casts_triton as kernels
 
     types = {"x": "*bf16", "strides": ("i32", 1), "row_bits": "*i32", "column_bits": "*i32", "n": "i32", "k": "i32"}
@@ -149,5 +146,66 @@ def check_compiled() -> None:
         assert len(re.findall(r"(?:ld|st)\.global\.v4\.b32", turned.asm["ptx"])) == 8
 
 
-def test_casts_compile_to_wide_loads_and_stores() -> None:
-    run_apart(check_compiled, interpret=False)
+def swiglu_operands() -> Iterator[tuple[Tensor, Tensor]]:
+    """Of sizes that are no multiples of a tile, empty, and with values that are not finite."""
+    generator = torch.Generator().manual_seed(5)
+    for n, f, dtype in ((150, 70, torch.bfloat16), (33, 17, torch.float32), (0, 24, torch.bfloat16)):
+        x, grad = (torch.randn(n, width, generator=generator) for width in (2 * f, f))
+        yield (4 * x).to(dtype), grad.to(dtype)
+    for bad in (torch.nan, torch.inf):
+        x, grad = (torch.randn(20, width, generator=generator).bfloat16() for width in (60, 30))
+        x[7, 11] = bad
+        yield x, grad
+
+
+def swiglu(x: Tensor, grad: Tensor | None) -> Tensor:
+    """SwiGLU, or the gradient of x by autograd, in fp32 and rounded."""
+    wide = x.float().clone().requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    y = F.silu(gate) * up
+    return (y if grad is None else torch.autograd.grad(y, wide, grad.float())[0]).detach().to(x.dtype)
+
+
+def swiglu_cast(x: Tensor, grad: Tensor | None, order: CastOrder) -> CastPair:
+    if grad is None:
+        return kernels_of.swiglu_cast(x, order, False)
+    return kernels_of.swiglu_gradient_cast(x, grad, order, False)
+
+
+def check_swiglu(device: str = "cpu") -> None:
+    """The twin is the cast of what autograd makes, and the kernel the twin, but where exponentials differ in the last
+    bit: then some numbers are rounded to the next one in 16 bits, and few of those to the next one in 8. On a GPU the
+    kernel alone runs."""
+    interpreted = device == "cpu"
+    if interpreted:
+        round_to_fp8_as_torch()
+        run_on_cpu(kernels_of._swiglu)
+    for (x, dy), dtype, wanted, backward in product(swiglu_operands(), FORMATS, WANTED, (False, True)):
+        grad = dy if backward else None
+        own = x.to(device), None if grad is None else grad.to(device)
+        for triton in (False, True) if interpreted else (True,):
+            if interpreted:
+                kernels_of.runs_triton = lambda x, triton=triton: triton
+            order = CastOrder(torch.tensor(3.7).to(device), torch.tensor(0.25).to(device), wanted, dtype)
+            found, unnoted = swiglu_cast(*own, order), swiglu_cast(*own, order._replace(noted=None))
+            assert_cast(found, swiglu(x, grad), order, 0.002 if interpreted else 0.01)
+            assert all(two is None or same_bits(one.cpu(), two.cpu()) for one, two in zip(unnoted, found, strict=True))
+
+
+@apart(interpret=True)
+def test_interpreted_casts_of_swiglu_are_those_of_what_autograd_makes() -> None:
+    check_swiglu()
+
+
+@apart(interpret=False)
+def test_casts_of_swiglu_compile_to_wide_loads_and_stores() -> None:
+    from megatron.extensions.fusions.kernels import casts_triton as kernels
+
+    tile = dict(zip(("TILE_N", "TILE_F"), kernels.SWIGLU_TILE, strict=True))
+    for backward, name in product((False, True), ("fp8e4nv", "fp8e5")):
+        types = {"x": "*bf16", "grad": "*bf16" if backward else None, "casts": casts_of(name), "n": "i32", "f": "i32"}
+        ptx = compiled(kernels.swiglu_tiles, types, tile, 90, num_warps=kernels.WARPS).asm["ptx"]
+        # A thread has 32 elements of each operand: four loads of 16 bytes, and two stores of each orientation.
+        assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == (12 if backward else 8)
+        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == (8 if backward else 4)
+        assert "ld.global.b16" not in ptx and "st.global.b8" not in ptx

@@ -15,7 +15,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.extensions.fusions.kernels import cross_entropy as twins
-from tests.triton_cases import compiled, run_apart
+from tests.triton_cases import apart, compiled
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -51,7 +51,8 @@ def test_the_definition_is_what_autograd_makes(dtype: torch.dtype, width: int, v
     assert not logits[:, vocab_size:].any()
 
 
-def check_losses() -> None:
+@apart(interpret=True)
+def test_interpreted_losses_and_gradients_are_the_definition() -> None:
     """Rows of less than a block, of several with an end within one, and more rows than programs."""
     from megatron.extensions.fusions.kernels import cross_entropy_triton as kernels
 
@@ -76,11 +77,8 @@ def check_losses() -> None:
     assert kernels.loss_and_gradient_(broken, labels, 64, 0.0).isnan().tolist() == [row == 3 for row in range(7)]
 
 
-def test_interpreted_losses_and_gradients_are_the_definition() -> None:
-    run_apart(check_losses, interpret=True)
-
-
-def check_compiled() -> None:
+@apart(interpret=False)
+def test_losses_compile_to_wide_loads_and_stores() -> None:
     from megatron.extensions.fusions.kernels import cross_entropy_triton as kernels
 
     types = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "x": "*bf16", "factors": "*fp32"}
@@ -95,10 +93,6 @@ def check_compiled() -> None:
         block = {"BLOCK": kernels.THREADS * kernels.EACH}
         ptx = compiled(kernels.scale_row, types, block, capability, num_warps=kernels.WARPS).asm["ptx"]
         assert ptx.count("v4.b32") >= 4
-
-
-def test_losses_compile_to_wide_loads_and_stores() -> None:
-    run_apart(check_compiled, interpret=False)
 
 
 @pytest.fixture

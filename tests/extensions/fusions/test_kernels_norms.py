@@ -4,7 +4,7 @@ torch, and what they are compiled to."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from megatron.extensions.fp8.casts import CastOrder, cast_transpose_with_amax_tw
 from megatron.extensions.fusions.kernels import casts as heads
 from megatron.extensions.fusions.kernels import norms as twins
 from tests.extensions.fusions.test_kernels_cast import FORMATS, WANTED, assert_cast, casts_of
-from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, run_on_cpu, same_bits, stack_of, stack_tool
+from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, run_on_cpu, same_bits, stack_of
 
 EPS = 1e-3
 
@@ -154,15 +154,12 @@ def check_heads(device: str = "cpu") -> None:
     assert heads.casts_heads(wide, ()) != heads.runs_triton(wide[0])
 
 
-def check_interpreted() -> None:
+@apart(interpret=True)
+def test_interpreted_kernels_are_those_of_what_autograd_makes() -> None:
     round_to_fp8_as_torch()
     compiled_regions._compiled = lambda function, static: function
     check_norms()
     check_heads()
-
-
-def test_interpreted_kernels_are_those_of_what_autograd_makes() -> None:
-    run_apart(check_interpreted, interpret=True)
 
 
 class Backward(NamedTuple):
@@ -208,7 +205,8 @@ def compiled_backward(case: Backward, capability: int, fp8: str, columns: bool =
     return compiled(kernels.norm_gradient_chunks, types, constants, capability, num_warps=kernels.WARPS)
 
 
-def check_compiled_norms() -> None:
+@apart(interpret=False)
+def test_norms_compile_to_wide_loads_and_stores() -> None:
     from megatron.extensions.fusions.kernels import norms_triton as kernels
 
     for capability, fp8 in CAPABILITIES:
@@ -225,23 +223,8 @@ def check_compiled_norms() -> None:
         assert compiled(kernels.add_parts, norm_types(fp8, False), parts, capability).asm["cubin"]
 
 
-def check_registers(capability: int, fp8: str) -> None:
-    spilled = {}
-    for case in NAMED:
-        spilled[case] = stack_of(compiled_backward(case, capability, fp8))
-        spilled[case.h] = stack_of(compiled_forward(case.h, case.centered, capability, fp8))
-    assert max(spilled.values()) <= FEW, spilled
-
-
-def check_registers_of_sm_80() -> None:
-    check_registers(*CAPABILITIES[0])
-
-
-def check_registers_of_sm_90() -> None:
-    check_registers(*CAPABILITIES[1])
-
-
-def check_compiled_heads() -> None:
+@apart(interpret=False)
+def test_casts_of_heads_compile_to_wide_loads_and_stores() -> None:
     from megatron.extensions.fusions.kernels import casts_triton as kernels
 
     types: dict[str, Any] = dict.fromkeys(("dq", "dk", "dv", "cos", "sin"), "*bf16")
@@ -255,19 +238,12 @@ def check_compiled_heads() -> None:
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
 
 
-def check_compiled() -> None:
-    check_compiled_norms()
-    check_compiled_heads()
-
-
-def test_kernels_compile_to_wide_loads_and_stores() -> None:
-    run_apart(check_compiled, interpret=False)
-
-
-@pytest.mark.parametrize("check", [check_registers_of_sm_80, check_registers_of_sm_90])
-def test_norms_of_named_models_keep_their_operands_in_registers(check: Callable[[], None]) -> None:
-    """Each GPU has a process of its own: Triton keeps the conversions of the first one that it compiles for."""
-    pytest.importorskip("triton")
-    if stack_tool() is None:
-        pytest.skip("Triton is installed without cuobjdump, which reports spilled registers")
-    run_apart(check, interpret=False)
+@pytest.mark.skipif("stack_tool() is None", reason="Triton has no cuobjdump, which reports spilled registers")
+@pytest.mark.parametrize(("capability", "fp8"), CAPABILITIES)
+@apart(interpret=False)
+def test_norms_of_named_models_keep_their_operands_in_registers(capability: int, fp8: str) -> None:
+    spilled = {}
+    for case in NAMED:
+        spilled[case] = stack_of(compiled_backward(case, capability, fp8))
+        spilled[case.h] = stack_of(compiled_forward(case.h, case.centered, capability, fp8))
+    assert max(spilled.values()) <= FEW, spilled

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +19,19 @@ from megatron.core.parallel_state import Axis
 from megatron.core.parts import KERNELS
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.linear_gemms import residual_gemm
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.extensions.fusions import fused_norm, gemm_choice
+from megatron.extensions.fusions.flags import Fusions
 from megatron.extensions.fusions.fused_norm import add_update
 from megatron.extensions.fusions.kernels import cublaslt
-from megatron.extensions.fusions.layer import takes_addend
-from tests.gpt_cases import FP64, STYLES, random_batch
+from megatron.extensions.fusions.layer import FusedTransformerLayer, takes_addend
+from megatron.testing.local_run import local_run
+from megatron.training.train_step import train_step
+from tests.extensions.unit_sharding.test_unit_sharding import Watch, sharding
+from tests.extensions.unit_sharding.test_unit_sharding import config as config_of
+from tests.gpt_cases import FP64, GPT, STYLES, random_batch
+from tests.harness import run_world
 
 COMPILED = replace(FP64, compile=True)
 RECOMPUTED = {"recompute_granularity": "full", "recompute_num_layers": 2}
@@ -84,16 +92,12 @@ def addends(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return add_in_products(monkeypatch)
 
 
-def loss_and_gradients(stages: list[GPTModel], batch: Batch) -> dict[str, Tensor]:
-    hidden = None
-    for stage in stages:
-        stage.zero_grad()
-        hidden = stage(hidden, batch)
-        assert isinstance(hidden, Tensor)
-    assert hidden is not None
-    hidden.backward()
-    named = {name: parameter for stage in stages for name, (parameter, _) in stage.named_metas().items()}
-    return {"loss": hidden.detach()} | {name: parameter.grad.clone() for name, parameter in named.items()}
+def loss_and_gradients(model: GPTModel, batch: Batch) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(None, batch)
+    loss.backward()
+    named = {name: parameter.grad.clone() for name, (parameter, _) in model.named_metas().items()}
+    return {"loss": loss.detach()} | named
 
 
 @pytest.mark.parametrize("case", STREAMS)
@@ -103,13 +107,13 @@ def test_the_next_norm_or_a_product_adds_what_a_layer_leaves_to_add(
     style, settings, left, in_products = STREAMS[case]
     config = replace(STYLES[style], num_layers=3, **settings)
     batch = random_batch(config)
-    in_norms = loss_and_gradients([GPTModel(config, COMPILED)], batch)
+    in_norms = loss_and_gradients(GPTModel(config, COMPILED), batch)
     assert len(added) == left
     addends = add_in_products(monkeypatch)
-    plain = loss_and_gradients([GPTModel(config, FP64)], batch)
+    plain = loss_and_gradients(GPTModel(config, FP64), batch)
     assert not addends, "only with --compile"
     model = GPTModel(config, COMPILED)
-    for found in (in_norms, loss_and_gradients([model], batch)):
+    for found in (in_norms, loss_and_gradients(model, batch)):
         torch.testing.assert_close(found, plain, rtol=1e-11, atol=1e-13)
     assert len(addends) == in_products
     model.eval()(None, batch)
@@ -189,17 +193,6 @@ def test_additions_are_in_the_gemm_where_it_is_right_and_not_much_slower(
     assert [gemm_choice.place_of(choice) for choice in (near, slow)] == ["GEMM", "norm"]
 
 
-def test_stages_send_the_sum(added: list[Tensor]) -> None:
-    config = replace(STYLES["llama"], num_layers=4)
-    batch = random_batch(config)
-    plain = loss_and_gradients([GPTModel(config, FP64)], batch)
-    added.clear()
-    cuts = [(0, 2), (2, 2), (2, 4)]
-    stages = [GPTModel(config, COMPILED, layers=range(*cut), first=cut == (0, 2), last=cut == (2, 4)) for cut in cuts]
-    torch.testing.assert_close(loss_and_gradients(stages, batch), plain, rtol=1e-11, atol=1e-13)
-    assert len(added) == 1
-
-
 def test_hooks_of_a_layer_see_the_sum(added: list[Tensor]) -> None:
     config = replace(STYLES["llama"], num_layers=3)
     batch, seen = random_batch(config), dict[bool, list[Tensor]]()
@@ -208,5 +201,34 @@ def test_hooks_of_a_layer_see_the_sum(added: list[Tensor]) -> None:
         found = seen.setdefault(compiled, [])
         observed = model.decoder.layers[1]
         observed.register_forward_hook(lambda module, args, output, found=found: found.extend((args[0], output)))
-        found += loss_and_gradients([model], batch).values()
+        found += loss_and_gradients(model, batch).values()
     torch.testing.assert_close(seen[True], seen[False], rtol=1e-11, atol=1e-13)
+
+
+def test_fused_layers_are_built_where_regions_are_compiled() -> None:
+    compiled = ModelParallelConfig(compile=True)
+    for config, parallel, kind in (
+        (GPT, compiled, FusedTransformerLayer),
+        (GPT, ModelParallelConfig(), TransformerLayer),
+        (GPT.with_options(Fusions(fusions=False)), compiled, TransformerLayer),
+    ):
+        assert {type(layer) for layer in GPTModel(config, parallel).decoder.layers} == {kind}
+
+
+def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
+    """Whether each layer leaves its last addition to the next norm, and the most units that are whole at once."""
+    with local_run(config_of(flags, world_size), rank, world_size) as run:
+        train_step(run)
+        watch = Watch(run)
+        train_step(run)
+        layers: Any = run.stages[0].decoder.layers  # type: ignore[union-attr]
+        streams = [layer.takes_pending() for layer in layers]
+        layers[0].register_forward_hook(lambda *seen: None)
+        return [*streams, layers[0].takes_pending()], (watch.params, watch.grads)
+
+
+def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
+    """The backward of a layer with two inputs and outputs begins and ends where that of a tensor does."""
+    with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
+        found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
+    assert found == [([True] * 4 + [False], (2, 2))] * 2
