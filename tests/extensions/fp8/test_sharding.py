@@ -8,16 +8,20 @@ from __future__ import annotations
 import pytest
 
 from megatron.testing.snapshot import first_difference
+from tests.extensions import needs
 from tests.extensions.fp8.test_parity import EXPERTS, RECIPES, WIDE_EXPERTS, third_step
 
 STRATEGY = "--data-parallel-sharding-strategy"
 SHARDED = ("optim_grads", "optim_grads_params")
+STATES_IN_FP8 = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
 OF_FP8 = [
     *((recipe, 2, "--micro-batch-size 4") for recipe in RECIPES),
     ("delayed", 4, "--tp 2 --sequence-parallel --micro-batch-size 4"),
     ("delayed", 4, "--pp 2 --pipeline-schedule zb-v --micro-batch-size 4"),
     ("delayed", 4, "--num-distributed-optimizer-instances 2 --micro-batch-size 2"),
     ("delayed", 2, "--micro-batch-size 4 --mtp-num-layers 1 --untie-embeddings-and-output-weights"),
+    needs("optimizers", ("delayed", 2, "--micro-batch-size 4 --optimizer muon")),
+    needs("optimizers", ("delayed", 2, f"--micro-batch-size 4 {STATES_IN_FP8}")),
     ("rowwise", 4, f"{EXPERTS} --ep 2 --micro-batch-size 2"),
     ("blockwise", 4, f"{WIDE_EXPERTS} --ep 2 --micro-batch-size 2"),
     ("delayed", 4, "--cp 2 --micro-batch-size 4"),

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from megatron.core.dropout import uniform_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, rounding_sum
-from megatron.extensions.optimizers.precision_aware import FORMATS, PackedShard, StoredState, join_master, split_master
+from megatron.extensions.optimizers.precision_aware import FORMATS, StoredState, join_master, split_master
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
-from megatron.training.train_step import train_step
-from tests.extensions import installed
-from tests.harness import run_world, running
 
 STRATEGY = "--data-parallel-sharding-strategy"
 SHARDED = ("optim_grads", "optim_grads_params")
@@ -118,28 +115,6 @@ def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
         assert AWARE not in flags or wrong[name] == [], flags
 
 
-def _skip_a_step(rank: int, world_size: int) -> None:
-    flags = f"{MODEL} --bf16 {AWARE}--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
-    with running(flags.split(), rank, world_size) as run:
-        train_step(run)
-        tensors = [tensor for shard in run.optimizer.shards for tensor in _stored(shard)]
-        before = [tensor.clone() for tensor in tensors]
-        for buffer in run.ddp.buffers:
-            buffer.grad_data.fill_(torch.nan)
-        assert run.optimizer.step(1e-2, 0.1).skipped
-        assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
-
-
-def test_a_skipped_step_changes_nothing() -> None:
-    run_world(1, _skip_a_step)
-
-
-def _stored(shard: PackedShard) -> list[torch.Tensor]:
-    states = [tensor for state in (shard.main, shard.exp_avg, shard.exp_avg_sq) for tensor in vars(state).values()]
-    tensors = [shard.bucket.params, shard.remainders, *(each for each in states if isinstance(each, torch.Tensor))]
-    return [tensor.view(torch.int8) if tensor.dtype == torch.float8_e4m3fn else tensor for tensor in tensors]
-
-
 def test_a_sum_in_bf16_keeps_what_is_small_beside_it() -> None:
     """32 micro-batches, each a tenth of a rounding step of the sum so far."""
     weight = torch.nn.Parameter(torch.zeros(100, 100))
@@ -165,15 +140,6 @@ def test_a_compiled_sum_in_bf16_has_the_same_bits() -> None:
         rounding_sum(bool(compiled))(found, added.clone())
     assert torch.equal(*sums)
     assert not torch.equal(sums[0], total)
-
-
-@pytest.mark.grid("update", ["--optimizer muon"], ["--optimizer muon", MOMENTS["fp8"]])
-@pytest.mark.skipif(not installed("fp8"), reason="fp8 is deleted")
-def test_strategies_compute_the_same_bits_in_fp8(update: str) -> None:
-    """ZeRO-2 and ZeRO-3 beside fp8 layers."""
-    from tests.extensions.fp8 import test_sharding as strategies
-
-    strategies.test_fp8_layers_compute_the_same_bits(("delayed", 2, f"--micro-batch-size 4 {update}"))
 
 
 OF_STATES = [
