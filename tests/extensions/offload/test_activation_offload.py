@@ -13,10 +13,13 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.offload.saved_activations import ActivationOffload, HostPool
 from megatron.testing.snapshot import differences
+from megatron.training.config.arguments import parse_args, with_flags
+from megatron.training.config.validation import resolve, validate
 from tests.extensions import needs
 from tests.extensions.offload.test_cpu_offload import LateQueue
 from tests.gpt_cases import LLAMA, with_dropout
 from tests.harness import train_in_world
+from tests.rules import BASE, problems
 from tests.tiny import TINY
 
 COMMON = f"{TINY} --num-layers 4 --seq-length 32 --make-vocab-size-divisible-by 4 --global-batch-size 8 --train-iters 2"
@@ -140,3 +143,18 @@ def test_sizes_of_buffers_are_powers_of_two() -> None:
     assert [len(buffer.memory) for buffer in buffers] == [1, 4, 4, 8] and pool.nbytes == 17
     pool.give_back(buffers[1])
     assert pool.take(4) is buffers[1] and pool.take(2) is not buffers[2]
+
+
+def test_layers_of_uneven_stages_are_judged_when_the_vocabulary_is_known() -> None:
+    flags = BASE.replace("--mock-data", "--data-path corpus --tokenizer-type ByteTokenizer")
+    flags += " --num-layers 5 --pp 2 --cpu-offloading --cpu-offloading-num-layers 3"
+    config = parse_args(flags.split())
+    assert config.model.vocab_size is None
+    for vocab_size in (None, 256):
+        assert not [each for each in validate(resolve(config, 2, vocab_size), 2) if "offloading" in each.flag]
+    many = resolve(with_flags(config, ["--cpu-offloading-num-layers", "5"]), 2, 256)
+    assert [each.flag for each in validate(many, 2) if "offloading" in each.flag] == ["--cpu-offloading-num-layers"]
+
+
+def test_a_layout_that_is_wrong_is_reported_by_its_own_rule() -> None:
+    assert not any("offloading" in problem for problem in problems("--cpu-offloading --pp 0", 1))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed import param_layout
 from megatron.core.distributed.param_layout import ALIGNMENT, HOST_SLOTS, host_slots, place_states, plan_buffers
 from megatron.core.optimizer.optimizer import MAIN_PARAM
@@ -20,10 +19,9 @@ from megatron.extensions.offload import host_update
 from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import Snapshot, train_in_world
-from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve, resolve_legal
+from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.toy import build, optimizer_config, run_step
@@ -96,42 +94,6 @@ def test_a_load_rounds_parameters_as_an_update_does(fraction: float) -> None:
     assert all(param.detach().view(torch.int16).eq(0x3ACD).all() for param in ddp.params)
 
 
-def _continue_elsewhere(rank: int, world_size: int, folder: str, flags: str) -> list[str]:
-    def config(more: str) -> RunConfig:
-        found = parse(f"{flags} {more}")
-        return resolve(replace(found, checkpoint=replace(found.checkpoint, save=folder, load=folder)), world_size)
-
-    states = []
-    for more in (f"{OFFLOAD}0.5", f"{OFFLOAD}1", ""):
-        with local_run(config(more), rank, world_size) as run:
-            checkpointer = Checkpointer(run.config, run.runtime.state, run.stages, run.optimizer)
-            if not states:
-                train_step(run)
-                checkpointer.save(run.progress)
-            else:
-                run.progress = checkpointer.load(data=run.data.fingerprint_at)
-            train_step(run)
-            states.append({piece.key + piece.meta.name: piece.data.clone() for piece in merged(run)})
-    return [key for key in states[0] for other in states[1:] if not torch.equal(states[0][key], other[key])]
-
-
-def merged(run: TrainingRun) -> list[OptimizerPiece]:
-    """The optimizer's state, with one piece for each kind of state and parameter."""
-    found: dict[tuple[str, str], list[OptimizerPiece]] = {}
-    for piece in run.optimizer.sharded_state():
-        found.setdefault((piece.key, piece.meta.name), []).append(piece)
-    for pieces in found.values():
-        pieces.sort(key=lambda piece: piece.start)
-    return [
-        replace(pieces[0], data=torch.cat([piece.data for piece in pieces]), stop=pieces[-1].stop)
-        for pieces in found.values()
-    ]
-
-
-def test_a_resumed_run_makes_the_same_step_at_every_fraction(tmp_path: Path) -> None:
-    assert run_world(1, _continue_elsewhere, str(tmp_path), "--bf16") == [[]]
-
-
 def _skip_a_step(rank: int, world_size: int, flags: str) -> None:
     with local_run(resolve_legal(parse(flags), world_size), rank, world_size) as run:
         train_step(run)
@@ -152,8 +114,11 @@ def held(run: TrainingRun) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in found]
 
 
-@pytest.mark.parametrize("flags", ["--bf16", f"--bf16 {AWARE}--main-params-dtype fp16"], ids=["fp32", "packed"])
-def test_a_step_that_is_skipped_changes_nothing_on_the_host(flags: str) -> None:
+PACKED = f"--bf16 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
+
+
+@pytest.mark.parametrize("flags", ["--bf16", PACKED], ids=["fp32", "packed"])
+def test_a_step_that_is_skipped_changes_nothing_on_device_and_host(flags: str) -> None:
     run_world(1, _skip_a_step, f"{flags} {OFFLOAD}0.5 --disable-bias-linear")
 
 
@@ -223,25 +188,12 @@ class LateEvent:
         self.queue.run_until(self.number)
 
 
-def late_copies_differ(ranks: int, flags: str) -> list[str]:
-    argv = shlex.split(f"{MODEL}{flags} {OFFLOAD}0.7")
-    expected = train_in_world(ranks, argv)
-    with mock.patch.object(host_update, "CopyQueue", LateQueue):
-        return different(expected, train_in_world(ranks, argv))
-
-
 @pytest.mark.parametrize("flags", ["--bf16 --overlap-param-gather", f"--fp32 {ZERO3} --optimizer sgd"])
 def test_copies_may_be_as_late_as_their_events_allow(flags: str) -> None:
-    assert late_copies_differ(2, flags) == []
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"), [(host_update.Slots, "ready"), (LateQueue, "join")], ids=["a slot", "the last parameters"]
-)
-def test_a_wait_that_is_left_out_is_noticed(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {"ready": lambda self, chunk: self.tensors[chunk % len(self.tensors)], "join": lambda self: None}
-    monkeypatch.setattr(owner, name, without[name])
-    assert late_copies_differ(1, "--bf16 --attention-backend unfused") != []
+    argv = shlex.split(f"{MODEL}{flags} {OFFLOAD}0.7")
+    expected = train_in_world(2, argv)
+    with mock.patch.object(host_update, "CopyQueue", LateQueue):
+        assert different(expected, train_in_world(2, argv)) == []
 
 
 def _threads_of_updates(rank: int, world_size: int) -> tuple[list[int], int]:

@@ -3,6 +3,8 @@ matrix."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -102,13 +104,6 @@ def test_a_rule_that_cannot_be_read_is_refused(text: str, rule: str) -> None:
     assert str(problem).startswith(f"--param-group {text}: ") and rule in str(problem)
 
 
-def test_an_expression_that_matches_nothing_names_the_nearest() -> None:
-    with pytest.raises(RuntimeError, match="param-group") as error:
-        train_in_world(2, [*MODEL, "--param-group", r"mlp\.linear_fc3 lr_mult=2", "--pp", "2"])
-    said = "mlp\\.linear_fc3 lr_mult=2: matches no parameter; the nearest names are decoder.layers.0.mlp.linear_fc1."
-    assert said in str(error.value)
-
-
 def test_frozen_parameters_keep_their_values_and_have_no_state() -> None:
     flags = ["--num-layers", "4", "--freeze", "embedding", "--freeze", r"layers\.[01]\.", "--freeze", "layers.2.*fc1"]
     tensors = train_in_world(1, [*MODEL, *flags]).tensors
@@ -126,14 +121,17 @@ def test_frozen_parameters_keep_their_values_and_have_no_state() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            r"--param-group 'mlp\.linear_fc3 lr_mult=2' --pp 2",
+            "mlp\\.linear_fc3 lr_mult=2: matches no parameter; the nearest names are decoder.layers.0.mlp.linear_fc1.",
+        ),
         ("--freeze layer.7", "--freeze layer.7: matches no parameter; the nearest names are decoder."),
         ("--freeze . --pp 2", "leaves nothing to train; names are for example decoder.final_layernorm"),
     ],
 )
-def test_an_expression_that_freezes_nothing_or_all_is_refused(flags: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match="freeze") as error:
-        train_in_world(2, [*MODEL, *flags.split()])
-    assert message in str(error.value)
+def test_an_expression_of_nothing_or_all_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        train_in_world(2, [*MODEL, *shlex.split(flags)])
 
 
 def test_states_of_frozen_parameters_are_left_out_and_begin_at_zero_when_trained_again(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.extensions.overlap.batch_overlap import BatchOverlap
-from megatron.training.config.flags import config_of_sections
 from tests.host_waits import HostWaits
 from tests.rules import problems
 
@@ -96,10 +94,3 @@ def test_one_micro_batch_has_nobody_to_take_turns_with(schedule: str, pp: int) -
         flags = f"{OVERLAP} --ep 2 --pp {pp} --pipeline-schedule {schedule} --global-batch-size {2 * microbatches}"
         found = [line for line in problems(flags, 2 * pp, EXPERTS) if "one micro-batch" in line]
         assert turns == (microbatches > 1) == (not found)
-
-
-def test_flag_of_checkpoints_that_have_it_among_those_of_parallelism() -> None:
-    saved = {"parallel": {"overlap_moe_expert_parallel_comm": True, "sequence_parallel": True}}
-    parallel = config_of_sections(saved).parallel
-    assert parallel.sequence_parallel and parallel.pass_pair == "in turns"
-    assert ModelParallelConfig().pass_pair is None

@@ -29,7 +29,6 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.extensions.overlap.comm_overlap import OverlappedColumnParallelLinear, SymmetricMemory, SymmetricOverlap
 from megatron.extensions.overlap.flags import OverlapFlags
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import config_of_sections
 from megatron.training.hooks import Parts
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
@@ -43,10 +42,10 @@ S, B, H = 8, 3, 8
 Layers = tuple[ColumnParallelLinear, RowParallelLinear]
 
 
-def build(size: int, overlap: str | None, dtype: torch.dtype, queue: WeightGradQueue) -> tuple[TPContext, Layers]:
+def build(size: int, overlap: str | None, queue: WeightGradQueue) -> tuple[TPContext, Layers]:
     state = initialize_model_parallel(size)
     options = OverlapFlags(tp_comm_overlap=overlap is not None, tp_comm_overlap_method=overlap)
-    ctx = tp_context(state, True, dtype, queue=queue, extension_options=(options,))
+    ctx = tp_context(state, True, queue=queue, extension_options=(options,))
     column = column_parallel(ColumnLinear("fc1", H, (2, 4 * H), True, Init("normal", 1.0), shard_dim=1), ctx)
     row = row_parallel(RowLinear("fc2", 8 * H, H, True, Init("normal", 1.0)), ctx)
     parameters = [*column.parameters(), *row.parameters()]
@@ -56,8 +55,11 @@ def build(size: int, overlap: str | None, dtype: torch.dtype, queue: WeightGradQ
     return ctx, (column, row)
 
 
-def run_layers(rank: int, size: int, overlap: str | None, deferred: bool, fallback: bool = False) -> dict[str, Tensor]:
-    """Outputs and gradients of the two layers, whole."""
+def run_layers(
+    rank: int, size: int, overlap: str | None, deferred: bool, fallback: bool = False
+) -> tuple[dict[str, Tensor], tuple[Fraction, Fraction]]:
+    """Outputs and gradients of the two layers, whole, and the bytes that this rank sends in the forward and in the
+    backward."""
     if fallback:
         operations = (
             _symmetric_memory._fused_all_gather_matmul_fallback,
@@ -65,17 +67,22 @@ def run_layers(rank: int, size: int, overlap: str | None, deferred: bool, fallba
         )
         SymmetricOverlap.operations = staticmethod(lambda: operations)  # type: ignore[method-assign]
     queue = WeightGradQueue()
-    ctx, (column, row) = build(size, overlap, torch.float64, queue)
+    ctx, (column, row) = build(size, overlap, queue)
+    assert isinstance(column, OverlappedColumnParallelLinear) == (overlap is not None)
     generator = torch.Generator().manual_seed(1)
     x, grad = (torch.randn(S, B, H, generator=generator, dtype=torch.float64) for _ in range(2))
     own = x.chunk(size)[rank].clone().requires_grad_()
     if deferred:
         queue.begin(0)
-    out = row(column(own))
-    out.backward(grad.chunk(size)[rank])
-    if deferred:
-        queue.end()
-        queue.run(0)
+    out, forward = counted(size, lambda: row(column(own)))
+
+    def run_backward() -> None:
+        out.backward(grad.chunk(size)[rank])
+        if deferred:
+            queue.end()
+            queue.run(0)
+
+    _, backward = counted(size, run_backward)
     queue.assert_empty()
     assert own.grad is not None
     found = {"out": all_gather(out.detach(), ctx.tp), "dx": all_gather(own.grad, ctx.tp)}
@@ -83,37 +90,7 @@ def run_layers(rank: int, size: int, overlap: str | None, deferred: bool, fallba
         for kind, parameter in layer.named_parameters():
             whole = parameter.main_grad if parameter.grad is None else parameter.grad
             found[f"{name} {kind}"] = all_gather(whole[None].clone(), ctx.tp)
-    return found
-
-
-@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
-@pytest.mark.parametrize(("overlap", "fallback"), [("ring", False), ("symmetric", True)])
-@pytest.mark.parametrize("size", [2, 4])
-def test_layers_agree(size: int, overlap: str, fallback: bool, deferred: bool) -> None:
-    """The symmetric operations are torch's, by the fallbacks that it keeps for its own tests."""
-    plain = run_world(size, run_layers, None, deferred)
-    found = run_world(size, run_layers, overlap, deferred, fallback)
-    for one, other in zip(plain, found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-12)
-
-
-def count_bytes(rank: int, size: int, overlap: str | None, deferred: bool) -> tuple[Fraction, Fraction, int]:
-    """Bytes that this rank sends in the forward and in the backward, and the bytes s*b*h of the activation."""
-    queue = WeightGradQueue()
-    _, (column, row) = build(size, overlap, torch.bfloat16, queue)
-    assert isinstance(column, OverlappedColumnParallelLinear) == (overlap is not None)
-    own = torch.zeros(S // size, B, H, dtype=torch.bfloat16, requires_grad=True)
-    if deferred:
-        queue.begin(0)
-    out, forward = counted(size, lambda: row(column(own)))
-
-    def backward() -> None:
-        out.backward(torch.zeros_like(out))
-        if deferred:
-            queue.end()
-            queue.run(0)
-
-    return forward, counted(size, backward)[1], S * B * H * 2
+    return found, (forward, backward)
 
 
 def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
@@ -134,19 +111,18 @@ def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize(("overlap", "fallback"), [("ring", False), ("symmetric", True)])
 @pytest.mark.parametrize("size", [2, 4])
-def test_as_many_bytes_travel(size: int, deferred: bool) -> None:
-    """Of the pair a gather and a reduction each way, and the gather of the first input for its weight gradient."""
-    plain, overlapped = (run_world(size, count_bytes, overlap, deferred) for overlap in (None, "ring"))
-    assert plain == overlapped
-    for forward, backward, sbh in overlapped:
-        part = Fraction(size - 1, size) * sbh
-        assert (forward, backward) == (2 * part, 3 * part)
-
-
-def test_flags_of_checkpoints_that_have_them_among_those_of_parallelism() -> None:
-    saved = {"parallel": {"tp_comm_overlap": True, "tp_comm_overlap_method": "ring"}}
-    assert config_of_sections(saved).options(OverlapFlags) == OverlapFlags(True, "ring")
+def test_layers_agree_and_send_as_many_bytes(size: int, overlap: str, fallback: bool, deferred: bool) -> None:
+    """The symmetric operations are torch's, by the fallbacks that it keeps for its own tests. Of the pair of layers a
+    gather and a reduction travel each way, and the gather of the first input for its weight gradient."""
+    plain = run_world(size, run_layers, None, deferred)
+    overlapped = run_world(size, run_layers, overlap, deferred, fallback)
+    part = Fraction(size - 1, size) * S * B * H * 8
+    for (expected, sent), (found, also_sent) in zip(plain, overlapped, strict=True):
+        torch.testing.assert_close(expected, found, rtol=1e-13, atol=1e-12)
+        assert sent == (2 * part, 3 * part)
+        assert fallback or also_sent == sent
 
 
 def test_symmetric_memory_is_looked_for_at_the_start() -> None:

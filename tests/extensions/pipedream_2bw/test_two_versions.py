@@ -57,14 +57,17 @@ def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
 
 def trained(
     rank: int, world_size: int, config: RunConfig, nan_at: int = -1
-) -> tuple[list[float], list[float], list[bool]]:
+) -> tuple[tuple[list[float], list[float], list[bool]], list[bool]]:
+    """Results of some steps, and of each step, whether passes of the next one have begun in it."""
     with local_run(config, rank, world_size) as run:
         plant_nan(run, nan_at)
+        begun = []
         for _ in range(STEPS):
             train_step(run)
+            begun.append(run.begun is not None)
         found = results(run)
         run.pipeline.drop_begun()
-        return found
+        return found, begun
 
 
 def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
@@ -96,8 +99,8 @@ def test_one_process_is_the_formula(model: str) -> None:
     """The parity matrix has the layouts."""
     plain = f"{MODEL} --fp64 {model}".split()
     (expected,) = run_world(1, by_copies, plain)
-    assert run_world(1, trained, config_of(f"--fp64 {model}", 1)) == [expected]
-    ((losses, *_),) = run_world(1, trained, resolve_legal(parse_args(plain), 1))
+    assert run_world(1, trained, config_of(f"--fp64 {model}", 1)) == [(expected, [True] * STEPS)]
+    (((losses, *_), _),) = run_world(1, trained, resolve_legal(parse_args(plain), 1))
     assert losses[:1] == expected[0][:1] and losses[2:] != expected[0][2:]
 
 
@@ -169,9 +172,9 @@ def goes_on(rank: int, world_size: int, config: RunConfig) -> None:
 
 def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
     flags = "--fp64 --max-skipped-iterations 1"
-    ((losses, norms, skipped),) = run_world(1, trained, config_of(flags, 1), 2)
+    (((losses, norms, skipped), _),) = run_world(1, trained, config_of(flags, 1), 2)
     assert skipped == [False, False, True, False, False]
-    for found, found_norms, found_skipped in run_world(2, trained, config_of(f"{flags} --pp 2", 2), 2):
+    for (found, found_norms, found_skipped), _ in run_world(2, trained, config_of(f"{flags} --pp 2", 2), 2):
         assert found_skipped == skipped and found == pytest.approx(losses, rel=1e-9)
         assert found_norms == pytest.approx(norms, rel=1e-9, nan_ok=True)
 
@@ -229,22 +232,11 @@ def test_weights_without_a_former_version_start_from_the_newest(tmp_path: Path) 
     assert any(difference == 0 for difference in differences(1, "")[0])
 
 
-def measured(rank: int, world_size: int, config: RunConfig) -> list[bool]:
-    """Of each step, whether passes of the next one have begun in it."""
-    with local_run(config, rank, world_size) as run:
-        begun = []
-        for _ in range(4):
-            train_step(run)
-            begun.append(run.begun is not None)
-        results(run)
-        run.pipeline.drop_begun()
-        return begun
-
-
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_a_step_that_is_looked_at_runs_alone() -> None:
     """Both ends of it empty the pipeline: its passes are not begun in the step before."""
-    assert run_world(2, measured, config_of("--fp64 --pp 2 --log-layer-stats 3", 2)) == [[True, False, False, True]] * 2
+    ranks = run_world(2, trained, config_of("--fp64 --pp 2 --log-layer-stats 3", 2))
+    assert [begun for _, begun in ranks] == [[True, False, False, True, False]] * 2
 
 
 SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])

@@ -15,6 +15,9 @@ from megatron.extensions.pipeline_split.flags import SplitFlags
 from megatron.extensions.pipeline_split.layout_text import layers_of_stages
 from tests.pure.test_layout import MODEL, counts
 
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+LOSS, EMBEDDING = "account_for_loss_in_pipeline_split", "account_for_embedding_in_pipeline_split"
+
 
 def parallel(pp: int, **more: Any) -> ModelParallelConfig:
     own = {name: more.pop(name) for name in list(more) if hasattr(SplitFlags, name)}
@@ -24,21 +27,11 @@ def parallel(pp: int, **more: Any) -> ModelParallelConfig:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"decoder_first_pipeline_num_layers": 5, "decoder_last_pipeline_num_layers": 3}, [5, 11, 11, 3]),
-        ({"decoder_last_pipeline_num_layers": 0}, [10, 10, 10, 0]),
-        (
-            {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 3},
-            [2, 4, 4, 5, 1, 5, 5, 4],
-        ),
-        (
-            {
-                "pipeline_schedule": "zb-v",
-                "decoder_first_pipeline_num_layers": 2,
-                "decoder_last_pipeline_num_layers": 1,
-            },
-            [2, 4, 4, 4, 5, 5, 5, 1],
-        ),
-        ({"account_for_loss_in_pipeline_split": True}, [7, 8, 8, 7]),
+        ({FIRST: 5, LAST: 3}, [5, 11, 11, 3]),
+        ({LAST: 0}, [10, 10, 10, 0]),
+        ({"num_virtual_stages_per_pipeline_rank": 2, FIRST: 3}, [2, 4, 4, 5, 1, 5, 5, 4]),
+        ({"pipeline_schedule": "zb-v", FIRST: 2, LAST: 1}, [2, 4, 4, 4, 5, 5, 5, 1]),
+        ({LOSS: True}, [7, 8, 8, 7]),
     ],
 )
 def test_ends_by_hand(flags: dict[str, Any], expected: list[int]) -> None:
@@ -49,8 +42,7 @@ def test_ends_by_hand(flags: dict[str, Any], expected: list[int]) -> None:
 
 def test_an_end_counts_as_one_layer() -> None:
     """30 layers and both ends on 8 stages: 32 in all, 4 each, of which the ends are one."""
-    flags = {"account_for_loss_in_pipeline_split": True, "account_for_embedding_in_pipeline_split": True}
-    assert counts(parallel(8, **flags)) == [3, 4, 4, 4, 4, 4, 4, 3]
+    assert counts(parallel(8, **{LOSS: True, EMBEDDING: True})) == [3, 4, 4, 4, 4, 4, 4, 3]
 
 
 def test_a_costly_head_may_count_as_one_layer() -> None:
@@ -61,18 +53,11 @@ def test_a_costly_head_may_count_as_one_layer() -> None:
 @pytest.mark.parametrize(
     ("pp", "flags"),
     [
-        (4, {"decoder_first_pipeline_num_layers": 31}),
-        (4, {"decoder_first_pipeline_num_layers": 20, "decoder_last_pipeline_num_layers": 20}),
-        (2, {"decoder_first_pipeline_num_layers": 10, "decoder_last_pipeline_num_layers": 10}),
-        (1, {"decoder_first_pipeline_num_layers": 10}),
-        (
-            1,
-            {
-                "decoder_first_pipeline_num_layers": 9,
-                "decoder_last_pipeline_num_layers": 9,
-                "pipeline_schedule": "zb-v",
-            },
-        ),
+        (4, {FIRST: 31}),
+        (4, {FIRST: 20, LAST: 20}),
+        (2, {FIRST: 10, LAST: 10}),
+        (1, {FIRST: 10}),
+        (1, {FIRST: 9, LAST: 9, "pipeline_schedule": "zb-v"}),
     ],
 )
 def test_counts_that_do_not_fit_name_the_flag(pp: int, flags: dict[str, Any]) -> None:

@@ -14,18 +14,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.extensions.post_validation.flags import PostValidationFlags
 from megatron.extensions.post_validation.post_validation import PostValidation
+from megatron.extensions.post_validation.rules import WAIT_FOR_RANK_0
+from megatron.extensions.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import notices, resolve, resolve_legal
+from megatron.training.config.validation import findings, notices, resolve, resolve_legal
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 from megatron.training.train_step import train_step
 from tests.extensions import installed, needs
 from tests.harness import local_run, plant_nan, run_world
+from tests.rules import BASE
 
 MODEL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 --lr 1e-2 --cpu "
@@ -191,3 +197,21 @@ def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: s
     even = {"stage_costs": lambda *_: (1.0,) * pipeline_layout(config.model, config.parallel).num_stages}
     with mock.patch.multiple(description, **even):
         assert f"bubble {bubble}" in description._pipeline_line(config, 4)
+
+
+@pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
+@pytest.mark.parametrize("schedule", [name for name in PIPELINE_SCHEDULES if PIPELINE_SCHEDULES.facts(name).flushes])
+def test_schedules_that_wait_for_rank_0_are_those_that_the_simulator_finds(schedule: str) -> None:
+    from megatron.extensions.planner.time.pipeline import post_validated
+
+    p, m, chunks = 4, 8, PIPELINE_SCHEDULES.facts(schedule).chunks
+    time, _ = post_validated(pipeline_lists(schedule, p, m, chunks, validates=True))
+    saved = simulate(build_schedule(schedule, p, m, chunks), StageCosts()).makespan - time
+    assert (saved == pytest.approx(0)) == (schedule in WAIT_FOR_RANK_0)
+
+
+def test_without_a_pipeline_it_is_turned_off() -> None:
+    given = parse_args([*BASE.split(), "--optimizer-post-validation", "--use-precision-aware-optimizer"])
+    (notice,) = findings(given, 1)
+    assert notice.harmless and "has no effect without --pipeline-model-parallel-size above 1" in str(notice)
+    assert not resolve(given, 1).options(PostValidationFlags).optimizer_post_validation

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -43,17 +45,31 @@ def units(run: TrainingRun) -> dict[str, list[UnitBucket]]:
     return found
 
 
+CALLS: dict[str, tuple[str, Callable[[UnitBucket], bool]]] = {
+    "start_gather": ("gather", lambda bucket: not bucket.whole_params),
+    "open_grads": ("add", lambda bucket: not bucket.whole_grads),
+    "start_grad_sync": ("reduce", lambda bucket: bucket.whole_grads),
+    "finish_grad_sync": ("reduced", lambda bucket: bucket._reduced is not None),
+}
+"""Methods of buckets, what they do, and whether they have something to do."""
+
+
 class Watch:
-    """The most units that were whole at the same time, sampled whenever memory is taken."""
+    """What is done for which unit, in order: "gather" and "reduce" where a collective is started, "reduced" where it is
+    waited for, "add" where a backward has computed a first gradient. And the most units that were whole at the same
+    time."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self.params, self.grads, self.run = 0, 0, run
-        for bucket in run.ddp.units.buckets:
-            for name in ("start_gather", "open_grads"):
-                setattr(bucket, name, self.watched(getattr(bucket, name)))
+        self.params, self.grads, self.run, self.events = 0, 0, run, list[tuple[str, str]]()
+        for name, buckets in units(run).items():
+            for bucket, (method, (event, happens)) in product(buckets, CALLS.items()):
+                setattr(bucket, method, self.watched(getattr(bucket, method), (event, name), bucket, happens))
 
-    def watched(self, method: Any) -> Any:
+    def watched(
+        self, method: Any, event: tuple[str, str], bucket: UnitBucket, happens: Callable[[UnitBucket], bool]
+    ) -> Any:
         def call() -> None:
+            self.events.extend([event] if happens(bucket) else [])
             method()
             buckets = self.run.ddp.units.buckets
             self.params = max(self.params, sum(bucket.whole_params for bucket in buckets))
@@ -114,10 +130,9 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
 
 
 def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
-    """("gather" | "reduce", unit) where a collective is started, ("reduced", unit) where it is waited for, ("add",
-    unit) where a backward has computed a first gradient, and ("begin" | "end", unit) of each pass of its module."""
-    found: list[tuple[str, str]] = []
+    """Those of `Watch`, and ("begin" | "end", unit) of each pass of its module, of the third step."""
     with local_run(config(flags, world_size), rank, world_size) as run:
+        found = Watch(run).events
         for unit in run.ddp.units.units:
             name = unit_of(unit.buckets[0].layout.params[0].meta.name)
             hooks = {
@@ -128,42 +143,11 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
                 for register in kinds if "embedding" not in name else kinds[:1]:  # whose input has no gradient
                     first = {"prepend": True} if event == "begin" else {}  # before what the unit's own hooks start
                     register(lambda *_, event=event, name=name: found.append((event, name)), **first)
-        for name, buckets in units(run).items():
-            for bucket in buckets:
-                watch_collectives(bucket, name, found)
         for _ in range(2):
             train_step(run)
         found.clear()
         train_step(run)
     return found
-
-
-def watch_collectives(bucket: UnitBucket, name: str, found: list[tuple[str, str]]) -> None:
-    gather, reduce, reduced, opened = (
-        bucket.start_gather,
-        bucket.start_grad_sync,
-        bucket.finish_grad_sync,
-        bucket.open_grads,
-    )
-
-    def open_grads() -> None:
-        found.extend([] if bucket.whole_grads else [("add", name)])
-        opened()
-
-    def start_gather() -> None:
-        found.extend([] if bucket.whole_params else [("gather", name)])
-        gather()
-
-    def start_grad_sync() -> None:
-        found.extend([("reduce", name)] if bucket.whole_grads else [])
-        reduce()
-
-    def finish_grad_sync() -> None:
-        found.extend([] if bucket._reduced is None else [("reduced", name)])
-        reduced()
-
-    for method in (start_gather, start_grad_sync, finish_grad_sync, open_grads):
-        setattr(bucket, method.__name__, method)
 
 
 def test_collectives_are_started_while_another_unit_computes() -> None:
