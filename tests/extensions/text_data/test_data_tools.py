@@ -150,15 +150,6 @@ def test_flags_without_meaning_here_say_so(tmp_path):
     assert dataset.dtype == np.int32 and dataset[0].tolist() == [1, 2, 3, 69999]
 
 
-def test_a_damaged_archive_leaves_nothing(tmp_path):
-    noise = np.random.default_rng(0).integers(97, 122, size=(300, 100), dtype=np.uint8)
-    whole = gzip.compress(b"".join(json.dumps({"text": row.tobytes().decode()}).encode() + b"\n" for row in noise))
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    flags = ("--input", tmp_path / "cut.jsonl.gz", "--output-prefix", tmp_path / "out", *BYTES)
-    assert "cut.jsonl.gz: damaged after line" in tool("preprocess_data.py", *flags, code=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["cut.jsonl.gz"]
-
-
 def test_input_without_documents_writes_nothing(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", ["", ""])
     flags = ("--input", source, "--output-prefix", tmp_path / "out", *BYTES)

@@ -108,11 +108,6 @@ def test_gpt2_bpe_equals_the_one_of_transformers(gpt2_files):
     assert tokenizer.eod == vocab["<|endoftext|>"] and tokenizer.vocab_size == len(vocab)
 
 
-def test_gpt2_text_never_ends_a_document(gpt2_files):
-    tokenizer = build("GPT2BPETokenizer", **gpt2_files)
-    assert tokenizer.eod not in tokenizer.tokenize("a <|endoftext|> b")
-
-
 def test_hugging_face_file_and_folder(folder, gpt2_files):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
