@@ -64,10 +64,7 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
         ),
         (
             EXPERTS,
-            {
-                "--ep 2 --tp 2 --sequence-parallel --expert-tensor-parallel-size 1": 4,
-                "--pp 2 --micro-batch-size 2": 2,
-            },
+            {"--ep 2 --tp 2 --sequence-parallel --expert-tensor-parallel-size 1": 4, "--pp 2 --micro-batch-size 2": 2},
         ),
         (UNFUSED, {"--tp 2 --cp 2 --cp-comm-type a2a": 4, "--data-parallel-sharding-strategy optim_grads": 2}),
     ],
@@ -135,16 +132,8 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
 
 def test_what_is_counted() -> None:
     """In one process, against what hooks and parameters show; gradients are those before clipping."""
-    common = {
-        "layer",
-        "output_rms",
-        "output_gain",
-        "attention_output_rms",
-        "mlp_output_rms",
-        "weight_norm",
-        "grad_norm",
-        "update_norm",
-    }
+    common = {"layer", "output_rms", "output_gain", "attention_output_rms", "mlp_output_rms"}
+    common |= {"weight_norm", "grad_norm", "update_norm"}
     for flags, more in (
         (UNFUSED + "--micro-batch-size 2 --clip-grad 0.01", {"attention_logit_max"}),
         (EXPERTS + "--mtp-num-layers 0", {"attention_logit_bound", "router_entropy", "expert_load"}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -139,26 +138,6 @@ def test_alignment_is_a_line_through_both_measurements() -> None:
     alignment = Alignment(Offset(1000, 50, 8), Offset(3000, 70, 4))
     assert [alignment(at) for at in (1000, 2000, 3000)] == [1050, 2060, 3070]
     assert alignment.as_json() == {"offset_us": 0.05, "drift_us": 0.02, "residual_us": 0.004}
-
-
-def event(rank: int, ts: float, dur: float, name: str = "x") -> Event:
-    return {"ph": "X", "pid": rank, "tid": 0, "ts": ts, "dur": dur, "name": name, "cat": "c", "args": {}}
-
-
-@pytest.mark.parametrize(
-    ("events", "said"),
-    [
-        ([event(0, 0, 10), event(0, 2, 3), event(0, 5, 5), event(1, 5, 10)], ""),
-        ([event(0, 0, 10, "a"), event(0, 5, 10, "b")], "b begins in a and ends after it"),
-        ([event(0, 0, math.nan)], "times"),
-        ([{"ph": "X", "ts": 0}], "without ['args', 'cat', 'dur', 'name', 'pid', 'tid']"),
-        ([{"ph": "b", "pid": 0, "ts": 0, "id": "1", "cat": "c", "name": "n"}], "has only b"),
-        ([{"ph": p, "pid": 0, "tid": 0, "ts": 20, "id": 1, "cat": "c", "name": "n"} for p in "sf"], "lies in no slice"),
-    ],
-)
-def test_what_violates_the_format(events: list[Event], said: str) -> None:
-    found = problems({"traceEvents": events})
-    assert (said in "; ".join(found)) if said else found == []
 
 
 def test_a_run_says_why_nothing_is_traced_and_traces_the_rest_when_it_resumes(tmp_path: Path) -> None:

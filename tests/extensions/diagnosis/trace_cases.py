@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.actions import COMPUTE, Lists
@@ -57,46 +58,38 @@ def simulated_trace(
 def problems(trace: Trace) -> list[str]:
     """What violates the format: fields, numbers, slices of a track that overlap without one lying in the other, ends
     without a beginning, and arrows that begin or end at no slice or point back in time."""
-    found: list[str] = []
-    tracks: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
-    pairs: dict[tuple[str, str, str], dict[str, Event]] = {}
-    for number, event in enumerate(trace["traceEvents"]):
-        phase = event.get("ph")
-        if wrong := malformed(number, event):
-            found.append(wrong)
-        elif phase == "X":
-            end = event["ts"] + event["dur"]
-            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], -end, event["name"]))
-        elif phase in "besf":
-            kind = "async" if phase in "be" else "flow"
-            key = (kind, event["cat"], str(event["id"]))
-            if phase in pairs.setdefault(key, {}):
-                found.append(f"event {number} ({event['name']}): a second {phase} of {key}")
-            pairs[key][phase] = event
-    for place, slices in tracks.items():
-        found += _overlaps(place, slices)
-    for key, ends in pairs.items():
-        first, last = ("b", "e") if key[0] == "async" else ("s", "f")
-        if ends.keys() != {first, last}:
-            found.append(f"{key} has only {', '.join(ends)}")
-        elif ends[last]["ts"] < ends[first]["ts"]:
-            found.append(f"{key} ends before it begins")
-        elif key[0] == "flow":
-            for event in ends.values():
-                spans = tracks.get((event["pid"], event["tid"]), [])
-                if not any(start <= event["ts"] <= -end for start, end, _ in spans):
-                    found.append(f"{key}: {event['ph']} lies in no slice")
+    events: list[Event] = trace["traceEvents"]
+    if wrong := [each for number, event in enumerate(events) if (each := malformed(number, event))]:
+        return wrong
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    pairs: dict[tuple[bool, str, str], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] in "besf":
+            pairs[event["ph"] in "be", event["cat"], str(event["id"])].append(event)
+    found = [f"slices of rank {rank}, track {track} overlap" for (rank, track), each in tracks.items() if cross(each)]
+    for (_, *key), ends in pairs.items():
+        ends.sort(key=lambda event: event["ts"])  # of equal times in the order they were written
+        if [event["ph"] for event in ends] not in (["b", "e"], ["s", "f"]):
+            found.append(f"{key}: no end behind a beginning")
+        for event in ends:
+            spans = tracks[event["pid"], event.get("tid", 0)]
+            if event["ph"] in "sf" and not any(start <= event["ts"] <= stop for start, stop in spans):
+                found.append(f"{key}: {event['ph']} lies in no slice")
     return found
 
 
-def _overlaps(place: tuple[int, int], slices: list[tuple[float, float, str]]) -> Iterator[str]:
-    open_slices: list[tuple[float, str]] = []
-    for start, negative_end, name in sorted(slices):
-        while open_slices and open_slices[-1][0] <= start + TOLERANCE:
-            open_slices.pop()
-        if open_slices and -negative_end > open_slices[-1][0] + TOLERANCE:
-            yield f"rank {place[0]}, track {place[1]}: {name} begins in {open_slices[-1][1]} and ends after it"
-        open_slices.append((-negative_end, name))
+def cross(slices: Sequence[tuple[float, float]]) -> bool:
+    """Whether two slices overlap of which none lies in the other."""
+    open_until: list[float] = []
+    for start, stop in sorted(slices, key=lambda span: (span[0], -span[1])):
+        while open_until and open_until[-1] <= start + TOLERANCE:
+            open_until.pop()
+        if open_until and stop > open_until[-1] + TOLERANCE:
+            return True
+        open_until.append(stop)
+    return False
 
 
 TOLERANCE = 2e-3

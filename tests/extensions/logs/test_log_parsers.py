@@ -31,7 +31,7 @@ FOUND_IN_LINES = {
     r"validation loss at iteration (\d+) \| lm loss value: [\d.E+-]+ \| lm loss PPL: [\d.E+-]+ \|": WITHIN,
     r"validation loss at iteration (\d+) on validation set \| lm loss value: [\d.E+-]+ \|": ["5"],
     r"validation loss at iteration (\d+) on test set \| lm loss value: [\d.E+-]+ \|": ["5"],
-    r"saving checkpoint at iteration\s+(\d+) to \S+": ["2", "4", "5"],
+    r"saving checkpoint at iteration\s+(\d+) to \S+ in torch_dist format": ["2", "4", "5"],
     r"successfully saved checkpoint from iteration\s+(\d+)": ["2", "4", "5"],
     r"number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): (\d+)": ["4560"],
 }

@@ -6,7 +6,7 @@ import re
 from datetime import datetime
 
 from megatron.extensions.logs.megatron_format import MegatronLines, evaluation_lines, progress_line
-from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
+from megatron.training.config.run_config import RunConfig, TrainingConfig
 from tests.pure.test_log_format import RECORD
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
@@ -50,9 +50,3 @@ def test_a_validation_at_the_end_is_printed_under_both_names() -> None:
 
     assert named(4) == [""] and named(8) == ["", " on validation"] and named(8, "test") == [" on test"]
     assert named(4, skip_train=True) == [" on validation"]
-
-
-def test_lines_of_saves() -> None:
-    lines = MegatronLines(RunConfig(checkpoint=CheckpointConfig(save="a")), 100)
-    assert lines.saving(5, 1.0) == "saving checkpoint at iteration       5 to a in torch_dist format"
-    assert lines.saved(5, 1.0) == "  successfully saved checkpoint from iteration       5 to a"
