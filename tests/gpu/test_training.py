@@ -19,7 +19,7 @@ FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --mock-data "
     "--global-batch-size 8 --train-iters 5 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 "
-    "--attention-dropout 0"
+    "--attention-dropout 0 --extension tests/gpu/limit_of_variants.py"
 ).split()
 
 

@@ -1,12 +1,12 @@
-"""Measures saving and loading checkpoints beside torch.distributed.checkpoint (DCP) alone, and beside the bare disk.
+"""Measures saving and loading checkpoints beside torch.distributed.checkpoint (DCP) alone.
 
     OMP_NUM_THREADS=1 python tools/bench/checkpoint.py --folder /path/on/the/disk
 
 Ranks hold equal parts of a transformer's parameters in fp32 and Adam's two moments. One after the other, round by
 round, the same bytes are saved by this program in the foreground and in the background, by `dcp.save` and
-`dcp.async_save`, and written to plain files with one fsync each; and loaded back by this program, which verifies
-checksums first, and by `dcp.load`. Every figure is the median of the rounds with the least and the most; a first round
-is not counted. The stall is how long training waits. Caches of the file system are warm when loading.
+`dcp.async_save`, and loaded back by this program, which verifies checksums first, and by `dcp.load`. Every figure is
+the median of the rounds with the least and the most; a first round is not counted. The stall is how long training
+waits. Caches of the file system are warm when loading.
 
 A folder in memory (/dev/shm) shows what the programs themselves cost, a folder on a disk what is left of that there.
 Memory needed: 3 times the state, 12 bytes a parameter, including files that are in memory. The buffer that background
@@ -15,7 +15,6 @@ saves copy to is taken when a run begins and kept; the stall of the first one is
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -128,19 +127,6 @@ class Bench:
         future.result()  # type: ignore[union-attr]
         return {"stall of dcp.async_save": stall, "dcp.async_save": time.perf_counter() - begin}
 
-    def raw_write(self) -> Seconds:
-        self._clear("raw")
-        path = self.root / "raw" / f"{self.world.rank}"
-        path.parent.mkdir(exist_ok=True)
-        begin = time.perf_counter()
-        with path.open("wb", buffering=0) as file:
-            for data in self.state.local.values():
-                view = memoryview(data.numpy()).cast("B")
-                while view:
-                    view = view[file.write(view) :]
-            os.fsync(file.fileno())
-        return {"plain files with fsync": time.perf_counter() - begin}
-
     def own_load(self) -> Seconds:
         begin = time.perf_counter()
         checkpoint = choose_checkpoint(checkpoint_folder(self.root / "own", 1), self.world)
@@ -159,7 +145,6 @@ class Bench:
         groups: list[list[Callable[[], Seconds]]] = [
             [self.own_save, self.own_load, self.own_background_saves],
             [self.dcp_save, self.dcp_load, self.dcp_async_save],
-            [self.raw_write],
         ]
         found = defaultdict[str, list[float]](list)
         began = time.monotonic()
@@ -172,7 +157,7 @@ class Bench:
                     seconds = way()
                     for name, slowest in zip(seconds, self._slowest(seconds.values()), strict=True):
                         found[name] += [slowest] if number else []
-                for name in ("own", "dcp", "raw"):  # so that the ways do not add up
+                for name in ("own", "dcp"):  # so that the ways do not add up
                     self._clear(name)
         return dict(found)
 

@@ -164,19 +164,18 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
     return call
 
 
-def product_in_fp8(size: Size, fast: bool, dtype: torch.dtype, config: RunConfig, device: torch.device) -> Call:
-    """One product of operands that are in fp8 and lie as the kernel wants them."""
-    rows, out, size_in = size
-    one = torch.ones((), device=device)
-    a, b = (random(device, n, size_in, dtype=torch.float8_e4m3fn) for n in (rows, out))
-    return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=dtype, use_fast_accum=fast)
-
-
 def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
-    rows, out, size_in = size
-    sizes = (size, (rows, size_in, out), (out, size_in, rows))
-    calls = [product_in_fp8(each, True, torch.bfloat16, config, device) for each in sizes]
-    return lambda: [call() for call in calls]
+    """The same of operands that are in fp8 and lie as the kernel wants them."""
+    (rows, out, size_in), one, operands = size, torch.ones((), device=device), list[tuple[Tensor, Tensor]]()
+    for m, n, inner in (size, (rows, size_in, out), (out, size_in, rows)):
+        a, b = (random(device, side, inner, dtype=torch.float8_e4m3fn) for side in (m, n))
+        operands.append((a, b.t()))
+
+    def call() -> None:
+        for a, b in operands:
+            torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return call
 
 
 def copied(size: int, from_host: bool, config: RunConfig, device: torch.device) -> Call:

@@ -1,4 +1,4 @@
-"""Parts of a training step one by one on one GPU: matrix products, attention kernels, fp8 casts, regions, memory.
+"""Parts of a training step one by one on one GPU: matrix products, attention kernels, a layer, copies.
 
     python tools/bench/micro.py --config llama-8b-layers --json micro.json
     python tools/bench/micro.py --config tiny --cpu          # the whole of it in a few seconds, without a GPU
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import Tensor
 
 from megatron.training.config.run_config import RunConfig
-from tools.bench.device_time import Call, Part, Row, Size, copied, is_lost, product_in_fp8, products, random, timed
+from tools.bench.device_time import Call, Part, Row, Size, copied, is_lost, products, random, timed
 from tools.bench.gpu import PRECISIONS, SHAPES, chosen_device, config_of
 from tools.bench.side_by_side import bench_parser, machine, write_json
 
@@ -37,8 +36,7 @@ from tools.bench.side_by_side import bench_parser, machine, write_json
 def parts_of(config: RunConfig) -> Iterator[Part]:
     yield from gemms(config)
     yield from attention(config)
-    yield from casts(config)
-    yield from regions(config)
+    yield Part("layer", "forward and backward", layer, tflop=layer_tflop(config))
     yield from memory(config)
 
 
@@ -46,7 +44,7 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 
 
 def gemms(config: RunConfig) -> Iterator[Part]:
-    """Forward, and the weight gradient as a bf16 product and as a sum in fp32; in fp8 with either accumulation."""
+    """Forward, and the weight gradient as a bf16 product and as a sum in fp32; the latter in fp8 by each kernel."""
     for name, size in products(config).items():
         rows, out, size_in = size
         work, weights = 2e-12 * rows * out * size_in, 1e-9 * out * size_in
@@ -55,11 +53,6 @@ def gemms(config: RunConfig) -> Iterator[Part]:
         for kind, dtype, more in ((", bf16", torch.bfloat16, 0), (" += fp32", torch.float32, 6)):
             into = partial(weight_product, size, dtype)
             yield Part("GEMM bf16", f"{name} weight gradient{kind}", into, work, operands + more * weights)
-        for kind, fast in (("exact", False), ("fast", True)):
-            in_fp8 = partial(product_in_fp8, size, fast, torch.bfloat16)
-            yield Part("GEMM fp8", f"{name} forward, {kind}", in_fp8, work, operands)
-        to_fp32 = partial(product_in_fp8, (out, size_in, rows), False, torch.float32)
-        yield Part("GEMM fp8", f"{name} weight gradient, exact to fp32", to_fp32, work, operands + 2 * weights)
         for kernel in ("cublaslt", "triton", "torch"):
             added, once = partial(added_in_fp8, size, kernel), operands / 2 + 7 * weights
             yield Part("GEMM fp8", f"{name} weight gradient += fp32, {kernel}", added, work, once)
@@ -132,69 +125,7 @@ def attention_call(
     return attention_run(shape, device, backend)
 
 
-# fp8
-
-
-def casts(config: RunConfig) -> Iterator[Part]:
-    """Work that the recipes add to the products: fc1 of a layer, its weight being cast already."""
-    from megatron.extensions.fp8.build import RECIPES
-
-    rows, out, size_in = products(config)["fc1"]
-    x, dy, dw = (1e-9 * elements for elements in (rows * size_in, rows * out, out * size_in))
-    work = 2e-12 * rows * out * size_in
-    for recipe in RECIPES:
-        for what, tflop, gigabytes in (
-            ("cast of the input", 0.0, 4 * x),
-            ("cast of the gradient", 0.0, 4 * dy),
-            ("input gradient", work, dy + dw + 2 * x),
-            ("weight gradient += fp32", work, dy + x + 8 * dw),
-        ):
-            yield Part("fp8", f"{recipe}, {what}", partial(in_recipe, recipe, what), tflop, gigabytes)
-
-
-def in_recipe(recipe: str, what: str, config: RunConfig, device: torch.device) -> Call:
-    """One of the calls that a linear layer makes, as it makes them."""
-    from megatron.core.parallel_state import Axis
-    from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
-    from megatron.extensions.fp8.build import Fp8Format
-    from megatron.extensions.fp8.flags import Fp8Flags
-
-    rows, out, size_in = products(config)["fc1"]
-    casts = WeightCasts()
-    fp8 = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
-    gemms = fp8.linear("linear", Axis(), Cuts(), device, config.parallel.compiles(device.type))
-    x, dy = random(device, rows, 1, size_in), random(device, rows, 1, out)
-    weight, total = random(device, out, size_in), torch.zeros(out, size_in, device=device)
-    of_x, of_dy = gemms.cast_input(x, True), gemms.cast_grad(dy, True)
-    calls: dict[str, Call] = {
-        "cast of the input": lambda: gemms.cast_input(x, True),
-        "cast of the gradient": lambda: gemms.cast_grad(dy, True),
-        "input gradient": lambda: gemms.input_grad(of_dy[0], weight),
-        "weight gradient += fp32": lambda: gemms.add_weight_grad_(total, of_dy[1], of_x[1]),
-    }
-    keeping = casts.kept()
-    keeping.__enter__()  # weights are cast once, for as long as the call lives
-
-    def call() -> object:
-        assert casts.keeps, keeping
-        with torch.no_grad():
-            return calls[what]()
-
-    return call
-
-
-# Modules of a layer and the loss, forward and backward, compiled as in training
-
-
-def regions(config: RunConfig) -> Iterator[Part]:
-    model = config.model
-    rows = config.training.micro_batch_size * model.seq_length
-    heads = model.query_projection_size + 2 * model.query_groups * model.head_dim
-    yield Part("regions", "addition and norm", partial(of_module, "norm"), gigabytes=1.6e-8 * rows * model.hidden_size)
-    yield Part("regions", "activation", partial(of_module, "activation"), gigabytes=1.6e-8 * rows * model.ffn_size)
-    yield Part("regions", "rotary", rotary, gigabytes=8e-9 * rows * heads)
-    yield Part("regions", "loss", loss, gigabytes=6e-9 * rows * model.padded_vocab_size)
-    yield Part("regions", "layer", partial(of_module, "layer"), tflop=layer_tflop(config))
+# A layer, forward and backward, compiled as in training
 
 
 def layer_tflop(config: RunConfig) -> float:
@@ -205,68 +136,22 @@ def layer_tflop(config: RunConfig) -> float:
     return of_products + 3e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
 
 
-def of_module(kind: str, config: RunConfig, device: torch.device) -> Call:
+def layer(config: RunConfig, device: torch.device) -> Call:
     from megatron.core.batch import Batch
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.extensions.fusions.fused_norm import ResidualSum, add_and_norm
 
     model, samples = config.model, config.training.micro_batch_size
     stage = GPTModel(model, config.parallel, layers=(0,), first=False, last=False, device=device, initialize=False)
     for parameter in stage.train().parameters():
         torch.nn.init.normal_(parameter, std=0.02)
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-    layer: Any = stage.decoder.layers[0]
     batch = Batch.of_tokens(torch.zeros(samples, model.seq_length, dtype=torch.int64, device=device))
-    width = model.ffn_size * (2 if model.gated else 1) if kind == "activation" else model.hidden_size
-    update = random(device, model.seq_length, samples, width)
-    run: Callable[[Tensor], Tensor | tuple[Tensor, ...]] = {
-        "norm": lambda x: add_and_norm(layer.pre_mlp_layernorm, ResidualSum(x, update)),
-        "activation": layer.mlp.activation,
-        "layer": lambda x: stage(x, batch),
-    }[kind]
-    return forward_and_backward(run, random(device, model.seq_length, samples, width))
-
-
-def rotary(config: RunConfig, device: torch.device) -> Call:
-    from megatron.core.transformer.parameters import head_counts
-    from megatron.extensions.fusions.split_heads import split_heads
-
-    model, compiled = config.model, config.parallel.compiles(device.type)
-    size = model.seq_length, config.training.micro_batch_size
-    angles = torch.randn(size[0], 1, 1, model.head_dim // 2, device=device)
-    tables, counts = (angles.cos().bfloat16(), angles.sin().bfloat16()), head_counts(model)
-
-    def heads(qkv: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part for part in split_heads(qkv, counts, tables, compiled=compiled) if part is not None)
-
-    return forward_and_backward(heads, random(device, *size, model.query_groups, sum(counts), model.head_dim))
-
-
-def loss(config: RunConfig, device: torch.device) -> Call:
-    from megatron.core.parallel_state import Axis
-    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-
-    model, compiled = config.model, config.parallel.compiles(device.type)
-    size = model.seq_length, config.training.micro_batch_size
-    labels = torch.randint(model.padded_vocab_size, size, device=device)
-
-    def of_logits(logits: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits * 1, labels, Axis(), model.padded_vocab_size, compiled).sum()
-
-    return forward_and_backward(of_logits, random(device, *size, model.padded_vocab_size))
-
-
-def forward_and_backward(function: Callable[[Any], Any], x: Tensor) -> Call:
-    x = x.detach().requires_grad_()
-    grads: list[Tensor] = []
+    x = random(device, model.seq_length, samples, model.hidden_size).requires_grad_()
+    grad = torch.ones_like(x)
 
     def call() -> object:
         x.grad = None  # or the next one would be added to it
-        y = function(x)
-        outputs = y if isinstance(y, tuple) else (y,)
-        if not grads:
-            grads.extend(torch.ones_like(output) for output in outputs)
-        return torch.autograd.backward(outputs, grads)
+        return stage(x, batch).backward(grad)
 
     return call
 

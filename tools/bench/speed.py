@@ -1,4 +1,4 @@
-"""Speed of this program beside others or an older revision, in turns: training, parallelism, generation, start-up.
+"""Speed of this program beside others or an older revision, in turns: training, parallelism, start-up.
 
     python tools/bench/speed.py --list                                                  # the cells
     python tools/bench/speed.py --only "llama float32 eager" --rounds 7
@@ -16,9 +16,6 @@ TP, PP and DP: 8 micro-batches of one sequence a step in float32, over gloo proc
 of as many threads and beside torch's own (tools/bench/torch_parallel.py). Two show what this machine allows at most:
 processes that share the batch out but never speak to each other, and tensor parallelism whose layers leave their
 collectives out (its results are nonsense, its work is all there).
-
-Generation: new tokens per second of processor time, of prompts of several lengths, batched in one cache, one by one,
-and batched by transformers' `generate`. Decoding is greedy, and every text has all its tokens.
 
 Start-up: seconds of commands, each in a fresh interpreter, beside an interpreter that imports torch alone.
 
@@ -61,7 +58,7 @@ from tools.bench.side_by_side import (
 
 FORMATS = {"float32": [], "bfloat16": ["--bf16"]}
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
-OURS, CEILING, ALONE, ONE_BY_ONE, BATCHED = "ours", "ceiling", "one process", "one by one", "batched"
+OURS, CEILING, ALONE = "ours", "ceiling", "one process"
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT_STYLE, MICRO_BATCHES = Style(8, 384, 4, 4, 1024, 256, 8192, 1, llama=True), 8
 LAYOUTS: dict[str, tuple[str, str | None]] = {
@@ -72,7 +69,6 @@ LAYOUTS: dict[str, tuple[str, str | None]] = {
     "ours PP interleaved": ("--pp {n} --pipeline-schedule interleaved", "torch PP Interleaved1F1B"),
     "ours PP zb-h1": ("--pp {n} --pipeline-schedule zb-h1", "torch PP ZBV"),
     "ours PP zb-v": ("--pp {n} --pipeline-schedule zb-v", "torch PP ZBV"),
-    "ours PP 2bw": ("--pp {n} --pipeline-schedule 2bw", "torch PP 1F1B"),
     "ours DP": ("--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce", "torch DDP"),
     "ours ZeRO-1": ("--dp {n} --overlap-grad-reduce --overlap-param-gather", "torch FSDP2"),
     "ours ZeRO-2": ("--dp {n} --data-parallel-sharding-strategy optim_grads", "torch FSDP2 ZeRO-2"),
@@ -80,9 +76,6 @@ LAYOUTS: dict[str, tuple[str, str | None]] = {
     "ours CP": ("--cp {n}", None),
 }
 """Name -> flags for n ranks, and torch's own of that kind."""
-
-SHORTEST, LONGEST, NEW, PROMPTS = 16, 128, 32, 16
-GENERATION_STYLE = Style(4, 512, 8, 8, 2048, LONGEST + NEW + 1, 8192, 1, llama=True)
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
@@ -168,48 +161,6 @@ def torchs(kind: str, tokens: int, steps: int) -> Round:
     return timed(started(kind, LAYOUT_STYLE, MICRO_BATCHES), steps, tokens)
 
 
-# Generation
-
-
-def prompts() -> list[list[int]]:
-    """Of lengths from the shortest to the longest, in no order."""
-    span = LONGEST - SHORTEST
-    lengths = [SHORTEST + span * (number * 7 % PROMPTS) // (PROMPTS - 1) for number in range(PROMPTS)]
-    return [[(number * 131 + place * 17) % 8192 for place in range(size)] for number, size in enumerate(lengths)]
-
-
-def our_texts(dtype: str, rows: int) -> Round:
-    """New tokens per second with this many texts at once."""
-    import torch
-
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.extensions.inference.generation import Engine, Request, StageRunner
-    from megatron.training.config.arguments import parse_args
-    from megatron.training.config.validation import resolve_legal
-
-    config = resolve_legal(parse_args(flags(GENERATION_STYLE, dtype)), 1)
-    torch.manual_seed(1)
-    model = GPTModel(config.model, config.parallel).eval()
-    requests = [Request(prompt, NEW) for prompt in prompts()]
-
-    def texts() -> None:
-        assert all(found.error is None for found in Engine(StageRunner({0: model}), rows=rows).run(requests))
-
-    return timed(texts, 1, PROMPTS * NEW, time.process_time)
-
-
-def their_texts(dtype: str) -> Round:
-    """New tokens per second of transformers, all prompts at once, padded on the left."""
-    import torch
-
-    model = build_peer("transformers", GENERATION_STYLE, dtype)[0].eval()
-    model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
-    ids = torch.tensor([[0] * (LONGEST - len(each)) + each for each in prompts()])
-    mask = torch.tensor([[0] * (LONGEST - len(each)) + [1] * len(each) for each in prompts()])
-    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    return timed(lambda: model.generate(ids, attention_mask=mask, **how), 1, PROMPTS * NEW, time.process_time)
-
-
 # Start-up
 
 
@@ -290,10 +241,6 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
         members.append(Contestant(CEILING, ceiling, (style, dtype, steps), threads))
         found[f"{name} {dtype} {mode}"] = Cell(members, CEILING)
     found |= layouts(ranks, steps)
-    for dtype in FORMATS:
-        ways = {ONE_BY_ONE: (our_texts, (dtype, 1)), BATCHED: (our_texts, (dtype, PROMPTS))}
-        ways["transformers"] = (their_texts, (dtype,))
-        found[f"generation {dtype}"] = Cell([Contestant(way, *build) for way, build in ways.items()], ONE_BY_ONE)
     commands = [Contestant(name, starts, ([sys.executable, *words], to)) for name, (words, to) in COMMANDS.items()]
     return found | {"start-up": Cell(commands, commands[0].name, "s")}
 
