@@ -1,18 +1,15 @@
-"""What tests of linear attentions share: packed documents, a scalar of all results, FLOPs and greedy text."""
+"""What tests of linear attentions share: packed documents, a scalar of all results, chunks and FLOPs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
 
@@ -76,31 +73,3 @@ def mixer_flops(config: TransformerConfig, letter: str, **more: Any) -> int:
     mlp = model_flops(with_fields(one, {"hybrid_layer_pattern": "-"})).matmul - 6 * 3 * one.hidden_size * one.ffn_size
     assert model_flops(one).attention == 0
     return model_flops(one).matmul - mlp
-
-
-def greedy_text(model: GPTModel, tokens: Tensor, count: int) -> list[list[int]]:
-    """Texts tokens [b, s] and the `count` likeliest next tokens, one by one behind a cache. Skips the test where
-    generation is deleted."""
-    kv_cache = pytest.importorskip("megatron.extensions.inference.generation.kv_cache", reason="inference is deleted")
-    cache, text, new = kv_cache.KeyValueCache(), tokens, tokens
-    for _ in range(count):
-        logits = model.logits(None, Batch.of_tokens(new), cache.extend([new.shape[1]] * len(new), new.device))
-        new = logits[:, -1:].argmax(-1)
-        text = torch.cat((text, new), 1)
-    return text.tolist()
-
-
-def check_greedy_text(model_type: str) -> None:
-    """Asserts that a tiny random model of a Hugging Face family generates the text that it does in transformers. Skips
-    the test where a part of it is deleted."""
-    pytest.importorskip("transformers")
-    whole_models = pytest.importorskip("tests.extensions.hugging_face.whole_models", reason="hugging_face is deleted")
-    from tests.extensions.hugging_face import hf_exact, sweep
-
-    with hf_exact.fp64():
-        theirs = hf_exact.model_with(model_type, sweep.tiny(model_type))
-        tokens = torch.randint(83, (2, 5))
-        expected = theirs.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-        config = hf_exact.config_from_hf(theirs.config.to_dict())
-        read = whole_models.there_and_back(hf_exact.weights(theirs), config, model_type)
-    assert greedy_text(whole_models.model_of(read, config), tokens, 8) == expected.tolist()

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.extensions.hugging_face.read_config import config_from_hf, family_of
+from megatron.extensions.hugging_face.read_config import family_of
 from tests.extensions.hugging_face.hf_models import CASES, weights_in
-from tests.extensions.hugging_face.whole_models import from_hf, gradients_of, model_of, to_hf
+from tests.extensions.hugging_face.whole_models import gradients_of, to_hf
 
 transformers = pytest.importorskip("transformers")
 
@@ -131,12 +131,6 @@ def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Te
         names = [first.replace("q_conv1d", f"{each}_conv1d") for each in "qkv"]
         whole = torch.cat([found[name] for name in names])
         yield from zip(names, (part.clone() for part in whole.split((keys, keys, values))), strict=True)
-
-
-def ours(model: Any) -> GPTModel:
-    hf_config = model.config.to_dict()
-    config = config_from_hf(hf_config)
-    return model_of(from_hf(weights(model), config, hf_config["model_type"]), config)
 
 
 def wrong_gradients(

@@ -18,7 +18,7 @@ from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from megatron.training.config.flags import flags_of
 from tests.extensions.hugging_face import sweep
-from tests.extensions.hugging_face.hf_exact import exact, random_model, weights
+from tests.extensions.hugging_face.hf_exact import exact, model_with, random_model, weights
 from tests.extensions.hugging_face.hf_models import CASES, MIXTURE, TABLES
 from tests.extensions.hugging_face.whole_models import gradients_of, model_of, there_and_back, to_hf
 
@@ -46,12 +46,46 @@ OTHERS = sorted(
 FIELDS = {flag.field for flag in flags_of("model")}
 
 
-@pytest.mark.parametrize(
-    "family", [each for each in OTHERS if {*HF_FAMILIES[each].keys.values(), *HF_FAMILIES[each].fixed} <= FIELDS]
-)
+ALONE = [each for each in OTHERS if {*HF_FAMILIES[each].keys.values(), *HF_FAMILIES[each].fixed} <= FIELDS]
+"""Families without an entry in the table of cases whose layers are installed."""
+
+
+@pytest.mark.parametrize("family", ALONE)
 def test_families_of_one_case(family: str) -> None:
-    """Those without an entry in the table of cases: one tiny model of the sweep, with gradients."""
+    """One tiny model of the sweep, with gradients."""
     assert sweep.verdict(family, sweep.tiny(family)) == (sweep.BOTH, "")
+
+
+RECURRENT = (
+    "kimi_linear",
+    "minimax",
+    "mamba2",
+    "mamba",
+    "falcon_mamba",
+    "jamba",
+    "falcon_h1",
+    "recurrent_gemma",
+    "lfm2",
+)
+
+
+@pytest.mark.parametrize("family", [each for each in RECURRENT if each in ALONE])
+def test_greedy_text_behind_a_cache(family: str) -> None:
+    """Token by token behind a cache, the text is that of transformers."""
+    kv_cache = pytest.importorskip("megatron.extensions.inference.generation.kv_cache", reason="inference is deleted")
+    theirs, new = model_with(family, sweep.tiny(family)), torch.randint(83, (2, 5))
+    expected = theirs.generate(new, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    config = config_from_hf(theirs.config.to_dict())
+    model, cache, text = (
+        model_of(there_and_back(weights(theirs), config, family), config),
+        kv_cache.KeyValueCache(),
+        new,
+    )
+    for _ in range(8):
+        logits = model.logits(None, Batch.of_tokens(new), cache.extend([new.shape[1]] * len(new), new.device))
+        new = logits[:, -1:].argmax(-1)
+        text = torch.cat((text, new), 1)
+    assert text.tolist() == expected.tolist()
 
 
 def ling(theirs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

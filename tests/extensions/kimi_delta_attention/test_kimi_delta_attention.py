@@ -1,5 +1,5 @@
-"""Kimi Delta Attention: chunks against the recurrence. The tests of Hugging Face families compare logits and
-gradients."""
+"""Kimi Delta Attention: chunks against the recurrence. The tests of Hugging Face families compare logits, gradients and
+greedy text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.extensions.kimi_delta_attention.kimi_delta_attention import sigmoid_gated_norm
 from megatron.extensions.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
-from tests.extensions import installed
 from tests.extensions.recurrences import (
     check_chunks,
-    check_greedy_text,
     check_strong_decay,
     delta_operands,
     mixer_flops,
@@ -39,11 +37,6 @@ def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> Non
 def test_strong_decay_is_no_overflow() -> None:
     """Of a chunk, and of a block."""
     check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
-
-
-@pytest.mark.skipif(not installed("latent_attention"), reason="latent_attention is deleted")
-def test_greedy_text_of_kimi_linear() -> None:
-    check_greedy_text("kimi_linear")
 
 
 def test_flops() -> None:

@@ -1,14 +1,12 @@
-"""Lightning attention: rates, and greedy text of MiniMax-Text-01. The tests of Hugging Face families compare logits and
-gradients."""
+"""Lightning attention: rates and FLOPs. The tests of Hugging Face families compare logits, gradients and greedy
+text."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megatron.extensions.lightning_attention.lightning_attention import decay_rates
-from tests.extensions import installed
-from tests.extensions.recurrences import check_greedy_text, mixer_flops
+from tests.extensions.recurrences import mixer_flops
 from tests.gpt_cases import model_of
 
 LIGHTNING = model_of("lightning")
@@ -18,11 +16,6 @@ def test_rates() -> None:
     """Those of layers of multi-token prediction are the last layer's."""
     last, further = (decay_rates(range(8), n, LIGHTNING, torch.float64, torch.device("cpu")) for n in (3, 4))
     assert 0 < last.min() <= last.max() < 1e-4 and torch.equal(last, further)
-
-
-@pytest.mark.skipif(not installed("normed_residual"), reason="normed_residual is deleted")
-def test_greedy_text_of_minimax() -> None:
-    check_greedy_text("minimax")
 
 
 def test_flops() -> None:

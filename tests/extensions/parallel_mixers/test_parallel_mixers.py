@@ -1,5 +1,5 @@
-"""Attention beside Mamba-2: gates without a norm, and greedy text of Falcon-H1. The tests of Hugging Face families
-compare logits and gradients."""
+"""Attention beside Mamba-2: gates without a norm, parameters and FLOPs. The tests of Hugging Face families compare
+logits, gradients and greedy text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from megatron.extensions.mamba.mamba2 import gated_group_norm
 from megatron.extensions.parallel_mixers.flags import ParallelMixerFlags
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions import installed
-from tests.extensions.recurrences import check_greedy_text
 from tests.gpt_cases import model_of
 
 SIDE_BY_SIDE = model_of("attention-and-mamba")
@@ -25,11 +23,6 @@ def test_without_a_norm_gates_multiply(first: bool) -> None:
     y, gate = torch.randn(3, 1, 8).double(), torch.randn(3, 1, 2, 4).double()
     expected = y * torch.nn.functional.silu(gate).flatten(2)
     torch.testing.assert_close(gated_group_norm(y, gate, None, 1e-5, first), expected)
-
-
-@pytest.mark.skipif(not installed("scaled_swiglu"), reason="scaled_swiglu is deleted")
-def test_greedy_text_of_falcon_h1() -> None:
-    check_greedy_text("falcon_h1")
 
 
 def test_parameters_and_flops_are_those_of_both() -> None:

@@ -1,4 +1,5 @@
-"""Short convolutions: greedy text of LFM2. The tests of Hugging Face families compare logits and gradients."""
+"""Short convolutions: FLOPs and the compiled region. The tests of Hugging Face families compare logits, gradients and
+greedy text."""
 
 from __future__ import annotations
 
@@ -7,15 +8,11 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.extensions.short_convolution.short_convolution import convolved
-from tests.extensions.recurrences import check_greedy_text, mixer_flops
+from tests.extensions.recurrences import mixer_flops
 from tests.gpt_cases import model_of
 from tests.pure.test_regions import check_region, compiles
 
 CONVOLUTION = model_of("convolution")
-
-
-def test_greedy_text_of_lfm2() -> None:
-    check_greedy_text("lfm2")
 
 
 def test_flops() -> None:
