@@ -1,15 +1,18 @@
-"""The models that tools/bench/speed.py compares with are the same model."""
+"""The models that tools/bench/speed.py and mixers.py compare with are the same model."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
+from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
+from tools.bench import mixers
 from tools.bench.peers import PEERS, STYLES, build_peer
 from tools.bench.speed import flags
 
@@ -44,3 +47,21 @@ def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PEERS, "transformers", lambda style, dtype: wider)
     with pytest.raises(ValueError, match=r"transformers's model has \d+ parameters, not \d+"):
         build_peer("transformers", style, "float32")
+
+
+@pytest.mark.parametrize("family", mixers.MODELS)
+def test_mixers_are_compared_in_models_of_one_size(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    stated = mixers.stated(family)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(stated)
+    expected = sum(parameter.numel() for parameter in theirs.parameters())
+    assert count_parameters(config_from_hf(stated.to_dict())).total == expected
+
+
+def test_mixers_take_turns(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert mixers.main("--only lfm2 --seq-length 32 --rounds 1 --threads 1".split()) == 0
+    assert re.search(r"ours .* tokens/s +[\d.]+ x transformers +[\d.]+ x products", capfd.readouterr().out)

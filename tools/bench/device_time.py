@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.parts import linear_format
 from megatron.extensions.diagnosis.trace.pipeline_timeline import covered
+from megatron.extensions.fp8.casts import Scaled, scaled_mm
 from megatron.extensions.fp8.flags import Fp8Flags
 from megatron.training.config.run_config import RunConfig
 from tools.bench.side_by_side import Spread
@@ -165,15 +166,16 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
 
 
 def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
-    """The same of operands that are in fp8 and lie as the kernel wants them."""
-    (rows, out, size_in), one, operands = size, torch.ones((), device=device), list[tuple[Tensor, Tensor]]()
+    """The same of operands that are in fp8 and lie as the kernel wants them. On CPU as the program has it there:
+    torch's kernel does not run on every one."""
+    (rows, out, size_in), one, operands = size, torch.ones((), device=device), list[tuple[Scaled, Scaled]]()
     for m, n, inner in (size, (rows, size_in, out), (out, size_in, rows)):
-        a, b = (random(device, side, inner, dtype=torch.float8_e4m3fn) for side in (m, n))
-        operands.append((a, b.t()))
+        a, b = (Scaled(random(device, side, inner, dtype=torch.float8_e4m3fn), one) for side in (m, n))
+        operands.append((a, b))
 
     def call() -> None:
         for a, b in operands:
-            torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            scaled_mm(a, b, torch.bfloat16, fast_accumulation=True)
 
     return call
 

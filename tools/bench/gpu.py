@@ -287,15 +287,24 @@ def planner_tflops(config: RunConfig, devices: Sequence[str], own: Path | None, 
     return found
 
 
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", choices=SHAPES, required=True)
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--fp8-format", default="hybrid")
+    parser.add_argument("--fp8-recipe", default="delayed")
+    parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's flags, in quotes")
+    parser.add_argument("--layers", type=positive, help="in place of the shape's, or of as many as fit")
+
+
+def model_flags(args: argparse.Namespace) -> str:
+    """Flags of pretrain_gpt.py."""
+    return f"{PRECISIONS[args.precision].format(format=args.fp8_format, recipe=args.fp8_recipe)} {args.flags}"
+
+
 def parser_of_args() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, 5, steps=(3, "of a round"))
+    add_model_flags(parser)
     add = parser.add_argument
-    add("--config", choices=SHAPES, required=True)
-    add("--precision", choices=PRECISIONS, default="bf16")
-    add("--fp8-format", default="hybrid")
-    add("--fp8-recipe", default="delayed")
-    add("--flags", default="", help="more of pretrain_gpt.py's flags, in quotes")
-    add("--layers", type=positive, help="in place of the shape's, or of as many as fit")
     add("--compare", action="append", default=[], metavar="FLAGS", help="with these flags too, in turns")
     add(
         "--memory-share", type=float, default=0.80, help="share of the free memory to plan with, as plans are estimates"
@@ -320,8 +329,7 @@ def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 def chosen_config(args: argparse.Namespace, room: int) -> tuple[RunConfig, str]:
     """Sizes that fit into `room` bytes, and the flags of all variants. Raises ValueError."""
-    precision = PRECISIONS[args.precision].format(format=args.fp8_format, recipe=args.fp8_recipe)
-    flags = f"{precision} {args.flags} {'--cpu' if args.cpu else ''}"
+    flags = f"{model_flags(args)} {'--cpu' if args.cpu else ''}"
     shape = SHAPES[args.config]
     return largest_that_fits(shape if args.layers is None else replace(shape, layers=args.layers), flags, room), flags
 
