@@ -57,11 +57,11 @@ def test_a_part_without_a_gpu(tmp_path: Path) -> None:
     found = read_folder(tmp_path)
     parts = found.parts["micro.json"]
     groups = {row["group"] for row in parts}
-    assert groups == {"GEMM bf16", "GEMM fp8", "attention", "fp8", "regions", "memory"}
+    assert groups == {"GEMM bf16", "GEMM fp8", "attention", "layer", "memory"}
     assert not [row for row in parts if row["failed"]]
-    assert "| regions | layer |" in text and "failed:" not in text
+    assert "| layer | forward and backward |" in text and "failed:" not in text
     assert "- headline-fp8.json: as many layers as fit, fp8" in text and "- micro.json" not in text
-    assert "regions    layer" in (tmp_path / "parts.log").read_text()
+    assert "layer      forward and backward" in (tmp_path / "parts.log").read_text()
 
 
 @dataclass(frozen=True)
