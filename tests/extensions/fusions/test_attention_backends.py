@@ -232,7 +232,7 @@ def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> No
 
 def test_packed_kernels_of_one_width() -> None:
     qkv = tuple(x[:, :1].detach().requires_grad_() for x in operands_of(10, 6))
-    expected = local_attention(*qkv, Causal(TorchKernel(0.3)))
-    found = packed_attention(*qkv, None, None, EqualWidthsKernel(Twin(0.3)))
+    expected = local_attention(*qkv, Causal(TorchKernel(SCALE)))
+    found = packed_attention(*qkv, None, None, EqualWidthsKernel(Twin()))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv))
