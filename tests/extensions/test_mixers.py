@@ -10,7 +10,10 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from tests.gpt_cases import FP64, STYLES, check_documents_apart, packed_documents, random_batch
 
-RECURRENT = ("delta-net", "mamba", "attention-and-mamba", "mamba1", "rg-lru", "convolution", "kimi-delta", "lightning")
+RECURRENT = (
+    *("delta-net", "delta-product", "kimi-delta", "lightning", "convolution"),
+    *("mamba", "attention-and-mamba", "mamba1", "rg-lru"),
+)
 MIXERS = [style for style in (*RECURRENT, "compressed") if style in STYLES]
 """Those whose extension is installed."""
 

@@ -42,6 +42,10 @@ class LinearAttentionFlags:
     """Gated delta net: writing strengths up to 2 in place of 1, by which states may have negative eigenvalues (arXiv
     2411.12537, Olmo Hybrid)."""
 
+    linear_num_householder: int = flag(1, above=0)
+    """Gated delta net: keys that a token writes at, each with values and writing strengths of its own, one after
+    another (gated DeltaProduct, arXiv 2502.10297)."""
+
     linear_norm_epsilon: float | None = flag(None, above=0)
     """Gated delta net: added to the variance in the norm of each head's output; default: --layernorm-epsilon."""
 
@@ -50,18 +54,19 @@ class LinearAttentionFlags:
 
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:
-        """Channels that a gated delta net projects for each key head: query, key, values, gates of the values, and for
-        each value head a writing strength beta and a decay."""
-        heads = self.linear_num_value_heads // self.linear_num_key_heads
+        """Channels that a gated delta net projects for each key head: query, keys, values, gates of the values, and for
+        each value head writing strengths beta and a decay. Of several keys all come first, then all their values."""
+        heads, steps = self.linear_num_value_heads // self.linear_num_key_heads, self.linear_num_householder
         key, value = self.linear_key_head_dim, self.linear_value_head_dim
-        return key, key, heads * value, heads * value, heads, heads
+        return key, steps * key, steps * heads * value, heads * value, steps * heads, heads
 
 
 def heads(config: TransformerConfig) -> str:
     """Heads of gated delta nets, for a plan."""
     own = config.options(LinearAttentionFlags)
     keys = f", {own.linear_num_key_heads} key heads of {own.linear_key_head_dim}"
-    return f"{keys}, {own.linear_num_value_heads} value heads of {own.linear_value_head_dim}"
+    several = "" if own.linear_num_householder == 1 else f", {own.linear_num_householder} keys a token"
+    return f"{keys}, {own.linear_num_value_heads} value heads of {own.linear_value_head_dim}{several}"
 
 
 def of_layer(config: TransformerConfig, number: int) -> dict[str, Any]:

@@ -47,13 +47,16 @@ class GatedDeltaNet(nn.Module):
     Activations between the projections are computed again in the backward, from the output of in_proj. If a kernel
     computes the rule, `--recompute-modules core_attn` decides."""
 
+    steps = 1
+    """Keys that a token writes at: the rule sees as many rows for each token, see `in_steps`."""
+
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         parameters, own = delta_net_parameters(name, config), config.options(LinearAttentionFlags)
         self.cp, self.layer, self.channels = ctx.state.cp, ctx.layer, own.linear_channels
         self.eps = own.linear_norm_epsilon or config.norm_epsilon
         self.strength = 2.0 if own.linear_allow_neg_eigval else 1.0
-        self.value_width = own.linear_value_head_dim
+        self.value_width, self.steps = own.linear_value_head_dim, own.linear_num_householder
         self.widths = own.linear_key_head_dim, self.value_width
         self.in_proj = column_parallel(parameters.in_proj, ctx)
         self.conv1d = make_parameter(parameters.conv1d, ctx)
@@ -85,10 +88,11 @@ class GatedDeltaNet(nn.Module):
         """mixed [s, b, key heads/(tp*cp), channels] -> [s, b, heads/(tp*cp) * dv]"""
         operands, gate, _ = self._operands(mixed, number, None)
         if self.kernel is not None:
-            out = self.kernel(*operands, context.documents)
+            out = self.kernel(*operands, documents_in_steps(context.documents, self.steps))
         else:
+            number = None if number is None else number.repeat_interleave(self.steps, dim=0)
             out, _ = gated_delta_chunks(*operands, number, compiled=self.compiled)
-        return self.gated(out, gate, self.out_norm, self.eps)
+        return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
         """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
@@ -98,7 +102,7 @@ class GatedDeltaNet(nn.Module):
         (q, k, v, g, beta), gate, last = self._operands(mixed, None, before)
         lengths = cache.lengths
         if lengths is not None:
-            padding = torch.arange(len(mixed), device=mixed.device)[:, None, None] >= lengths[:, None]
+            padding = torch.arange(len(g), device=mixed.device)[:, None, None] >= self.steps * lengths[:, None]
             g = g.masked_fill(padding.reshape(*padding.shape, *(1,) * (g.ndim - 3)), 0.0)
             beta = beta.masked_fill(padding, 0.0)
             last = last_rows(mixed[..., : last.shape[-1]], before, lengths, len(last))
@@ -107,16 +111,16 @@ class GatedDeltaNet(nn.Module):
             rule = gated_delta_steps
         out, state = rule(q, k, v, g, beta, None, state)
         cache.set_states(self.layer, last.transpose(0, 1), state)
-        return self.gated(out, gate, self.out_norm, self.eps)
+        return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
         """The operands of the rule, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the convolution."""
         *qkv, gate, beta, decay = self.channels
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
-        beta, decay = beta.flatten(2), decay.flatten(2)
         weights = conv1d, dt_bias, a_log, self.widths
-        operands, before = self.prepare(inputs, beta, decay, *weights, number, before, self.strength)
+        settings = number, before, self.strength, self.steps
+        operands, before = self.prepare(inputs, beta.flatten(2), decay.flatten(2), *weights, *settings)
         return operands, gate.unflatten(-1, (-1, self.value_width)).flatten(2, 3), before
 
 
@@ -149,22 +153,45 @@ def delta_operands(
     number: Tensor | None,
     before: Tensor | None,
     strength: float = 1.0,
+    steps: int = 1,
 ) -> tuple[Operands, Tensor]:
-    """inputs [s, b, key heads, 2 dk + dv per value head], beta and decay [s, b, heads], number [s, b], before
-    [taps - 1, b, key heads, ...] -> the operands of the gated delta rule, and the last inputs of the convolution.
+    """inputs [s, b, key heads, dk + steps (dk + dv per value head)], beta [s, b, steps * heads], decay [s, b, heads],
+    number [s, b], before [taps - 1, b, key heads, ...] -> the operands of the gated delta rule for s * steps rows, and
+    the last inputs of the convolution.
 
     g = -exp(A_log) softplus(decay + dt_bias) is fp32 where the rest has 16 bits: it is summed over tokens. beta is
-    at most `strength`.
+    at most `strength`. Of several steps of a token the first one decays, and the last one reads.
     """
     mixed, last = short_convolution(inputs, conv1d, number, before)
     keys, values = widths
-    q, k, v = F.silu(mixed).split((keys, keys, mixed.shape[-1] - 2 * keys), dim=-1)
+    q, k, v = F.silu(mixed).split((keys, steps * keys, mixed.shape[-1] - (1 + steps) * keys), dim=-1)
+    k, v = in_steps(k, steps), in_steps(v, steps)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON) for x in (q, k))
     v = v.unflatten(-1, (-1, values)).flatten(2, 3)
     wide = torch.promote_types(inputs.dtype, torch.float32)
     g = -a_log.to(wide).exp() * F.softplus(decay.to(wide) + dt_bias.to(wide))
+    beta = in_steps(beta.unflatten(-1, (inputs.shape[2], -1)), steps).flatten(2)
+    q, g = at_step(q, steps - 1, steps), at_step(g, 0, steps)
     q, k, v = (x.to(inputs.dtype) for x in (q, k, v))
     return (q, k, v, g, beta.sigmoid() * strength), last
+
+
+def in_steps(x: Tensor, steps: int) -> Tensor:
+    """[s, b, n, steps * c] -> [s * steps, b, n, c]: the steps of a token, then those of the next one."""
+    return x.unflatten(-1, (steps, -1)).movedim(-2, 1).flatten(0, 1)
+
+
+def at_step(x: Tensor, step: int, steps: int) -> Tensor:
+    """[s, ...] -> [s * steps, ...]: a step of each token, and zeros in its other ones."""
+    if steps == 1:
+        return x
+    zeros = torch.zeros_like(x)
+    return torch.stack([x if each == step else zeros for each in range(steps)], dim=1).flatten(0, 1)
+
+
+def documents_in_steps(documents: Documents | None, steps: int) -> Documents | None:
+    """First rows of documents whose tokens have `steps` rows each."""
+    return documents and tuple(tuple(steps * start for start in starts) for starts in documents)
 
 
 def short_convolution(

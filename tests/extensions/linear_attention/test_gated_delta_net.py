@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
@@ -22,8 +25,15 @@ from megatron.extensions.linear_attention.gated_delta_net import gated_norm, sho
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import EXACT, check_chunks, check_strong_decay, delta_operands, documents
-from tests.gpt_cases import DELTA_NET, packed_documents, random_batch
+from tests.extensions.recurrences import (
+    EXACT,
+    check_chunks,
+    check_strong_decay,
+    delta_operands,
+    documents,
+    weighted,
+)
+from tests.gpt_cases import DELTA_NET, FP64, model_of, packed_documents, random_batch
 from tests.pure.test_model_math import DELTA_NET as LINEAR
 from tests.pure.test_model_math import LLAMA, shape
 from tests.pure.test_regions import check_region, compiles
@@ -61,6 +71,41 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
     torch.testing.assert_close((out, state), expected, rtol=1e-2, atol=1e-2)
 
 
+PRODUCT = model_of("delta-product")
+
+
+@pytest.mark.parametrize("starts", [(0,), (0, 3, 4, 11)])
+def test_delta_product(starts: tuple[int, ...]) -> None:
+    """The recurrence of arXiv 2502.10297, literally: a state decays once a token and takes the values at three keys,
+    one after the other."""
+    net = next(m for m in GPTModel(PRODUCT, FP64).train().modules() if isinstance(m, gated_delta_net.GatedDeltaNet))
+    generator = torch.Generator().manual_seed(1)
+    mixed = torch.randn(16, 1, 4, sum(net.channels), generator=generator, dtype=torch.float64, requires_grad=True)
+    documents = None if len(starts) == 1 else (starts,)
+    number = None if documents is None else gated_delta_net.documents_begun(documents, 16, mixed.device)
+    found = net._mix(mixed, number, BatchContext(torch.zeros(1, dtype=torch.int64), documents=documents))
+    rows = []
+    for start, stop in pairwise((*starts, 16)):
+        part = mixed[start:stop, 0]
+        convolved = F.silu(short_convolution(part[:, None, :, :54], net.conv1d)[0][:, 0])
+        for head in range(8):
+            group, own = divmod(head, 2)
+            queries, keys, values = convolved[:, group].split((6, 3 * 6, 3 * 2 * 5), dim=-1)
+            gates, betas, decays = part[:, group, 54:].split((2 * 5, 3 * 2, 2), dim=-1)
+            S, normed = mixed.new_zeros(6, 5), lambda x: x / (x.square().sum() + 1e-6).sqrt()
+            for t in range(stop - start):
+                S = S * torch.exp(-net.a_log[head].exp() * F.softplus(decays[t, own] + net.dt_bias[head]))
+                for step in range(3):
+                    k, v = normed(keys[t, 6 * step : 6 * step + 6]), values[t].view(3, 2, 5)[step, own]
+                    S = S + betas[t].view(3, 2)[step, own].sigmoid() * torch.outer(k, v - S.T @ k)
+                read = F.rms_norm(S.T @ normed(queries[t]) / 6**0.5, (5,), net.out_norm, net.eps)
+                rows.append((start + t, head, read * F.silu(gates[t].view(2, 5)[own])))
+    expected = torch.stack([row for _, _, row in sorted(rows, key=lambda each: each[:2])]).view(16, 1, 40)
+    torch.testing.assert_close(found, expected, **EXACT)
+    gradients = [torch.autograd.grad(weighted((out,)), [mixed, net.conv1d, net.a_log]) for out in (found, expected)]
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
     """A package with the interface of flash-linear-attention's chunk_gated_delta_rule: [b, s, heads, d], as many heads
     of queries and keys as of values, 16 bits, and packed sequences in a batch of one."""
@@ -96,10 +141,11 @@ def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("packed", [False, True])
-def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, packed: bool, steps: int) -> None:
     """Loss and gradients of a model whose linear attention calls them, against one that does not."""
-    config = replace(DELTA_NET, recompute_granularity="selective" if packed else None)
+    config = replace(DELTA_NET if steps == 1 else PRODUCT, recompute_granularity="selective" if packed else None)
     batch = random_batch(config, **(packed_documents(config) if packed else {})).local_to(ParallelState().cp)
     losses, gradients, calls = [], [], []
     for stub in (False, True):
@@ -115,11 +161,11 @@ def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, pack
         gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
-    shape = (1, 48, 8, 6) if packed else (3, 16, 8, 6)
+    shape = (1, 48 * steps, 8, 6) if packed else (3, 16 * steps, 8, 6)
     assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)  # again for the backward
     if packed:
         starts = [16 * sample + start for sample, found in enumerate(batch.documents) for start in found]
-        assert calls[0]["cu_seqlens"].tolist() == [*starts, 48]
+        assert calls[0]["cu_seqlens"].tolist() == [steps * start for start in (*starts, 48)]
 
 
 def test_kernels_run_on_gpus_in_sixteen_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,16 +187,20 @@ def test_pattern() -> None:
     assert [kind.rotation is None and kind.span.window is None for kind in config.layers] == [*config.linear_pattern]
 
 
-def test_flops_of_gated_delta_nets() -> None:
-    """Of two chunks of 64 tokens, per token: products of [64, 64] by [64, d] and those with the state, thrice; twice
-    the sums of decays, and the gradient of the solution. What the backward computes again does not count."""
-    config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_flops_of_gated_delta_nets(steps: int) -> None:
+    """Of chunks of 64 rows, per row: products of [64, 64] by [64, d] and those with the state, thrice; twice the sums
+    of decays, and the gradient of the solution. What the backward computes again does not count."""
+    more = {"linear_num_householder": steps}
+    config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR | more)
     plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)
     chunk, keys, heads, dk, dv = 64, 4, 8, 6, 5
     products = 2 * keys * chunk * dk + heads * (2 * chunk * dv + chunk * dk + 3 * dk * dv)
-    projections = 32 * (keys * (2 * dk) + heads * (2 * dv + 2)) + heads * dv * 32 - 4 * 32 * 32
+    projected = keys * (1 + steps) * dk + heads * ((steps + 1) * dv + steps + 1)
+    projections = 32 * projected + heads * dv * 32 - 4 * 32 * 32
     once = heads * (2 * chunk + chunk**2)
-    assert model_flops(config).matmul - model_flops(plain).matmul == 6 * (products + projections) + 2 * once
+    found = model_flops(config).matmul - model_flops(plain).matmul
+    assert found == 6 * (steps * products + projections) + 2 * steps * once
     assert model_flops(config).attention == 0
 
 
