@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
+from megatron.training.config.batch_size import byte_text
 from megatron.training.config.foreign_flags import DIFFERENCES
 from tests.forked import run_program
 
@@ -52,12 +53,6 @@ def test_its_remedies_work() -> None:
     pretrain(f"{fixed} --lr 3e-4 --train-iters 10", code=0)
 
 
-def test_a_misspelt_flag() -> None:
-    done = pretrain(f"{RIGHT} --num-atention-heads 8 --seqence_parallel", code=2)
-    assert "  --num-atention-heads 8: unknown flag; did you mean --num-attention-heads?" in done.stderr.splitlines()
-    assert "  --seqence-parallel: unknown flag; did you mean --sequence-parallel?" in done.stderr.splitlines()
-
-
 def test_plan() -> None:
     done = pretrain(RIGHT, code=0)
     lines = [line.strip() for line in done.stdout.splitlines()]
@@ -76,30 +71,20 @@ def test_plan() -> None:
     assert sum(layers) == 7
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --no-use-distributed-optimizer --optimizer sgd", "--fp64"])
-def test_bytes_of_states(flags: str) -> None:
-    """Without padding to speak of: 4 + 4 + 8 bytes a parameter in fp32, 2 + 4 + 12 in bf16, optimizer over DP."""
-    size = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 4096"
-    done = pretrain(f"--dry-run --world-size 4 {size} --mock-data --lr 1e-3 --train-iters 1 {flags}", code=0)
-    parameters = int(re.search(r"parameters ([\d,]+)\n", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
-    found = int(re.search(r"most on pp 0: ([\d,]+) bytes", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
-    expected = {"": 8 + 8 / 4, "--bf16": 6 + 12 / 4, "--fp64": 16 + 16 / 4}.get(flags, 6 + 8)
-    assert found == pytest.approx(parameters * expected, rel=1e-3)
-    assert found >= parameters * expected
-
-
-def test_bytes_on_the_host() -> None:
-    """A quarter of 12 bytes a parameter over 4 ranks, and slots of gradients in fp32 and parameters in bf16."""
-    size = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 4096 --bf16"
-    offload = "--optimizer-cpu-offload --optimizer-offload-fraction 0.25"
-    done = pretrain(f"--dry-run --world-size 4 {size} --mock-data --lr 1e-3 --train-iters 1 {offload}", code=0)
-    parameters = int(re.search(r"parameters ([\d,]+)\n", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
-    line = re.search(r"0.25 of optimizer states in host memory.* ([\d,]+) bytes of states, ([\d,]+) that", done.stdout)
+def test_bytes_of_states_are_those_of_the_plan_as_json(tmp_path: Path) -> None:
+    """Those of ranks, and of states and slots in host memory. test_measured_memory.py compares the plan with runs."""
+    offload = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.25"
+    shown = pretrain(f"{RIGHT} {offload} --json {tmp_path / 'plan.json'}", code=0).stdout
+    first, *_ = ranks = json.loads((tmp_path / "plan.json").read_text())["memory"]
+    most = max(ranks, key=lambda rank: rank["total"])
+    states = sum(most[name] for name in ("weights", "gradients", "optimizer"))
+    assert f"most on pp {most['pp_rank']}: {states:,} bytes" in shown
+    line = re.search(r"0.25 of optimizer states in host memory.* ([\d,]+) bytes of states, ([\d,]+) that", shown)
     assert line is not None
-    states, slots = (int(number.replace(",", "")) for number in line.groups())
-    assert states == pytest.approx(parameters * 12 / 4 / 4, rel=1e-3) and 0 < slots <= states / 12 * 6 * 2
-    host = next(row for row in done.stdout.splitlines() if row.startswith("  0   embedding")).split()[-2:]
-    assert " ".join(host) == f"{(states + slots) / 2**20:.2f} MiB"
+    on_host = sum(int(number.replace(",", "")) for number in line.groups())
+    assert on_host == max(rank["host"] for rank in ranks)
+    row = next(row for row in shown.splitlines() if row.startswith("  0   embedding")).split()
+    assert " ".join(row[-2:]) == byte_text(first["host"])
 
 
 def test_groups_are_abbreviated_at_scale() -> None:
@@ -165,12 +150,6 @@ def test_files_that_a_run_misses_are_problems_behind_its_plan(tmp_path: Path) ->
     assert (done.returncode, done.stdout) == (2, "") and "5 problems.\n  --tokenizer-model /nowhere" in done.stderr
     run = flags.replace("--dry-run --world-size 8", "--cpu") + " --tp 1 --pp 1 --tokenizer-type ByteTokenizer --lr -1"
     assert pretrain(run).stderr.endswith(f"5 problems.\n  --lr -1.0: must be above 0; for example --lr 3e-4\n{text}")
-    urls = pretrain(f"{RIGHT} --save s3://b/x --metrics-file gs://b/m")
-    assert [line.split(", and")[0] for line in urls.stderr.splitlines()[-2:]] == [
-        "  --metrics-file gs://b/m: is a URL",
-        "  --save s3://b/x: is a URL",
-    ]
-    assert "2 problems." in urls.stderr
     lists = pretrain(f"{RIGHT.replace('--mock-data', '')} --data-args-path {tmp_path}/no", code=2)
     assert f"--data-args-path {tmp_path}/no: there is no such file" in lists.stderr
 
@@ -193,12 +172,6 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
         assert json.loads(refused.stdout)["problems"]
     refused = pretrain(f"{RIGHT} --extension {tmp_path}/nowhere.py --json", code=2)
     assert "nowhere.py" in json.loads(refused.stdout)["problems"][0]["rule"]
-    refused = pretrain(f"{RIGHT.replace('--dry-run', '')} --world-size 1 --tp 1 --json {file}")
-    assert "--json" in refused.stderr and "needs --dry-run" in refused.stderr
-    for unwritable in (tmp_path, tmp_path / "nowhere" / "plan.json"):
-        refused = pretrain(f"{RIGHT} --json {unwritable}")
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert f"--json {unwritable}: cannot be written; name a file" in refused.stderr
 
 
 def test_an_interrupted_plan_ends_without_a_traceback(
@@ -218,13 +191,10 @@ def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:
     pretrain(f"{RIGHT} {experts} --sequence-parallel", code=0)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "rule"), [("nothing_here", "matches no parameter"), (".", "leaves nothing to train")]
-)
-def test_a_plan_refuses_to_freeze_nothing_or_all(pattern: str, rule: str) -> None:
-    done = pretrain(f"{RIGHT} --freeze {pattern}")
+def test_a_plan_refuses_to_freeze_all() -> None:
+    done = pretrain(f"{RIGHT} --freeze .")
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"--freeze {pattern}: " in done.stderr and rule in done.stderr
+    assert "  --freeze .: matches all " in done.stderr and "leaves nothing to train" in done.stderr
 
 
 def test_json_alone_is_one_object_with_the_predicted_time() -> None:
@@ -254,18 +224,6 @@ def test_a_plan_says_whether_it_fits() -> None:
         assert found["fits"] == (not over) and found["fullest_pp_rank"] == fullest["pp_rank"]
     shown = pretrain(f"{RIGHT} --device-memory {size / 2**30}").stdout
     assert f"  does not fit: pp {fullest['pp_rank']} holds most, " in shown
-
-
-def test_wrong_devices_are_told() -> None:
-    told = pretrain(f"{RIGHT} --device h1000 --gpus-per-node 0").stderr
-    assert "  --device h1000: there is no device h1000" in told and "use one of a100" in told
-    assert "  --gpus-per-node 0: must be a whole number above 0" in told
-    told = pretrain(f"{RIGHT} --gpus-per-node 3").stderr
-    assert "  --gpus-per-node 3: does not divide the 8 ranks" in told and "nearest: 2" in told
-    told = pretrain(f"{RIGHT} --gpus-per-node 4").stderr
-    assert "  --gpus-per-node 4: needs --device, whose nodes it describes" in told
-    told = pretrain(f"{RIGHT.replace('--dry-run', '').replace('--world-size 8', '')} --device h100").stderr
-    assert "  --device h100: needs --dry-run, which predicts; add --dry-run" in told
 
 
 def test_a_reader_that_has_enough_ends_a_plan_in_peace() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -53,6 +53,7 @@ RECOMPUTE = {
     "shared_experts": {"recompute_granularity": "selective", "recompute_modules": ("shared_experts", "mlp")},
     "all": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp", "mlp_act")},
 }
+LATENTS = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
 Case = tuple[str, TransformerConfig, ModelParallelConfig, Stage]
 Found = tuple[str, tuple[int, int], tuple[int, int]]
 
@@ -194,33 +195,52 @@ def offloaded() -> list[Case]:
     return grid(STYLES | DROPOUT | {"experts": EVEN}, RECOMPUTE, parallels, (WHOLE, MIDDLE, FIRST))
 
 
-GRIDS: dict[str, tuple[int, Callable[[], list[Case]]]] = {
-    "styles": (151, lambda: grid(styles(), RECOMPUTE, OF_DTYPES, (WHOLE, LAST, MIDDLE, FIRST))),
-    "offload": (113, offloaded),
-    "experts": (11, lambda: grid(EXPERTS, EXPERT_KINDS, [BF16], [WHOLE])),
+LAYOUTS = [
+    ModelParallelConfig(tensor_model_parallel_size=2, bf16=True),
+    ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, bf16=True),
+    ModelParallelConfig(context_parallel_size=2, bf16=True),
+    ModelParallelConfig(context_parallel_size=2, cp_comm_type="all_gather", bf16=True),
+    ModelParallelConfig(context_parallel_size=2, cp_comm_type="a2a", fp32=True),
+]
+FP8_LAYOUT = in_fp8("tensorwise", "e4m3", tensor_model_parallel_size=2, sequence_parallel=True)
+FEW_KINDS, OF_NORMS = ("none", "core_attn", "all", "full"), ("none", "full", "layernorm", "all")
+
+
+def over_two_ranks() -> list[Case]:
+    """Each style with each of some kinds of recomputation, and with the layouts and stages in turn."""
+    found = grid(STYLES | DROPOUT, FEW_KINDS, LAYOUTS, (WHOLE, LAST, MIDDLE))
+    of_fp8 = {name: STYLES[name] for name in ("gpt", "llama", "qwen3", "bloom")}
+    found += grid(of_fp8, FEW_KINDS, [FP8_LAYOUT], (WHOLE, LAST, MIDDLE))
+    latents = [replace(STYLES["latent"], **LATENTS)] if "latent" in STYLES else []
+    return found + [(f"latents {at}", model, each, WHOLE) for model in latents for at, each in enumerate(LAYOUTS)]
+
+
+FUSED = replace(BF16, compile=True)
+GRIDS: dict[str, tuple[int, int, Callable[[], list[Case]]]] = {
+    "styles": (1, 151, lambda: grid(styles(), RECOMPUTE, OF_DTYPES, (WHOLE, LAST, MIDDLE, FIRST))),
+    "offload": (1, 113, offloaded),
+    "experts": (1, 11, lambda: grid(EXPERTS, EXPERT_KINDS, [BF16], [WHOLE])),
     # Copies of inputs in one byte take the place of what else would be kept, and stand beside what is kept anyhow.
-    "fp8": (151, lambda: grid(OF_FP8, RECOMPUTE, RECIPES, [WHOLE])),
+    "fp8": (1, 151, lambda: grid(OF_FP8, RECOMPUTE, RECIPES, [WHOLE])),
+    "fused regions": (1, 61, lambda: grid(styles(), OF_NORMS, [FUSED], (WHOLE, LAST, MIDDLE))),
+    "layouts": (2, 7, over_two_ranks),
 }
-"""One in how many cases is a part of them, and all cases of one process."""
+"""Ranks, one in how many cases is a part of them, and all cases."""
 
 
 @pytest.mark.grid("whole", [False], [True])
 @pytest.mark.parametrize("name", GRIDS)
-def test_one_process(name: str, whole: bool) -> None:
-    stride, cases = GRIDS[name]
-    assert differing(1, cases()[:: 1 if whole else stride]) == []
-
-
-@pytest.mark.grid("stride", [61], [1])
-def test_fused_regions(stride: int) -> None:
-    """They are planned as measured, and keep no more than what they replace but the numbers of norms in fp32."""
-    kinds, parallel = ("none", "full", "layernorm", "all"), replace(BF16, compile=True)
-    cases = grid(styles(), kinds, [parallel], (WHOLE, LAST, MIDDLE))[::stride]
+def test_what_is_planned_is_kept(name: str, whole: bool) -> None:
+    world_size, stride, cases = GRIDS[name]
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
-        assert differing(1, cases) == []
-    for _, model, _, stage in cases[:2]:
+        assert differing(world_size, cases()[:: 1 if whole else stride]) == []
+
+
+def test_fused_regions_keep_no_more_than_what_they_replace() -> None:
+    """But for the numbers of norms in fp32."""
+    for model in (GPT, LLAMA):
         plain, fused = (
-            ActivationPlan(MicroBatch(model, each, SAMPLES, "cuda")).stage(stage).kept for each in (BF16, parallel)
+            ActivationPlan(MicroBatch(model, each, SAMPLES, "cuda")).stage(WHOLE).kept for each in (BF16, FUSED)
         )
         assert fused <= plain
 
@@ -297,48 +317,6 @@ def test_experts_over_ranks() -> None:
 def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[int, int]:
     state = initialize_model_parallel(2, 1, 1, 2, 1)
     return ActivationPlan(batch).stage(MIDDLE).kept, kept_by(batch, MIDDLE, state)[0]
-
-
-LAYOUTS = {
-    "fp8 sp": in_fp8("tensorwise", "e4m3", tensor_model_parallel_size=2, sequence_parallel=True),
-    "tp": ModelParallelConfig(tensor_model_parallel_size=2, bf16=True),
-    "sp": ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, bf16=True),
-    "cp": ModelParallelConfig(context_parallel_size=2, bf16=True),
-    "cp all_gather": ModelParallelConfig(context_parallel_size=2, cp_comm_type="all_gather", bf16=True),
-    "cp a2a": ModelParallelConfig(context_parallel_size=2, cp_comm_type="a2a", fp32=True),
-}
-
-
-PROPERTIES = (
-    *("sinks", "olmo2", "windows-in-some", "delta-net", "chunks-in-some", "delta-net-everywhere", "sandwich"),
-    *("granite", "multi-token", "pythia", "off-by-one", "yarn", "apertus", "layernorm-1p", "multi-token-tied"),
-)
-"""Styles with properties of layers that no other case of a layout has: a fifth of them at each layout."""
-
-
-@pytest.mark.grid("stride", [8], [1])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, stride: int) -> None:
-    """A part has each kind of recomputation at each layout and, over the layouts, with each style."""
-    models = {"gpt": with_dropout(GPT), "llama": LLAMA, "qwen3": STYLES["qwen3"], "bloom": STYLES["bloom"]}
-    kinds = (("none", WHOLE), ("core_attn", MIDDLE), ("all", LAST), ("full", FIRST))
-    shift = list(LAYOUTS).index(layout)
-    cases = [
-        (f"{layout} {style} {kind} {stage}", replace(models[style], **RECOMPUTE[kind]), LAYOUTS[layout], stage)
-        for row, style in enumerate(models)
-        for column, (kind, stage) in enumerate(kinds)
-        if (row + column + shift) % stride == 0
-    ]
-    again = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
-    for kind, more, stage in (("none", {}, MIDDLE), ("mla_up_proj", again, WHOLE)) if "latent" in STYLES else ():
-        cases.append((f"{layout} latent {kind}", replace(STYLES["latent"], **more), LAYOUTS[layout], stage))
-    if LAYOUTS[layout].options(Fp8Flags).fp8_format is None:
-        share = PROPERTIES if stride == 1 else PROPERTIES[shift % 5 :: 5]
-        for style, (kind, stage) in zip(share, cycle((("none", WHOLE), ("core_attn", LAST)))):
-            cases.append(
-                (f"{layout} {style} {kind}", replace(STYLES[style], **RECOMPUTE[kind]), LAYOUTS[layout], stage)
-            )
-    assert differing(2, cases) == []
 
 
 def test_gradients_summed_in_bf16_need_one_fp32_product_at_a_time() -> None:

@@ -99,21 +99,6 @@ def test_a_rank_whose_process_is_ended_is_told_beside_the_others_in_json() -> No
     )
 
 
-def test_what_is_for_plans_names_remedies_that_work() -> None:
-    code, text = rehearse("--suggest")
-    devices = "a100, b200, h100, h200"
-    remedy = f"replace --rehearse by --dry-run, and add --device, one of {devices}"
-    assert code == 2 and f"  --suggest: searches by predicted times; {remedy}\n" in text
-    code, text = rehearse("--suggest", "--device", "h100")
-    assert code == 2 and "  --suggest: searches by predicted times; replace --rehearse by --dry-run\n" in text
-    assert "  --device h100: needs --dry-run, which predicts; replace --rehearse by --dry-run\n" in text
-    planned = SMALL.replace("--rehearse", "--dry-run").split()
-    done = run_program("pretrain_gpt.py", *planned, "--suggest")
-    assert done.stderr.endswith(f"  --suggest: searches by predicted times; add --device, one of {devices}\n")
-
-
 def test_flags_of_a_rehearsal_are_checked() -> None:
     code, text = rehearse("--ranks", "0,8")
     assert code == 2 and "--ranks 0,8: 8 must be in 0 to 7; raise --world-size, or leave it out" in text
-    done = run_program("pretrain_gpt.py", *SMALL.replace("--rehearse", "").split(), "--ranks", "0", "--dry-run", code=2)
-    assert "--ranks 0: is about a rehearsal; add --rehearse" in done.stdout + done.stderr
