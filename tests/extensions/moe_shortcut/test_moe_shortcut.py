@@ -1,17 +1,31 @@
-"""Shortcut-connected experts: generation. LongCat-Flash is compared with transformers among the families of Hugging
-Face."""
+"""Shortcut-connected experts: behind the last layer nothing waits; generation. LongCat-Flash is compared with
+transformers among the families of Hugging Face."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.moe_shortcut.flags import ShortcutFlags
 from tests.gpt_cases import FP64, logits_in_parts, random_batch
 from tests.moe_cases import DEEPSEEK
 
 DELAYED = DEEPSEEK.with_options(ShortcutFlags(moe_shortcut=True))
+
+
+def test_one_layer_is_the_plain_one() -> None:
+    """Logits and gradients: there is no later layer to wait for."""
+    found = []
+    for config in (DEEPSEEK, DELAYED):
+        model = GPTModel(replace(config, num_layers=1), FP64).train()
+        loss = model(None, random_batch(config))
+        found.append([loss, *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+    assert count_parameters(DELAYED) == count_parameters(DEEPSEEK)
 
 
 def test_generation() -> None:
