@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from megatron.training.initialize import local_runtime
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
-from tests.extensions import installed
+from tests.extensions import installed, needs
 from tests.extensions.planner.test_planned_activations import settle
 from tests.harness import run_world
 
@@ -53,12 +54,25 @@ SELECTIVE = "--recompute-granularity selective"
 MODULES = f"{SELECTIVE} --recompute-modules"
 
 
+PADDED = "--num-layers 7 --ddp-bucket-size 500"
+"""Several buckets, so that their padding counts."""
+
+REPLICATED = "--no-use-distributed-optimizer"
+FP32, FP64 = "--no-bf16 --fp32", "--no-bf16 --fp64"
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank."""
 
+    names: tuple[str, ...]
+    """The parameters and where they lie, in order."""
+
+    elements: int
     parameters: int
     gradients: int
+    main_parameters: int
+    moments: int
     optimizer: int
     kept: int
     """The most saved activations between two actions of the pipeline, without messages in flight."""
@@ -74,7 +88,7 @@ class Memory:
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
-    return resolve_legal(parse_args(f"{COMMON} {flags}".split()), world_size)
+    return resolve_legal(parse_args(shlex.split(f"{COMMON} {flags}")), world_size)
 
 
 def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
@@ -83,15 +97,20 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
         train_step(run)
-        buffers = run.ddp.buffers
+        held = {p.meta.name: p for stage in run.stages.values() for p in stage.parameters()}.values()
+        own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta.name)]  # no scales of fp8
+        buffers, shards = run.ddp.buffers, [shard for shard in run.optimizer.shards if not shard.on_host]
         parameters = sum(buffer.param_data.nbytes for buffer in buffers)
+        parameters += sum(parameter.nbytes for parameter in own if not parameter.requires_grad)
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+        mains, moments = (sum(shard.nbytes[kind] for shard in shards) for kind in (0, 1))
         optimizer, host = run.optimizer.nbytes
         units = WholeUnits(run.ddp.units.buckets)
         kept, peak = activations_of(run, units)
         offload = next(iter(run.stages.values())).decoder.offload
         host += offload.pool.nbytes if offload is not None else 0
-    return Memory(parameters, gradients, optimizer, kept, units.most, host, peak)
+    facts = tuple(str(parameter.meta) for parameter in own), sum(parameter.numel() for parameter in own)
+    return Memory(*facts, parameters, gradients, mains, moments, optimizer, kept, units.most, host, peak)
 
 
 class WholeUnits:
@@ -158,8 +177,9 @@ def plan(config: RunConfig, world_size: int) -> list[Memory]:
         states, units = plan.memory, plan.in_flight.parameters + plan.in_flight.gradients
         kept = held.peak + held.weight_copies
         peak = kept + held.working + plan.in_flight.total
-        host = states.host + held.host
-        found.append(Memory(states.parameters, states.gradients, states.optimizer, kept, units, host, peak))
+        names, host = tuple(str(meta) for meta in plan.metas), states.host + held.host
+        of_states = states.parameters, states.gradients, states.main_parameters, states.moments, states.optimizer
+        found.append(Memory(names, plan.parameters, *of_states, kept, units, host, peak))
     return found
 
 
@@ -176,6 +196,17 @@ def compare(world_size: int, flags: str) -> list[tuple[Memory, Memory]]:
     [
         (1, ""),
         (1, "--recompute-granularity full"),
+        (4, f"{PADDED} --tp 2"),
+        (4, f"{PADDED} --tp 2 {FP64} {REPLICATED}"),
+        (4, f"{PADDED} {LLAMA} --tp 2 {REPLICATED}"),
+        (4, f"{PADDED} {LLAMA} --tp 2 {FP32}"),
+        (4, f"{PADDED} --pp 2 --optimizer sgd"),
+        (2, f"{PADDED} --pp 2 --pipeline-schedule interleaved"),
+        needs("zero_bubble", 2, f"{PADDED} --pp 2 --pipeline-schedule zb-v"),
+        (2, f"{PADDED} --pp 2 --num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights"),
+        needs("pipedream_2bw", 4, f"{PADDED} --pp 2 --pipeline-schedule 2bw"),
+        needs("pipedream_2bw", 2, f"{PADDED} --pp 2 {FP64} --pipeline-schedule 2bw"),
+        needs("post_validation", 2, f"{PADDED} --pp 2 {FP64} --optimizer sgd --optimizer-post-validation"),
         (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-h1 --fp8-format e4m3 --fp8-recipe delayed"),
         (2, f"--optimizer-cpu-offload {ZERO2}"),
         (2, f"{LLAMA} --pp 2 --pipeline-schedule 2bw"),
@@ -185,10 +216,15 @@ def compare(world_size: int, flags: str) -> list[tuple[Memory, Memory]]:
     ],
 )
 def test_states_and_activations_are_the_plans(world_size: int, flags: str) -> None:
-    """To the byte, but for peaks: what gloo's threads have sent they let go of a little later, more so on a busy
-    machine."""
+    check(world_size, flags)
+
+
+def check(world_size: int, flags: str, beyond: int = 1) -> None:
+    """Compares to the byte, but for peaks: what gloo's threads have sent they let go of a little later, more so on a
+    busy machine. Fewer than `beyond` bytes more are kept."""
     for measured, planned in compare(world_size, flags):
-        assert replace(measured, peak=planned.peak) == planned
+        assert replace(measured, kept=planned.kept, peak=planned.peak) == planned
+        assert 0 <= measured.kept - planned.kept < beyond
         assert 0.5 * planned.peak < measured.peak < 1.5 * planned.peak
 
 
@@ -201,10 +237,27 @@ def test_passes_in_turns_hold_what_is_planned() -> None:
         assert 0.6 * planned.peak < measured.peak < 1.2 * planned.peak
 
 
-def test_whole_units_of_experts_are_those_planned() -> None:
-    for measured, planned in compare(4, f"{EXPERTS} {ZERO3}"):
-        assert replace(measured, kept=planned.kept, host=planned.host, peak=planned.peak) == planned
-        assert 0 <= measured.kept - planned.kept < 100
+def test_states_of_frozen_weights_are_the_plans() -> None:
+    """Of activations less is kept than is planned."""
+    frozen = r"--pp 2 --optimizer sgd --freeze layers\\.[01]\\. --freeze word_embeddings"
+    for measured, planned in compare(4, f"{PADDED} {frozen}"):
+        assert replace(measured, kept=planned.kept, peak=planned.peak) == planned and measured.kept <= planned.kept
+
+
+PARTS_OF_EXPERTS = f"{EXPERTS} {PADDED} --tp 2 --etp 1 --sequence-parallel --moe-layer-freq 2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{EXPERTS} {ZERO3}",
+        needs("unit_sharding", f"{PARTS_OF_EXPERTS} {ZERO2}"),
+        needs("post_validation", f"{PADDED} --pp 2 --optimizer-post-validation --clip-grad 1e9"),
+    ],
+)
+def test_all_but_scalars_is_planned(flags: str) -> None:
+    """Experts keep a scalar of each micro-batch, norms that are known later some."""
+    check(4, flags, beyond=100)
 
 
 @pytest.mark.parametrize(
