@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron.core.batch import FUTURE, Batch, BatchContext
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
-from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import changed_fields
@@ -106,15 +105,6 @@ def text(*tokens: int, **more: Any) -> Batch:
     return Batch(ids[:, :-1], ids[:, 1:], torch.ones(1, len(tokens) - 1), torch.zeros(1).long(), **more)
 
 
-def test_later_tokens_of_a_sample() -> None:
-    batch = text(5, 6, 7, 8, 9).with_future(2)
-    tokens, labels, mask, positions = (getattr(batch, name)[0].t().tolist() for name in FUTURE)
-    assert tokens == [[6, 7, 8, 0], [7, 8, 0, 0]]
-    assert labels == [[7, 8, 9, 0], [8, 9, 0, 0]]
-    assert mask == [[1, 1, 1, 0], [1, 1, 0, 0]]
-    assert positions == [[1, 2, 3, 0], [2, 3, 0, 0]]
-
-
 def test_no_label_across_a_document_counts() -> None:
     """Documents 5 6 | 7 8 9 | 1, the last label unknown: at depth 1 a token counts whose next but one is in its own."""
     documents = torch.tensor([[0, 0, 1, 1, 1, 2]])
@@ -124,15 +114,6 @@ def test_no_label_across_a_document_counts() -> None:
     ends = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0]])  # --eod-mask-loss alone says where documents end
     batch = replace(text(5, 6, 7, 8, 9, 1, 2), loss_mask=ends).with_future(2)
     assert batch.future_loss_mask[0].t().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]  # type: ignore[index]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_context_ranks_hold_their_part_of_what_whole_samples_have(rank: int) -> None:
-    whole = random_batch(CONFIG, **packed_documents(CONFIG))
-    part = whole.local_to(Axis(None, rank, 2, (0, 1)))
-    assert part.places is not None and part.places.tolist() != list(range(8))
-    for name in FUTURE:
-        assert torch.equal(getattr(part, name), getattr(whole, name)[:, part.places]), name
 
 
 def test_a_resumed_run_may_change_the_factor_and_not_the_depths() -> None:

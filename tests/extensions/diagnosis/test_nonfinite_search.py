@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,14 +27,13 @@ from megatron.training.extensions import Problem, extension_flags
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import BadStepError, settle, train_step
 from tests.extensions.cuda_graphs.test_graphs import FakeRecorder
-from tests.harness import run_world
-from tests.parity.test_bad_steps import MODEL, SAMPLE, build, config_of, plant, same, skip, tensors
+from tests.harness import local_run, run_world
+from tests.parity.test_bad_steps import MODEL, SAMPLE, config_of, plant, same, skip, tensors
 
 
 def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
     """(message of the step that ends the run, whether weights and moments are those from before it)"""
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
+    with local_run(config, rank, world_size) as run:
         plant(kind, run)
         if kind != "weight gradient":
             train_step(run)
@@ -76,8 +74,7 @@ def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_
 
 def message_of(rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], Any]) -> tuple[str, Any]:
     """What ends a run whose first step is not finite, and what `plant` returned."""
-    with ExitStack() as resources:
-        run = build(config, rank, world_size, resources)
+    with local_run(config, rank, world_size) as run:
         planted = plant(run)
         train_step(run)
         with pytest.raises(BadStepError) as error:
@@ -140,8 +137,8 @@ def test_the_first_finding_is_the_first_in_the_model() -> None:
 
 
 def searched(rank: int, world_size: int, config: RunConfig) -> tuple[int, int]:
-    with ExitStack() as resources:
-        run, recorder = build(config, rank, world_size, resources), FakeRecorder()
+    with local_run(config, rank, world_size) as run:
+        recorder = FakeRecorder()
         record = run.pipeline._one, recorder, 0, torch.device("cpu"), run.ddp.main_dtype, run.pipeline.executor.casts
         run.pipeline.graph = GraphedMicrobatches(*record)
         step = run.progress.next_step(run.batch_sizes)

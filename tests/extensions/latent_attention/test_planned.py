@@ -15,7 +15,6 @@ from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.latent_attention.multi_latent_attention import rotated_heads
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.dist import test_collective_counts as counts
 from tests.dist.test_collective_counts import B, H, S, per_layer
 from tests.extensions.planner.test_planned_activations import SAMPLES, kept_in_bf16
 from tests.gpt_cases import LATENT
@@ -43,18 +42,6 @@ def test_recomputed_heads_leave_latents() -> None:
     of_heads = model.num_attention_heads * (2 * model.head_dim + model.value_head_dim)
     projected = widths.kv_lora_rank + widths.qk_pos_emb_head_dim
     assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)  # two layers in bf16
-
-
-counts.STYLES["latent"] = counts.STYLES["llama"] | {
-    "group_query_attention": False,
-    "num_query_groups": None,
-    "multi_latent_attention": True,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 5,
-}
 
 
 def test_latents_are_gathered_in_place_of_hidden_states() -> None:
