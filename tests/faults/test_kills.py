@@ -17,6 +17,8 @@ import random
 import re
 import signal
 import time
+from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ MODEL = (
     "--moe-shared-expert-intermediate-size 12 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
     "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-enable-expert-bias "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1 "
-    "--mtp-loss-scaling-factor 0.3 --moe-token-dispatcher-type alltoall --mock-data --global-batch-size 4 "
+    "--mtp-loss-scaling-factor 0.3 --moe-token-dispatcher-type alltoall --global-batch-size 4 "
     "--lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --clip-grad 1 --log-interval 1 --eval-iters 0 --num-workers 0 "
     "--save-interval 2 --keep-last 2"
 ).split()
@@ -48,24 +50,26 @@ LAYOUTS = (
     "--tp 2 --sequence-parallel --etp 1 --ep 2 --data-parallel-sharding-strategy optim_grads",
     "--pp 4 --data-parallel-sharding-strategy no_shard",
 )
-LOGGED = ("iteration", "consumed_samples", "lm_loss", "mtp_loss_1", "moe_aux_loss", "grad_norm")
+LOGGED = (
+    *("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "mtp_loss_1", "moe_aux_loss", "grad_norm"),
+    "learning_rate",
+)
 
 
-def flags(save: Path, iterations: int, layout: str = "") -> list[str]:
-    return [*MODEL, *layout.split(), "--train-iters", str(iterations), "--save", str(save), "--load", str(save)]
-
-
-def logged(save: Path) -> list[list[float]]:
+def logged(save: Path, more: Sequence[str] = ()) -> list[list[float]]:
     path = save / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []  # what is behind the last end is unfinished
-    return [[json.loads(line)[name] for name in LOGGED] for line in lines]
+    found = [[json.loads(line)[name] for name in (*LOGGED, *more)] for line in lines]
+    return [[nan if value is None else value for value in values] for values in found]
 
 
 def reaches(steps: int, share: float, ranks: list[Any], screen: Path) -> bool:
     """Waits for so many steps of this start, and a share of the time that it has taken since; False if the run ends
     before."""
     began = time.monotonic()
-    while screen.read_text().count(" iteration ") < steps and all(process.exitcode is None for process in ranks):
+    while len(re.findall(r" iteration +\d+/", screen.read_text())) < steps and all(
+        process.exitcode is None for process in ranks
+    ):
         assert time.monotonic() < began + HANG, screen.read_text()[-4000:]
         time.sleep(0.005)
     time.sleep(share * (time.monotonic() - began) / steps if steps else share)
@@ -81,13 +85,23 @@ def assert_resumed(said: str, latest: int) -> None:
 
 @pytest.mark.grid("size", [(10, 4, 2)], [(10, 4, 2), (30, 4, 8)])
 def test_killed_and_resumed_at_other_layouts_as_one_process(tmp_path: Path, size: tuple[int, int, int]) -> None:
-    """`size`: iterations, ranks, kills. The first one is behind a checkpoint, others may be at start-up."""
+    check_kills(tmp_path, size, ["--mock-data"])
+
+
+def check_kills(folder: Path, size: tuple[int, int, int], data: Sequence[str], more: Sequence[str] = ()) -> None:
+    """`size`: iterations, ranks, kills. The first one is behind a checkpoint, others may be at start-up. `more` metrics
+    are compared. Runs are in `folder`/save and `folder`/alone."""
     (iterations, ranks, kills), moments = size, random.Random(5)
-    save, alone, screen = (tmp_path / name for name in ("save", "one-process", "screen"))
+    save, alone, screen = (folder / name for name in ("save", "alone", "screen"))
     layouts, latest = itertools.cycle(LAYOUTS), 0
+
+    def flags(place: Path, layout: str = "") -> list[str]:
+        files = ["--save", str(place), "--load", str(place), "--sample-log", str(place / "samples.jsonl")]
+        return [*MODEL, *layout.split(), "--train-iters", str(iterations), *files, *data]
+
     for number in range(kills):
         steps, share, victim = moments.randrange(4) if number else 5, moments.random(), moments.randrange(ranks)
-        with forked_ranks(ranks, flags(save, iterations, next(layouts)), screen) as processes:
+        with forked_ranks(ranks, flags(save, next(layouts)), screen) as processes:
             if not reaches(steps, share, processes, screen):
                 break
             newest = read_latest(save) or 0
@@ -97,11 +111,12 @@ def test_killed_and_resumed_at_other_layouts_as_one_process(tmp_path: Path, size
         assert_resumed(screen.read_text(), latest)
         latest = read_latest(save) or 0
         assert latest >= newest > 0
-    assert_resumed(run_forked(ranks, flags(save, iterations, next(layouts)), screen), latest)
-    run_forked(1, flags(alone, iterations), screen)
-    for found, expected in zip(logged(save), logged(alone), strict=True):
-        assert found == pytest.approx(expected, rel=1e-9)
-    one, other = (choose_checkpoint(folder, Axis()) for folder in (save, alone))
+    assert_resumed(run_forked(ranks, flags(save, next(layouts)), screen), latest)
+    run_forked(1, flags(alone), screen)
+    for found, expected in zip(logged(save, more), logged(alone, more), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9, nan_ok=True)
+    assert (save / "samples.jsonl").read_bytes() == (alone / "samples.jsonl").read_bytes()
+    one, other = (choose_checkpoint(place, Axis()) for place in (save, alone))
     assert one is not None and other is not None and one.tensors.keys() == other.tensors.keys()
     assert one.payload["iteration"] == other.payload["iteration"] == iterations
     for key in other.tensors:
