@@ -30,6 +30,11 @@ RUN = (
     "--attention-dropout 0 --hidden-dropout 0"
 ).split()
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --disable-bias-linear --swiglu".split()
+WIDE = (
+    "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 4096 --bf16 --mock-data "
+    "--swiglu --disable-bias-linear --position-embedding-type rope --normalization RMSNorm --attention-dropout 0 "
+    "--hidden-dropout 0 --global-batch-size 64 --train-iters 4 --lr 1e-3"
+).split()
 WORLD = 4
 
 
@@ -116,6 +121,15 @@ def test_bounds_of_a_layout_are_below_its_time_and_memory(tried: Tried) -> None:
         seconds = found.step.seconds
         assert tried.costs.family_bound(found.layout.family) <= tried.costs.time_bound(found.layout) <= seconds
         assert tried.costs.memory_bound(found.layout) <= found.fullest.total
+
+
+def test_little_is_left_out_of_the_bound_of_wide_layers() -> None:
+    """Products fill the device, and replicas exchange little."""
+    costs = LayoutCosts(SearchedRun(resolve(parse_args(WIDE), 8), 8), read_device("h100"), 8)
+    family = next(costs.run.space.families())
+    assert (family.tp, family.cp, family.recompute) == (1, 1, "none")
+    found = found_of(costs, next(costs.run.space.layouts(family)))
+    assert found is not None and 0.65 < costs.family_bound(family) / found.step.seconds <= 1
 
 
 def test_memory_does_not_depend_on_the_layouts_before(tried: Tried) -> None:
