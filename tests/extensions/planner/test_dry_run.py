@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import pretrain_gpt
+from megatron.extensions.planner.device_file import FOLDER
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.foreign_flags import DIFFERENCES
 from tests.forked import run_program
@@ -209,6 +211,15 @@ def test_json_alone_is_one_object_with_the_predicted_time() -> None:
     assert shown.stdout.splitlines() == [
         line for title, lines in found["plan"].items() for line in (title, *(f"  {each}" for each in lines))
     ]
+
+
+def test_a_device_without_a_link_that_the_layout_needs_is_refused(tmp_path: Path) -> None:
+    values = yaml.safe_load((FOLDER / "h100.yaml").read_text(encoding="utf-8"))
+    del values["links"]["node"]
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump(values))
+    done = pretrain(f"{RIGHT} --device {own}", code=2)
+    assert f"--device {own}: " in done.stderr and "has no link node, which this layout needs" in done.stderr
 
 
 def test_a_plan_says_whether_it_fits() -> None:
