@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +18,17 @@ from megatron.core.datasets.blended import BlendedDataset
 from megatron.core.datasets.build import Demands, TrainingOrder, build_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
 from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.parallel_state import ParallelState
 from megatron.extensions.phases.file_phase import cut_anew, rest_of
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve_legal
+from megatron.training.data import build_data
+from megatron.training.initialize import Runtime
+from megatron.training.plan import plan_of
+from megatron.training.reliability.launch import Launch
 from tests.corpus import write_documents
 from tests.pure.test_data_order import inputs, order_of, source_of_lengths
+from tests.tiny import TINY
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 40), st.integers(0, 40))
@@ -79,3 +90,15 @@ def test_phases_of_a_blend_take_what_is_next_of_each_source(tmp_path: Path) -> N
         seen += [token for number in range(samples) for token in train.text(number)[:-1].tolist()]
         order.take(train, samples)
     assert max(Counter(seen).values()) == 1, "800 tokens in all, of which 460 are taken"
+
+
+def test_a_run_goes_on_in_a_source_at_each_phase(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "text", [np.arange(200) % 40])
+    phases = tmp_path / "phases.yaml"
+    phases.write_text(f"- {{data-path: {prefix}}}\n- {{from-samples: 8, data-path: {prefix}, lr: 1e-3}}\n")
+    argv = shlex.split(f"{TINY} --data-phases {phases} --split 1,0,0")
+    argv.remove("--mock-data")
+    config = resolve_legal(parse_args(argv), 1)
+    data, _ = build_data(plan_of(config), Runtime(Launch(), torch.device("cpu"), ParallelState()))
+    with closing(data):
+        assert len({data.train.dataset.origin(number) for number in range(16)}) == 16
