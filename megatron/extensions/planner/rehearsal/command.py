@@ -113,7 +113,7 @@ def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
         return [f"a run would start at iteration 0 with the weights of {load}, which were not read"], []
     try:
         return _start(config, load)
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         return [], [f"start: {error}"]
 
 
