@@ -7,12 +7,13 @@
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/recipes/glm5.sh --finetune --load MID_TRAINING
 #   bash scripts/recipes/glm5.sh --dry-run
 #
-# This is the sparse stage at the end of the mid-training: 20B tokens on sequences of 202,752 (both quoted from memory of
-# the report). Before it come the warm-up of the indexer alone (deepseek_v32.sh shows the flags), and 28.5T tokens with
-# dense attention: the flags here without those of dsa, with --seq-length 4096. The report trains with Muon, orthogonalizing
-# each head of the up-projections by itself, which --optimizer muon does not do, and with three modules of multi-token
-# prediction that share their weights, of which this has one. Batch, learning rate, the factor of the second token's loss
-# and the balancing loss are ours: none was found in public.
+# This is the sparse stage at the end of the mid-training: 20B tokens on sequences of 202,752. Before it come the warm-up
+# of the indexer alone (deepseek_v32.sh shows the flags), and 28.5T tokens with dense attention: the flags here without
+# those of dsa, with --seq-length 4096. No public file confirms the 20B tokens, the length, or the rotary base of
+# 1,000,000. The report trains with Muon, orthogonalizing each head of the up-projections by itself, which
+# --optimizer muon does not do, and with three modules of multi-token prediction that share their weights, of which this
+# has one. Batch, learning rate, the factor of the second token's loss and the balancing loss are ours: none was found in
+# public.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core import loops
 from megatron.core.attention.tiles import Documents
 from megatron.core.attention.varlen import cumulative_lengths
 from megatron.core.compiled_regions import region
@@ -228,7 +229,7 @@ class _Scan(torch.autograd.Function):
         states = written.new_empty(len(read) + 1, *state.shape)
         states[0] = state
         new = torch.empty_like(written)
-        for c in range(len(written)):
+        for c in loops.each(range(len(written))):
             torch.baddbmm(written[c], read[c], states[c], alpha=-1, out=new[c])
             behind = torch.mul(states[c], carried[c], out=states[c + 1])
             torch.baddbmm(behind, keys[c].mT, new[c], out=behind)
@@ -242,7 +243,7 @@ class _Scan(torch.autograd.Function):
         read, keys, carried, new, states = ctx.saved_tensors
         grad_written, grads = torch.empty_like(new), states.new_empty(len(new) + 1, *grad.shape)
         grads[-1] = grad
-        for c in reversed(range(len(new))):
+        for c in loops.each(range(len(new) - 1, -1, -1)):
             torch.baddbmm(grad_new[c], keys[c], grads[c + 1], out=grad_written[c])
             before = torch.addcmul(grad_states[c], grads[c + 1], carried[c], out=grads[c])
             torch.baddbmm(before, read[c].mT, grad_written[c], alpha=-1, out=before)

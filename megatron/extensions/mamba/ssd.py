@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core import loops
 from megatron.core.compiled_regions import region
 from megatron.extensions.linear_attention.gated_delta_rule import decayed, decays, in_chunks, numbers_in_chunks
 
@@ -114,7 +115,7 @@ class _Scan(torch.autograd.Function):
     def forward(ctx: Any, kept: Tensor, carried: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         states = kept.new_empty(len(kept) + 1, *state.shape)
         states[0] = state
-        for c in range(len(kept)):
+        for c in loops.each(range(len(kept))):
             torch.addcmul(kept[c], states[c], carried[c], out=states[c + 1])
         states, final = states[:-1], states[-1].clone()
         ctx.save_for_backward(carried, states)
@@ -126,6 +127,6 @@ class _Scan(torch.autograd.Function):
         carried, states = ctx.saved_tensors
         grads = states.new_empty(len(states) + 1, *grad.shape)
         grads[-1] = grad
-        for c in reversed(range(len(states))):
+        for c in loops.each(range(len(states) - 1, -1, -1)):
             torch.addcmul(grad_states[c], grads[c + 1], carried[c], out=grads[c])
         return grads[1:], (grads[1:] * states).sum((3, 5), keepdim=True), grads[0]

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core import compiled_regions
+from megatron.core import compiled_regions, loops
 from megatron.core.batch import Batch
 from megatron.core.config.layers import RecomputeConfig, Rotation, Span
 from megatron.core.config.model import TransformerConfig
@@ -417,7 +417,7 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
         fakes = FakeStages(batch, state, "meta" if meta else "cpu")
         live = fakes.recorder
         launches = (gpus, "launched", live.attention), (gpus, "multiplied", live.product), (gpus, "unseen", live.unseen)
-        with regions_as_kernels(live), replaced(*launches):
+        with regions_as_kernels(live), replaced(*launches, (loops, "each", live.some_of)):
             yield fakes
 
 

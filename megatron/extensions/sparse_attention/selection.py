@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core import loops
 from megatron.core.attention.tiles import Spans
 from megatron.core.attention.varlen import sinks_grad
 from megatron.core.collectives import all_reduce_
@@ -118,7 +119,7 @@ def selected(index: Index, queries: Queries, topk: int) -> Tensor:
     all keys mean nothing."""
     n, b = index.q.shape[:2]
     picked = torch.full((n, b, topk), -1, dtype=torch.int32, device=index.q.device)
-    for chunk in queries.chunks:
+    for chunk in loops.each(queries.chunks):
         if chunk.keys > topk:
             scores = index_scores(index, chunk, index_products(index, chunk))
             picked[chunk.rows] = largest(scores.masked_fill(queries.hidden(chunk), -torch.inf), topk)
@@ -256,7 +257,7 @@ class AttentionToSelected(torch.autograd.Function):
 
 def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
     """By chunk of queries, the rows of each set of keys."""
-    for chunks in zip(*(each.queries.chunks for each in seen), strict=True):
+    for chunks in loops.each(list(zip(*(each.queries.chunks for each in seen), strict=True))):
         sets = zip(k, seen, chunks, strict=True)
         yield [Rows(q, x, each.queries, chunk, each.picked) for x, each, chunk in sets]
 
@@ -286,7 +287,7 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
     wide = torch.promote_types(index.q.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=index.q.device)
     found = Index(*(torch.zeros(x.shape, dtype=wide, device=x.device) for x in index))
-    for chunk in loss.queries.chunks:
+    for chunk in loops.each(loss.queries.chunks):
         rows = Rows(loss.q, loss.k, loss.queries, chunk, loss.picked)
         with again():
             scores = rows.scores(loss.scale)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from megatron.core.pipeline_parallel.stages import pipeline_stages, whole_model
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions.planner import fake_stage
 from megatron.extensions.planner.activations import ActivationPlan
-from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
-from megatron.extensions.planner.time.events import PassEvents, StageMemory
+from megatron.extensions.planner.fake_stage import MicroBatch, Part, PlannerCache, StageParts, Unit
+from megatron.extensions.planner.time.events import Event, PassEvents, Product, StageMemory
+from megatron.extensions.planner.time.recorder import Recorder
+from megatron.extensions.sparse_attention import sparse_attention
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
 from tests.apart import python_apart
@@ -68,6 +72,48 @@ def test_they_are_those_on_fake_tensors(case: str, monkeypatch: pytest.MonkeyPat
         found.append(plans_of(batch))
     assert found[0] == found[1]
     assert found[0][0][0] and found[0][1][0].kept
+
+
+DSA = f"{LLAMA} {LATENT} --v-head-dim 16 --seq-length 1024 --experimental-attention-variant dsa --dsa-indexer-n-heads 2"
+DSA = f"{DSA} --dsa-indexer-head-dim 16 --dsa-indexer-topk 200 --attention-dropout 0 --hidden-dropout 0"
+DELTA_NET = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --seq-length 2048"
+LOOPS = {
+    "selected keys": f"{DSA} --dsa-indexer-use-sparse-loss",
+    "selected keys, zigzag parts": f"{DSA} --cp 2 --tp 2 --sequence-parallel",
+    "states": f"{LLAMA} {DELTA_NET}",
+    "states of Mamba": f"{LLAMA} --hybrid-layer-pattern M-M* --seq-length 4096",
+}
+
+
+def totals(events: Iterable[Event]) -> Counter[str]:
+    """FLOPs of products, and bytes and number of each type of event."""
+    found: Counter[str] = Counter()
+    for event in events:
+        kind = type(event).__name__
+        found += Counter({kind: 1, f"{kind}, bytes": getattr(event, "moved", 0)})
+        if isinstance(event, Product):
+            found["FLOPs"] += 2 * event.batches * event.m * event.n * event.k
+    return found
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_some_parts_of_a_loop_stand_for_all_of_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_attention, "CHUNK", 2**18)
+    batch, run = batch_of(LOOPS[case]), Counter[str]()
+
+    def counted(name: str, goes: Callable[[Recorder, Sequence[Any]], Iterable[Any]]) -> PassEvents:
+        def parts_of(recorder: Recorder, parts: Sequence[Any]) -> Iterator[Any]:
+            for part in goes(recorder, parts):
+                run[name] += 1
+                yield part
+
+        monkeypatch.setattr(Recorder, "some_of", parts_of)
+        return StageParts(batch).of([Part((Unit((0,)),))])[0]
+
+    some, every = counted("some", Recorder.some_of), counted("every", lambda recorder, parts: parts)
+    assert some.memory == every.memory
+    assert totals(some.forward) == totals(every.forward) and totals(some.backward) == totals(every.backward)
+    assert run["some"] < run["every"]
 
 
 def test_a_part_that_reads_values_is_planned_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

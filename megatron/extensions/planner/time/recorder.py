@@ -6,10 +6,11 @@ again. Fake kernels stand for FlashAttention and cuDNN, whatever the tile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ PRODUCTS: dict[str, int] = {
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), 1),
 }
 """Name -> the place of the first factor among the arguments."""
+
+T = TypeVar("T")
 
 ATTENTION_OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -125,6 +128,31 @@ class Recorder(LiveMemory):
             yield
         finally:
             self._unseen = False
+
+    def some_of(self, parts: Sequence[T]) -> Iterator[T]:
+        """Goes through some parts of a loop. Where the first, the middle, and the last of an odd number of parts do the
+        same with sizes that grow evenly, the middle one counts for all of them; elsewhere both halves are tried. The
+        last two come first, one behind the other: there may be most memory, what the neighbour leaves included."""
+        outer, passes, counts = self.events, dict[int, list[Event]](), dict[int, int]()
+        ranges = [range(len(parts))]
+        ends = ranges[0][-2:]
+        while ranges:
+            places = ranges.pop()
+            if len(places) % 2 == 0:
+                ranges += [x for x in (places[:-1], places[-1:]) if x]
+                continue
+            three = places[0], places[len(places) // 2], places[-1]
+            for place in (*ends, *three):
+                if place not in passes:
+                    self.events = passes[place] = []
+                    yield parts[place]
+            if _grow_evenly(*(passes[place] for place in three)):
+                counts[three[1]] = len(places)
+            else:
+                ranges += [places[: len(places) // 2], places[len(places) // 2 :]]
+        self.events = outer
+        for place, count in sorted(counts.items()):
+            self.events += passes[place] * count
 
     def _within_kernel(self) -> bool:
         """Whether what runs is part of a launch, of a compiled region, or of its backward."""
@@ -247,6 +275,25 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.record(grads)
         return None, *grads
+
+
+def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> bool:
+    """Whether each event of the middle is halfway between those of the first and the last."""
+    if not len(first) == len(middle) == len(last):
+        return False
+    for three in zip(first, middle, last, strict=True):
+        if not type(three[0]) is type(three[1]) is type(three[2]):
+            return False
+        for a, b, c in zip(*map(_sizes, three), strict=True):
+            if not a == b == c and (isinstance(b, str) or a + c != 2 * b):
+                return False
+    return True
+
+
+def _sizes(event: Event) -> tuple[Any, ...]:
+    """The fields of an event; a collective's number says nothing."""
+    values = astuple(event)
+    return values[:-1] if isinstance(event, Collective | Wait) else values
 
 
 def done(func: Any, args: Any, work: dist.Work) -> Any:
