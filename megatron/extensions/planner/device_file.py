@@ -167,10 +167,11 @@ class DeviceFile:
         return max(self.kernel_floor_us, size / self.copy_tb_per_second / 1e6)
 
     def gemm_us(self, precision: str, m: int, n: int, k: int, batches: int = 1) -> float:
-        """Time of `batches` products [m, k] x [k, n], by the output tile that suits them best."""
+        """Time of `batches` products [m, k] x [k, n], by the output tile that suits them best. Those of a matrix and a
+        vector take kernels without tiles."""
         speed = self._gemm_speed(precision)
         rate = speed.tflops * k / (k + speed.half_depth)
-        share = 1.0 if self.device_type == "cpu" else tile_share(m, n, self.multiprocessors, batches)
+        share = 1.0 if self.device_type == "cpu" or 1 in (m, n) else tile_share(m, n, self.multiprocessors, batches)
         return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6 / share)
 
     def _gemm_speed(self, precision: str) -> GemmSpeed:

@@ -51,6 +51,7 @@ def test_gemms_lose_by_short_inner_dimensions_and_last_waves(h100: DeviceFile) -
     whole = 128 * 132  # rows of one wave of tiles
     assert rate(whole + 128, 256, 8192) < 0.7 * rate(whole, 256, 8192)
     assert h100.gemm_us("bf16", 16, 16, 16) == h100.kernel_floor_us
+    assert h100.gemm_us("bf16", 1, 2**20, 4096, 64) < h100.gemm_us("bf16", 2, 2**20, 4096, 64) / 30
     assert h100.gemm_us("bf16", 256, 512, 4096, 64) < 64 * h100.gemm_us("bf16", 256, 512, 4096)
 
 
