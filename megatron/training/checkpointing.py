@@ -155,18 +155,17 @@ class Checkpointer:
             checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
         if load_optimizer:
             _load_counters(checkpoint, self.optimizer)
-        anew = options.finetune or options.reset_iteration
-        progress = Progress() if anew else saved_progress(checkpoint.payload)
+        progress = Progress() if options.anew else saved_progress(checkpoint.payload)
         if not options.load_lr_state:
             progress.scheduled_samples = 0
-        progress.data_fingerprint = (data(0) if anew else data_fingerprint) or progress.data_fingerprint
+        progress.data_fingerprint = (data(0) if options.anew else data_fingerprint) or progress.data_fingerprint
         progress.loaded_from = str(checkpoint.folder)
         what, how = ("checkpoint", "") if load_optimizer else ("weights", " with a fresh optimizer")
         loaded = f"{what} of iteration {checkpoint.payload['iteration']} from {options.load}{why}"
         say(f" loaded {loaded}: starting at iteration {progress.iteration}{how}")
-        if not anew:
+        if not options.anew:
             _load_callbacks(checkpoint.payload.get("callbacks", {}), self.callbacks, say)
-        goes_on = not (anew or converted(checkpoint) or config.training.skip_train)
+        goes_on = not (options.anew or converted(checkpoint) or config.training.skip_train)
         if goes_on and (line := changed_lengths(saved_config(checkpoint), self.config)):
             say(f" {line}")
         return progress

@@ -213,7 +213,7 @@ def read_history(options: CheckpointConfig) -> History | None:
     """That of the checkpoint a run resumes from; None if it starts at sample 0, or with other data.
 
     Raises ValueError if no checkpoint can be read."""
-    if options.load is None or options.finetune or options.reset_iteration or options.override_data_fingerprint:
+    if options.load is None or options.anew or options.override_data_fingerprint:
         return None
     load = Path(options.load)
     if kind_of(load) in MODEL_LOADERS:

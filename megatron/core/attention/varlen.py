@@ -34,7 +34,7 @@ class PackedKernel(Protocol):
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, from grad [rows, heads, dv] and at least output and log-sum-exp."""
+        """Gradients of q, k and v, from grad [rows, heads, dv] in any strides, and at least output and log-sum-exp."""
 
 
 def packed_attention(
@@ -76,7 +76,6 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *kept = ctx.saved_tensors
         of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].movedim(0, -1), sinks)
-        grad = grad.contiguous() if grad.ndim == 3 else grad  # packed rows; dense ones may lie in any order
         gradients = ctx.kernel.backward(grad, (q, k, v), tuple(kept), *ctx.settings)
         return *gradients, of_sinks, None, None, None
 

@@ -181,6 +181,11 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = flag(False, no_effect_without="--load")
     """Exit with an error if --load contains no checkpoint."""
 
+    @property
+    def anew(self) -> bool:
+        """Whether the run starts at iteration 0, whatever it loads."""
+        return self.finetune or self.reset_iteration
+
 
 @dataclass(frozen=True)
 class ExtensionConfig:

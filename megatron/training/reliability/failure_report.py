@@ -109,7 +109,7 @@ def start_again(options: CheckpointConfig) -> str:
     saved and does not load, or from the start."""
     foreign = options.load is not None and kind_of(options.load) in MODEL_LOADERS
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
-    said, anew = "start the same command again", options.finetune or options.reset_iteration
+    said, anew = "start the same command again", options.anew
     if folder and not anew and (Path(folder) / LATEST).is_file():
         return f"{said}: it resumes from the latest checkpoint in {flag} {folder}"
     if options.save and (Path(options.save) / LATEST).is_file():

@@ -171,7 +171,7 @@ class EqualWidthsKernel:
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide_grad, out, *wide = of_one_width(grad, kept[0], *qkv)
+        wide_grad, out, *wide = of_one_width(grad.contiguous(), kept[0], *qkv)
         grads = self.kernel.backward(wide_grad, tuple(wide), (out, *kept[1:]), lengths, window)
         dq, dk, dv = (found[..., : x.shape[-1]] for found, x in zip(grads, qkv, strict=True))
         return dq, dk, dv

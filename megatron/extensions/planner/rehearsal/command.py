@@ -127,7 +127,7 @@ def _start(config: RunConfig, load: Path) -> tuple[list[str], list[str]]:
     plan, consumed = plan_of(config), int(checkpoint.payload.get("consumed_samples") or 0)
     there = config if len(plan.phases) < 2 else plan.trained(consumed).config
     check_fits(checkpoint, there, options.load_optim and not (options.finetune or converted(checkpoint)), None)
-    anew = options.finetune or options.reset_iteration or converted(checkpoint)
+    anew = options.anew or converted(checkpoint)
     iteration, folder = 0 if anew else checkpoint.payload.get("iteration", 0), checkpoint.folder
     return [*lines, f"a run would start at iteration {iteration} from {folder}, whose tensors were not read"], []
 
