@@ -208,44 +208,34 @@ def test_models_and_health(served: Served) -> None:
     assert served.ask("/health") == (200, {"status": "ok", "pending": 0})
 
 
+WRONG: list[tuple[Any, str]] = [
+    (b"{", "the body is not JSON"),
+    (b'{"prompt": "\\ud800"}', "half of a character"),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON"),
+    ({"prompt": "a", "seed": 2**65, "top_k": -2}, "top_k: must be a whole number"),
+    ({"prompt": "a" * 64}, "the prompt has 64 tokens, and the model reads at most 64"),
+    ({"prompt": [1, -1]}, "tokens are from 0 to 256"),
+    ({"prompt": []}, "prompt: must be a text"),
+    ({"prompt": "a", "stop": ""}, "stop: must be a text or a list of texts, none of them empty"),
+    ({"prompt": "a", "max_tokens": 10**11}, "max_tokens: 100000000000 is more than this server gives"),
+    ({"prompt": "a", "max_tokens": True, "n": 0, "top_p": 2}, "; max_tokens: must be a whole number"),
+    ({"prompt": ["a"] * 9, "n": 2}, "asks for 18 texts"),
+    ({"prompt": "a", "temprature": 1}, "did you mean temperature"),
+    ({"prompt": "a", "temperature": -1}, "temperature: -1.0 must not be negative"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature: is too large"),
+    ({"prompt": "a", "presence_penalty": 1}, "presence_penalty: 1 is not supported"),
+    ({"messages": []}, "messages must be a list"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0] must have a content"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools: [{}] is not supported"),
+]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        (COMPLETIONS, b"{", 400, "the body is not JSON"),
-        (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "half of a character"),
-        (COMPLETIONS, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "the body is not JSON"),
-        (COMPLETIONS, {"prompt": "a", "seed": 2**65, "top_k": -2}, 400, "top_k: must be a whole number"),
+        *((CHAT if "messages" in body else COMPLETIONS, body, 400, message) for body, message in WRONG),
         (COMPLETIONS, b"x" * 20_001, 413, "has 20001 bytes; this server reads at most 20000"),
-        (COMPLETIONS, {"prompt": "a" * 64}, 400, "the prompt has 64 tokens, and the model reads at most 64"),
-        (COMPLETIONS, {"prompt": [1, -1]}, 400, "tokens are from 0 to 256"),
-        (COMPLETIONS, {"prompt": []}, 400, "prompt: must be a text"),
-        (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop: must be a text or a list of texts, none of them empty"),
-        (
-            COMPLETIONS,
-            {"prompt": "a", "max_tokens": 10**11},
-            400,
-            "max_tokens: 100000000000 is more than this server gives",
-        ),
-        (
-            COMPLETIONS,
-            {"prompt": "a", "max_tokens": True, "n": 0, "top_p": 2},
-            400,
-            "; max_tokens: must be a whole number",
-        ),
-        (COMPLETIONS, {"prompt": ["a"] * 9, "n": 2}, 400, "asks for 18 texts"),
-        (COMPLETIONS, {"prompt": "a", "temprature": 1}, 400, "did you mean temperature"),
-        (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature: -1.0 must not be negative"),
-        (COMPLETIONS, {"prompt": "a", "temperature": 10**400}, 400, "temperature: is too large"),
-        (COMPLETIONS, {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty: 1 is not supported"),
-        (
-            COMPLETIONS,
-            {"prompt": "a", "model": "gpt-4"},
-            404,
-            'there is no model \\"gpt-4\\" here; this server has tiny',
-        ),
-        (CHAT, {"messages": []}, 400, "messages must be a list"),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0] must have a content"),
-        (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools: [{}] is not supported"),
+        (COMPLETIONS, {"prompt": "a", "model": "gpt-4"}, 404, 'no model \\"gpt-4\\" here; this server has tiny'),
         ("/v1/embeddings", {"input": "a"}, 404, "there is no POST /v1/embeddings"),
         ("/nothing", None, 404, "there is no GET /nothing"),
     ],
