@@ -54,13 +54,9 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", "x" * 60], "has 60 tokens, and the model reads at most 48"),
         (["--prompt", "x", "--top-p", "2"], "--top-p 2.0 must be above 0"),
         (["--prompt", "x", "--tokenizer-model", "x.model"], "--tokenizer-model needs --tokenizer-type"),
-        (
-            ["--prompt", "x", "--load", "/nowhere"],
-            "--load /nowhere is missing: there is no such file or folder; give",
-        ),
+        (["--prompt", "x", "--load", "/nowhere"], "/nowhere is missing: there is no such file or folder; give"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
     ],
 )
@@ -77,4 +73,4 @@ def test_a_prompt_too_long_does_not_keep_others_from_theirs(
     flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "4", "--prompt", "x" * 60, "one"]
     assert main(flags) == 2
     said = capsys.readouterr()
-    assert said.out.startswith("one") and "has 60 tokens" in said.err
+    assert said.out.startswith("one") and "has 60 tokens, and the model reads at most 48" in said.err

@@ -57,30 +57,23 @@ def test_every_layout_serves_the_same_texts_and_ends_by_a_signal(checkpoint: str
     assert found[0] == found[1]
 
 
-def test_a_rank_that_is_killed_ends_the_server_with_a_line(checkpoint: str, tmp_path: Path) -> None:
-    with serving(checkpoint, tmp_path / "screen", 2, "--pipeline-model-parallel-size", "2") as (_, processes):
-        processes[1].kill()
-        assert join(processes[:1]) == [1]
-    assert (
-        "error: rank 0 of 2: another rank has ended, or this one failed; the server ends"
-        in (tmp_path / "screen").read_text()
-    )
-
-
-def test_the_first_rank_that_is_killed_ends_the_others(checkpoint: str, tmp_path: Path) -> None:
-    with serving(checkpoint, tmp_path / "screen", 2, "--tensor-model-parallel-size", "2") as (_, processes):
-        processes[0].kill()
-        assert join(processes[1:]) == [1]
-    assert "error: rank 1 of 2: another rank has ended" in (tmp_path / "screen").read_text()
+@pytest.mark.parametrize(
+    ("layout", "killed"), [("--pipeline-model-parallel-size", 1), ("--tensor-model-parallel-size", 0)]
+)
+def test_a_rank_that_is_killed_ends_the_server_with_a_line(
+    layout: str, killed: int, checkpoint: str, tmp_path: Path
+) -> None:
+    with serving(checkpoint, tmp_path / "screen", 2, layout, "2") as (_, processes):
+        processes.pop(killed).kill()
+        assert join(processes) == [1]
+    line = f"error: rank {1 - killed} of 2: another rank has ended, or this one failed; the server ends"
+    assert line in (tmp_path / "screen").read_text()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            "--batch-size 0 --port 70000",
-            "--batch-size 0: must be at least 1\nerror: --port 70000 must be at most 65535",
-        ),
+        ("--batch-size 0 --port 70000", "0: must be at least 1\nerror: --port 70000 must be at most 65535"),
         ("--load /nowhere", "--load /nowhere is missing: there is no such file or folder; give a checkpoint, "),
         ("--host 256.0.0.1", "error: "),
     ],
