@@ -23,21 +23,9 @@ import megatron
 PRODUCT = str(Path(megatron.__path__[0]))
 
 OPERATIONS = {
-    "_local_scalar_dense",
-    "item",
-    "is_nonzero",
-    "equal",
-    "nonzero",
-    "nonzero_static",
-    "masked_select",
-    "unique_dim",
-    "_unique",
-    "_unique2",
-    "unique_consecutive",
-    "bincount",
-    "repeat_interleave",
-    "lift_fresh",
-    "lift_fresh_copy",
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_static", "masked_select"),
+    *("unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount", "repeat_interleave"),
+    *("lift_fresh", "lift_fresh_copy"),
 }
 """Names in torch.ops.aten; of repeat_interleave the variant that counts by a tensor."""
 

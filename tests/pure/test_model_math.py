@@ -81,16 +81,11 @@ def test_parameters_are_those_of_the_built_model(
             assert tuple(parameter.shape) == meta.box({"tp": (0, tp)})[1], meta.name
 
 
-@pytest.mark.parametrize("window", [1, 7, 31, 32])
-def test_window_counts_what_is_seen(window: int) -> None:
+SPANS = [*(Span(window=tokens) for tokens in (1, 7, 31, 32)), *(Span(chunk=tokens) for tokens in (1, 7, 16, 32, 40))]
+
+
+@pytest.mark.parametrize("span", SPANS, ids=str)
+def test_spans_count_what_is_seen(span: Span) -> None:
     """The continuous count is the exact one up to half a token, as for the causal half of the square."""
-    config = TransformerConfig(**shape(1, 8, 1, 8, 8, 32), window_size=window)
-    exact = sum(min(i + 1, window) for i in range(32)) / 32
-    assert config.layer(0).span.mean(32) == pytest.approx(exact, abs=0.5)
-    assert TransformerConfig(**shape(1, 8, 1, 8, 8, 32)).layer(0).span.mean(32) == 16
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 16, 32, 40])
-def test_chunks_count_what_is_seen(chunk: int) -> None:
-    exact = sum(i % chunk + 1 for i in range(32)) / 32
-    assert Span(chunk=chunk).mean(32) == pytest.approx(exact, abs=0.5)
+    exact = sum(min(i % (span.chunk or 32) + 1, span.window or 32) for i in range(32)) / 32
+    assert span.mean(32) == pytest.approx(exact, abs=0.5) and Span().mean(32) == 16

@@ -63,10 +63,7 @@ def test_without_the_variable_nothing_is_written_and_a_full_disk_ends_no_run(
     assert "cannot write OUTCOME_FILE" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("local_rank", "code", "name"),
-    [(0, 2, "BAD_CONFIGURATION"), (0, 0, "DONE"), (1, 2, None)],
-)
+@pytest.mark.parametrize(("local_rank", "code", "name"), [(0, 2, "BAD_CONFIGURATION"), (0, 0, "DONE"), (1, 2, None)])
 def test_a_run_that_ends_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int, code: int, name: str | None
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -35,32 +36,32 @@ def test_warmup_is_linear_from_its_start_value():
     assert lr_of(s, 11) < PEAK
 
 
+def wsd(style: str, anneal: int = 20) -> dict[str, Any]:
+    options = {"lr_wsd_decay_iters": anneal, "lr_wsd_decay_style": style, "lr_warmup_iters": 10}
+    return {"lr_decay_style": "WSD"} | options
+
+
 @pytest.mark.parametrize(
-    ("style", "half", "quarter"),
+    ("flags", "shares"),
     [
-        ("linear", 0.5, 0.75),
-        ("cosine", 0.5, 0.5 * (1 + math.sqrt(0.5))),
+        ({"lr_decay_style": "linear", "lr_warmup_iters": 20}, {60: 0.5, 40: 0.75, 100: 0, 101: 0}),
+        (
+            {"lr_decay_style": "cosine", "lr_warmup_iters": 20},
+            {60: 0.5, 40: 0.5 * (1 + math.sqrt(0.5)), 100: 0, 101: 0},
+        ),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 50}, {0: 1, 25: 0.5, 51: 0}),
+        ({"lr_decay_style": "constant", "lr_warmup_iters": 4}, {2: 4 / 9, 4: 1, 99: 1, 1000: 1}),
+        (wsd("linear"), {11: 1, 80: 1, 90: 0.5, 100: 0}),
+        (wsd("cosine"), {11: 1, 80: 1, 90: 0.5, 100: 0}),
+        (wsd("exponential"), {11: 1, 80: 1, 90: math.sqrt(2) - 1, 100: 0}),
+        (wsd("minus_sqrt"), {11: 1, 80: 1, 90: 1 - math.sqrt(0.5), 100: 0}),
+        (wsd("linear", anneal=0), {10: 1, 100: 1, 101: 0}),
     ],
 )
-def test_decay(style, half, quarter):
-    s = scheduler(lr_warmup_iters=20, lr_decay_style=style)
-    assert lr_of(s, 60) == close(LOW + half * (PEAK - LOW))
-    assert lr_of(s, 40) == close(LOW + quarter * (PEAK - LOW))
-    assert lr_of(s, 100) == close(LOW)
-    assert lr_of(s, 101) == LOW
-
-
-def test_decay_length_may_differ_from_the_run():
-    s = scheduler(lr_decay_iters=50, lr_decay_style="linear")
-    assert lr_of(s, 0) == close(PEAK)
-    assert lr_of(s, 25) == close((PEAK + LOW) / 2)
-    assert lr_of(s, 51) == LOW
-
-
-def test_constant_keeps_the_peak():
-    s = scheduler(lr_decay_style="constant", lr_warmup_iters=4)
-    assert lr_of(s, 2) == close(PEAK / 2)
-    assert lr_of(s, 4) == lr_of(s, 99) == lr_of(s, 1000) == PEAK
+def test_what_is_left_of_the_way_from_the_peak(flags, shares):
+    s = scheduler(**flags)
+    for iteration, share in shares.items():
+        assert lr_of(s, iteration) == pytest.approx(LOW + share * (PEAK - LOW), rel=1e-12)
 
 
 def test_inverse_square_root_counts_samples():
@@ -69,17 +70,6 @@ def test_inverse_square_root_counts_samples():
     assert lr_of(s, 100) == close(PEAK / 5)
     long = scheduler(train_iters=10_000, lr_decay_style="inverse-square-root", lr_warmup_iters=4)
     assert lr_of(long, 9_999) == LOW
-
-
-@pytest.mark.parametrize(
-    ("style", "half"),
-    [("linear", 0.5), ("cosine", 0.5), ("exponential", math.sqrt(2) - 1), ("minus_sqrt", 1 - math.sqrt(0.5))],
-)
-def test_wsd_is_flat_then_anneals(style, half):
-    s = scheduler(lr_decay_style="WSD", lr_wsd_decay_iters=20, lr_wsd_decay_style=style, lr_warmup_iters=10)
-    assert lr_of(s, 11) == lr_of(s, 80) == close(PEAK)
-    assert lr_of(s, 90) == close(LOW + half * (PEAK - LOW))
-    assert lr_of(s, 100) == pytest.approx(LOW, rel=1e-12)
 
 
 def test_samples_and_iterations_give_one_schedule():
@@ -102,12 +92,6 @@ def test_weight_decay_ramps():
     assert linear.weight_decay_at(25 * BATCH) == close(0.035)
     assert cosine.weight_decay_at(25 * BATCH) == close(0.01 + 0.1 * 0.5 * (1 - math.sqrt(0.5)))
     assert scheduler(weight_decay=0.3).weight_decay_at(5) == 0.3
-
-
-def test_wsd_without_an_anneal_stays_at_the_peak_to_the_end():
-    s = scheduler(lr_decay_style="WSD", lr_wsd_decay_iters=0, lr_warmup_iters=10)
-    assert s.lr_at(10 * BATCH) == s.lr_at(100 * BATCH) == s.config.lr
-    assert s.lr_at(101 * BATCH) == s.config.min_lr
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,8 @@ def test_the_model_and_the_schedule_are_the_checkpoint_s(folder: Path) -> None:
     config, notes = with_saved_flags(given)
     model, optimizer = config.model, config.optimizer
     assert (model.num_layers, model.hidden_size, model.swiglu) == (6, 64, True)
-    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.weight_decay) == (
-        3e-4,
-        1e-5,
-        "cosine",
-        0.1,
-    )
+    taken = optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.weight_decay
+    assert taken == (3e-4, 1e-5, "cosine", 0.1)
     assert optimizer.lr_decay_iters == 500  # the length that the saved run decays over
     assert model.recompute_granularity == "none" and optimizer.clip_grad == 1.0
     assert "--hidden-size is 64, as in the checkpoint, not 32" in notes

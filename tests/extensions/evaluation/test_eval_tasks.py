@@ -23,7 +23,7 @@ from megatron.extensions.evaluation.task_file import read_tasks
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from tests.extensions.evaluation.eval_cases import MODEL, TASKS
-from tests.pure.test_validation import argv, problems
+from tests.rules import problems
 
 TOKENIZER = ByteTokenizer()
 DOCUMENTS = [{"q": f"question {n}", "a": "yes" if n % 2 else "no"} for n in range(6)]
@@ -223,8 +223,8 @@ def test_the_most_likely_token_leaves_padding_out() -> None:
 
 def test_an_evaluation_of_tasks_alone_needs_no_data() -> None:
     flags = f"--skip-train --tokenizer-type ByteTokenizer --vocab-size 257 --eval-tasks {TASKS}"
-    given = argv(flags, without="lr mock-data train-iters")
-    assert problems(flags, without="lr mock-data train-iters") == problems(f"{flags} --eval-iters 0") == []
-    resolved = resolve(parse_args(given), 1)
+    model = "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16"
+    assert problems(flags, base=model) == problems(f"{flags} --eval-iters 0") == []
+    resolved = resolve(parse_args(f"{model} {flags}".split()), 1)
     assert resolve(resolved, 1) == resolved
     assert (resolved.data.mock_data, resolved.training.eval_iters, resolved.training.train_iters) == (True, 0, 1)
