@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.limits import HANG
 
@@ -36,3 +38,13 @@ def python_apart(*command: str, code: int | None = None, **environ: str) -> subp
     own = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     environment = own | {"PYTHONPATH": os.pathsep.join(folders)} | environ
     return run_command([sys.executable, *command], code, env=environment)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses_in(metrics: Path) -> list[float]:
+    """The losses of the training steps that a file of metrics has."""
+    return [record["lm_loss"] for record in read_records(metrics) if "lm_loss" in record]

@@ -4,5 +4,20 @@ A limit is there to end a hang, never to judge speed: it lies far above what a s
 that are expected to wait (for a timeout of the product) use a short timeout of the product instead.
 """
 
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
 HANG = 600.0
 """Seconds that a test waits for a process, a file or a line of output."""
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """The value of `condition()` as soon as it is true. Asserts that this is not later than `HANG`."""
+    limit = time.monotonic() + HANG
+    while not (found := condition()):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    return found

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from tests.apart import run_command
 from tests.tiny import TINY
 
-ROOT = Path(__file__).parents[2]
 MISSING = (
     *("tqdm", "yaml", "sentencepiece", "tensorboard", "tokenizers", "safetensors", "zstandard", "matplotlib"),
     *("transformers", "hypothesis", "pytest", "wandb"),

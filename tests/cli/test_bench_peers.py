@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,15 +11,14 @@ from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
+from tests.apart import ROOT
 from tools.bench import mixers
 from tools.bench.peers import PEERS, STYLES, build_peer
 from tools.bench.speed import flags
 
-REQUIREMENTS = Path(__file__).parents[2] / "tools/bench/requirements.txt"
-
 
 def test_every_package_is_pinned() -> None:
-    lines = REQUIREMENTS.read_text().splitlines()
+    lines = (ROOT / "tools/bench/requirements.txt").read_text().splitlines()
     pinned = [line.partition("==")[0] for line in lines if "==" in line]
     assert set(PEERS) <= set(pinned)
     assert not [line for line in lines if line.startswith("-")], "this program's own pins differ from those of litgpt"

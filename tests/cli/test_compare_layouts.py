@@ -6,21 +6,18 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.layers import LOCAL, TPContext
 from megatron.core.transformer.layer import TransformerLayer
-from tests.limits import HANG
+from tests.apart import ROOT
+from tests.limits import wait_for
 from tools.compare_layouts import main
 
-ROOT = Path(__file__).parents[2]
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 "
     "--make-vocab-size-divisible-by 4 --lr 1e-2"
@@ -33,7 +30,7 @@ def compare(a: str, b: str, *flags: str, steps: int = 1) -> int:
     return main(["--a", a, "--b", b, "--steps", str(steps), "--", *MODEL, *flags])
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer 2 is built with the mistake that the environment variable names, on ranks that share matrices."""
     build = TransformerLayer.__init__
@@ -54,7 +51,7 @@ def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformerLayer, "__init__", init)
 
 
-def test_layouts_agree(bugs: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare("--tp 1", "--tp 2 --pp 2 --pipeline-schedule zb-v --sequence-parallel", steps=2) == 0
     out = capsys.readouterr().out
     assert "a: --tp 1: 2 steps on 1 rank in " in out
@@ -62,9 +59,7 @@ def test_layouts_agree(bugs: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no difference in " in out
 
 
-def test_a_planted_bug_is_found(
-    bugs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(PLANT, "no all-reduce")
     assert compare("", "--tp 2 --pp 2") == 1
     lines = capsys.readouterr().out.splitlines()
@@ -72,9 +67,7 @@ def test_a_planted_bug_is_found(
     assert any(line.startswith("  a ") for line in lines) and any("elements differ" in line for line in lines)
 
 
-def test_replicas_that_differ_are_found(
-    bugs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_that_differ_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both sides have the bug, so that comparing them with each other would not find it."""
     monkeypatch.setenv(PLANT, "partial norm gradient")
     assert compare("--tp 2 --sequence-parallel", "--tp 2 --sequence-parallel") == 1
@@ -83,9 +76,7 @@ def test_replicas_that_differ_are_found(
     assert "within a: replicas differ at (0,)" in out and "within b" in out
 
 
-def test_an_error_is_no_difference(
-    bugs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_no_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(PLANT, "error")
     assert compare("", "--tp 2") == 3
     assert "'NoneType' object is not callable" in capsys.readouterr().err
@@ -138,18 +129,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     with subprocess.Popen([*command, "--", *MODEL], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()  # the flags: side a begins
-        ranks = wait_for(lambda: children_of(process.pid))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        ranks = wait_for(lambda: children.read_text().split())
         process.kill()
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
-
-
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + HANG
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found

@@ -8,7 +8,6 @@ process, which has imported torch.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -25,10 +24,9 @@ from megatron.training.config.arguments import command_line
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, validate
 from megatron.training.reliability.launch import Launch
-from tests.apart import run_command
+from tests.apart import ROOT, losses_in, run_command
 from tests.extensions import installed
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -65,11 +63,6 @@ CHECKED = ("README.md", "docs/getting_started.md")
 """Pages whose commands have tests of their own, which look at what they leave."""
 
 
-def losses(path: Path) -> list[float]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [record["lm_loss"] for record in records if "lm_loss" in record]
-
-
 def test_two_commands_of_the_readme(clone: Path) -> None:
     # The quickstart is cut to a few iterations on little text, and the tests to one file.
     short = {"TRAIN_ITERS": "4", "CORPUS_MB": "2", "PYTEST_ADDOPTS": "tests/pure/test_batch_size.py"}
@@ -83,7 +76,7 @@ def test_two_commands_of_the_readme(clone: Path) -> None:
 def test_first_run_of_the_readme(clone: Path) -> None:
     (commands,) = blocks("README.md")[1:]
     run_blocks([commands], clone)
-    first_run = losses(clone / "runs/first/checkpoints/metrics.jsonl")
+    first_run = losses_in(clone / "runs/first/checkpoints/metrics.jsonl")
     assert len(first_run) == 5
     assert first_run[-1] < first_run[0] - 1
 
@@ -91,24 +84,14 @@ def test_first_run_of_the_readme(clone: Path) -> None:
 def test_getting_started(clone: Path) -> None:
     out = run_blocks(blocks("docs/getting_started.md"), clone)
     assert "exit code 2" in out
-    one, six = losses(clone / "runs/one.jsonl"), losses(clone / "runs/six.jsonl")
+    one, six = losses_in(clone / "runs/one.jsonl"), losses_in(clone / "runs/six.jsonl")
     assert len(one) == 4
     assert six == pytest.approx(one, rel=1e-5)
 
 
 RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
-LONG = {
-    f"docs/{page}.md"
-    for page in (
-        "conversion",
-        "data",
-        "evaluation",
-        "extending",
-        "mixture_of_experts",
-        "multi_token_prediction",
-        "planner",
-    )
-}
+LONG_PAGES = "conversion data evaluation extending mixture_of_experts multi_token_prediction planner"
+LONG = {f"docs/{page}.md" for page in LONG_PAGES.split()}
 """Pages whose commands run by --whole alone: other tests start the same programs."""
 
 
@@ -148,19 +131,8 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
     """--strict: a link or anchor that leads nowhere is an error, and so is a page that the navigation lacks."""
     pytest.importorskip("material")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "-q",
-        "-f",
-        "scripts/mkdocs.yml",
-        "-d",
-        str(tmp_path),
-    ]
-    run_command(command, code=0)
+    build = "-m mkdocs build --strict -q -f scripts/mkdocs.yml -d".split()
+    run_command([sys.executable, *build, tmp_path], code=0)
     pages = {path.stem for path in ROOT.glob("docs/*.md")} - {"README"}
     assert pages == {path.parent.name for path in tmp_path.glob("*/index.html")} - {"search"}
 

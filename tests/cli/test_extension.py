@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.apart import read_records
 from tests.forked import ROOT, run_forked, run_program
 
 EXTENSION = ROOT / "tests" / "fixtures" / "own_parts.py"
@@ -19,8 +19,7 @@ FLAGS = (
 
 
 def records(folder: Path) -> dict[int, dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["iteration"]: line for line in lines if "lm_loss" in line}
+    return {line["iteration"]: line for line in read_records(folder / "metrics.jsonl") if "lm_loss" in line}
 
 
 def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:

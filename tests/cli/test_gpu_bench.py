@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_program
+from tests.forked import ROOT, run_program
 from tools.bench.device_time import GROUPS, IDLE, OTHER, OWN, group_of, groups_of_trace
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of, largest_that_fits, planned_bytes
-
-ROOT = Path(__file__).parents[2]
 
 TRIAL = "--cpu --config tiny --steps 1 --rounds 2 --warm-up 1"
 

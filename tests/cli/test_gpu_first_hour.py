@@ -10,8 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +17,11 @@ import pytest
 
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from tests.apart import run_command
-from tests.limits import HANG
+from tests.apart import ROOT, run_command
+from tests.limits import HANG, wait_for
 from tools.bench.gpu import SHAPES, chosen_config, config_of, parser_of_args
 from tools.bench.gpu_page import EXPECTED, page, read_folder
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 
@@ -90,14 +87,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return Recorded(out, [shlex.split(line) for line in log.read_text().splitlines()])
 
 
-@pytest.fixture
-def commands(recorded: Recorded) -> list[list[str]]:
-    return recorded.words
-
-
-def test_every_command_is_legal_and_fits(commands: list[list[str]]) -> None:
+def test_every_command_is_legal_and_fits(recorded: Recorded) -> None:
     """On a GPU with 78 GiB free."""
-    models = [words[1:] for words in commands if words[0] == "tools/bench/gpu.py"]
+    models = [words[1:] for words in recorded.words if words[0] == "tools/bench/gpu.py"]
     assert len(models) == 9
     for words in models:
         args = parser_of_args().parse_args(words)
@@ -109,13 +101,13 @@ def test_every_command_is_legal_and_fits(commands: list[list[str]]) -> None:
         of = config.model.num_layers, config.training.micro_batch_size
         for more in args.compare:
             config_of(SHAPES[args.config], *of, f"{flags} {more}")
-    written = {Path(words[words.index("--json") + 1]).name for words in commands if "--json" in words}
+    written = {Path(words[words.index("--json") + 1]).name for words in recorded.words if "--json" in words}
     assert written | {"tests.txt", "device.yaml"} == set(EXPECTED)
 
 
-def test_every_run_is_legal(commands: list[list[str]]) -> None:
+def test_every_run_is_legal(recorded: Recorded) -> None:
     """Of pretrain_gpt.py: what has no measured run is tried once."""
-    runs = [words for words in commands if "pretrain_gpt.py" in words]
+    runs = [words for words in recorded.words if "pretrain_gpt.py" in words]
     tried = set[str]()
     for words in runs:
         at, world = words.index("pretrain_gpt.py"), 2 if "torch.distributed.run" in words else 1
@@ -125,7 +117,7 @@ def test_every_run_is_legal(commands: list[list[str]]) -> None:
     assert {"optim_grads", "optim_grads_params", "--num-experts"} < tried
     assert {"--optimizer-cpu-offload", "--cpu-offloading", "--log-layer-stats", "--deterministic-mode"} < tried
     assert {"--optimizer-post-validation", "--trace", "muon"} < tried
-    assert [words[0] for words in commands].count("tools/generate_text.py") == 1
+    assert [words[0] for words in recorded.words].count("tools/generate_text.py") == 1
 
 
 def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) -> None:
@@ -156,7 +148,7 @@ def test_a_signal_ends_the_command_and_writes_the_page(tmp_path: Path, number: s
     python = stub(tmp_path, RUNS_FOR_EVER.format(python=sys.executable, pid=pid))
     command = ["env", "--default-signal", "bash", str(SCRIPT), "llama", str(out)]
     process = subprocess.Popen(command, env=environment_of(PYTHON=python), stdout=subprocess.DEVNULL)
-    wait_until(pid.exists)
+    wait_for(pid.exists)
     process.send_signal(number)
     code, left = process.wait(HANG), alive(int(pid.read_text()))
     if left:
@@ -165,13 +157,6 @@ def test_a_signal_ends_the_command_and_writes_the_page(tmp_path: Path, number: s
     (call,) = read_folder(out).calls
     assert call["code"] == 128 + number and call["stopped"] and "llama-bf16.json" in call["command"]
     assert f"| llama | **{128 + number}**, stopped from outside |" in (out / "page.md").read_text()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart import run_command
+from tests.apart import ROOT, run_command
 from tools.bench.gpu import SHAPES, config_of, planner_tflops
 from tools.bench.gpu_page import page, read_folder
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 SPREAD = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
@@ -75,10 +74,6 @@ def test_page_of_what_there_is(tmp_path: Path) -> None:
     assert "- headline-bf16.json: JSONDecodeError" in text
 
 
-def text_of(folder: Path) -> str:
-    return "\n".join(page(read_folder(folder), ()))
-
-
 def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """device.yaml of a trial on CPU, or of another GPU."""
     h100 = ROOT / "megatron/extensions/planner/devices/h100.yaml"
@@ -123,7 +118,7 @@ def test_tests_that_are_killed_are_counted_and_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", str(tmp_path / "test_four.py"), *flags_of_pytest, *words]
     done = run_command(command, code=9)
     (tmp_path / "tests.txt").write_text(done.stdout)
-    text = text_of(tmp_path)
+    text = "\n".join(page(read_folder(tmp_path), ()))
     assert "The tests did not end: 1 passed, 1 failed, 1 error, 1 running." in text, done.stdout + text
     for line in (
         r"FAILED .*::test_fails\[a b\] - .*'a b' == 'c'",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -13,17 +12,16 @@ from pathlib import Path
 import pytest
 
 from megatron.training.reliability.launch import Launch, first_host
+from tests.apart import LAUNCHER, ROOT, losses_in
 from tests.forked import run_forked
 from tests.limits import HANG
 from tests.tiny import TINY
 
-ROOT = Path(__file__).parents[2]
 FLAGS = f"{TINY} --train-iters 2 --log-interval 1".split()
 
 
 def start(metrics: Path, environ: dict[str, str], *flags: str) -> subprocess.Popen[str]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in launcher} | environ
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | environ
     command = [sys.executable, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics)]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -41,10 +39,6 @@ def step_of(job: int) -> int:
     raise OSError("no free port")
 
 
-def losses(metrics: Path) -> list[float]:
-    return [json.loads(line)["lm_loss"] for line in metrics.read_text().splitlines()]
-
-
 def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
     """Rank, world and meeting point come from SLURM's variables alone."""
     run_forked(1, [*FLAGS, "--metrics-file", str(tmp_path / "one.jsonl")], tmp_path / "screen")
@@ -58,7 +52,7 @@ def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
     for process in tasks:
         out, _ = process.communicate(timeout=HANG)
         assert process.returncode == 0, out
-    assert losses(tmp_path / "two.jsonl") == pytest.approx(losses(tmp_path / "one.jsonl"), rel=1e-5)
+    assert losses_in(tmp_path / "two.jsonl") == pytest.approx(losses_in(tmp_path / "one.jsonl"), rel=1e-5)
 
 
 @pytest.mark.parametrize(

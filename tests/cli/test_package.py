@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import megatron
-from tests.apart import run_command
+from tests.apart import ROOT, run_command
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = """
 import sys
 from importlib.metadata import distribution

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron.core.dist_checkpointing.path_kind import saved_folders
-from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder
+from tests.apart import losses_in, read_records
+from tests.corpus import write_documents
 from tests.forked import run_forked, run_program
 
 MODEL = (
@@ -19,19 +18,13 @@ MODEL = (
 ).split()
 
 
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def losses(folder: Path) -> list[float]:
-    return [record["lm_loss"] for record in records(folder / "metrics.jsonl") if "lm_loss" in record]
+    return losses_in(folder / "metrics.jsonl")
 
 
 def write_data(prefix: Path, texts: list[str]) -> None:
     """An indexed dataset of the bytes of texts, each with an end-of-document token."""
-    with IndexedDatasetBuilder(str(prefix), np.dtype("<u2")) as builder:
-        for text in texts:
-            builder.add_document(np.array([*text.encode(), 256]))
+    write_documents(prefix, ([*text.encode(), 256] for text in texts))
 
 
 def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
@@ -46,8 +39,10 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(other)], screen)
     # And the loss of its evaluation, without training.
     said = run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(alone), "--skip-train"], screen)
-    (valid, test) = records(alone / "metrics.jsonl")
-    (logged,) = (each for each in records(whole / "metrics.jsonl") if each["iteration"] == 6 and "valid_loss" in each)
+    (valid, test) = read_records(alone / "metrics.jsonl")
+    (logged,) = (
+        each for each in read_records(whole / "metrics.jsonl") if each["iteration"] == 6 and "valid_loss" in each
+    )
     assert valid["iteration"] == test["iteration"] == 6 and "test_loss" in test
     assert valid["valid_loss"] == pytest.approx(logged["valid_loss"], rel=1e-5)
     assert "valid after iteration 6" in said and "saved checkpoint" not in said and not saved_folders(alone)
@@ -65,7 +60,7 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
 def test_metrics_go_to_json_lines(tmp_path: Path) -> None:
     save = tmp_path / "save"
     result = run_program("pretrain_gpt.py", *MODEL, "--save", str(save), code=0)
-    found = records(save / "metrics.jsonl")
+    found = read_records(save / "metrics.jsonl")
     training = [record for record in found if "lm_loss" in record]
     assert [record["iteration"] for record in training] == list(range(1, 21))
     assert {
@@ -108,7 +103,7 @@ def test_a_new_run_keeps_the_metrics_of_an_old_one(tmp_path: Path) -> None:
         said = run_forked(1, [*MODEL, *nothing], tmp_path / "screen")
         assert f"no checkpoint in --load {tmp_path / 'nothing'}: starting at iteration 0" in said
     assert len(losses(tmp_path)) == 2
-    assert records(tmp_path / "metrics.1.jsonl")[0]["lm_loss"] == losses(tmp_path)[0]
+    assert read_records(tmp_path / "metrics.1.jsonl")[0]["lm_loss"] == losses(tmp_path)[0]
 
 
 def test_no_length_is_one_epoch(tmp_path: Path) -> None:
@@ -134,7 +129,7 @@ def test_validation_sets_by_name_whole_and_at_any_layout(tmp_path: Path) -> None
     found = {}
     for name, world_size, flags in (("a", 1, named), ("b", 2, [*named, "--tp", "2"]), ("c", 2, paths)):
         said = run_forked(world_size, [*sets, *flags, "--save", str(tmp_path / name)], tmp_path / "screen")
-        (found[name],) = (each for each in records(tmp_path / name / "metrics.jsonl") if "valid_loss" in each)
+        (found[name],) = (each for each in read_records(tmp_path / name / "metrics.jsonl") if "valid_loss" in each)
     assert "valid books after iteration 2 | loss: " in said
     keys = ("valid_loss", "valid_books_loss", "valid_code_loss")
     (alone, tensor, data_parallel) = ([found[run][key] for key in keys] for run in "abc")

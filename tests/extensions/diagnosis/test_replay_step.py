@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_training import MODEL, records
+from tests.apart import read_records
+from tests.cli.test_training import MODEL
 from tests.forked import run_forked
 from tools.replay_step import main
 
@@ -19,7 +20,7 @@ def test_a_diverging_run_leaves_a_step_to_replay(tmp_path: Path, capsys: pytest.
     assert "iteration 2 is not finite (loss nan, gradient norm nan); first in the forward pass: " in report
     assert "Traceback" not in report and "--iterations-to-skip 2" in report
     assert "slowest ranks, own time per step (x of the median) | data: rank 0 on " in screen
-    assert records(tmp_path / "metrics.jsonl")[0]["straggler_forward_rank"] == 0
+    assert read_records(tmp_path / "metrics.jsonl")[0]["straggler_forward_rank"] == 0
 
     folder = tmp_path / "nan" / "iter_0000002"
     assert main([str(folder)]) == 0
