@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.distributed.param_layout import (
-    ALIGNMENT,
-    default_bucket_size,
-    launch_order,
-    plan_buffers,
-)
+from megatron.core.distributed.param_layout import ALIGNMENT, default_bucket_size, launch_order, plan_buffers
 from megatron.core.param_meta import ParamMeta
 
 
@@ -78,18 +73,6 @@ def test_buckets_fill_in_backward_order(params, dp, bucket_size):
     assert len(completed) == sum(len(buffer.buckets) for buffer in buffers)
 
 
-def test_a_shared_parameter_has_the_same_shards_on_both_stages():
-    shared = matrix("embedding", (37, 5), shared_stages=(0, 3))
-    first = plan_buffers([shared, matrix("a", (9, 11)), matrix("b", (100, 3))], 4)
-    last = plan_buffers([matrix("c", (50, 2)), vector("d", 7), shared], 4)
-
-    def shards(buffers):
-        (bucket,) = [b for buffer in buffers for b in buffer.buckets if any(p.meta is shared[0] for p in b.params)]
-        return [[(p.start, p.stop) for p in bucket.pieces(*bucket.shard(rank))] for rank in range(4)]
-
-    assert shards(first) == shards(last)
-
-
 def test_groups_and_padding_by_hand():
     params = [matrix("w", (10, 10)), vector("b", 10), matrix("e", (3, 50), expert=True)]
     dense, bias, expert = plan_buffers(params, data_parallel_size=3, expert_data_parallel_size=2)
@@ -109,20 +92,6 @@ def test_groups_and_padding_by_hand():
 def test_default_bucket_size_grows_with_data_parallel_size():
     assert default_bucket_size(1) == 40_000_000
     assert default_bucket_size(64) == 64_000_000
-
-
-def test_one_replica_counts_in_the_norm():
-    def coords(**ranks):
-        return {axis: (ranks.get(axis, 0), 2) for axis in ("tp", "pp", "ep", "expt_tp")}
-
-    split, _ = matrix("split", (4, 4), sharded={"tp": 0})
-    whole, _ = matrix("whole", (4, 4))
-    tied, _ = matrix("tied", (4, 4), sharded={"tp": 0}, shared_stages=(0, 1))
-    expert, _ = matrix("expert", (4, 4), sharded={"ep": 0}, expert=True)
-    assert split.is_first_replica(coords(tp=1)) and split.is_first_replica(coords(pp=1))
-    assert whole.is_first_replica(coords()) and not whole.is_first_replica(coords(tp=1))
-    assert tied.is_first_replica(coords(tp=1)) and not tied.is_first_replica(coords(pp=1))
-    assert expert.is_first_replica(coords(ep=1, tp=1)) and not expert.is_first_replica(coords(expt_tp=1))
 
 
 def test_names_must_differ():
