@@ -68,17 +68,6 @@ def pairs(index):
     return list(zip(index.dataset.tolist(), index.sample.tolist(), strict=True))
 
 
-@given(share=st.sampled_from([0.001, 0.999, 0.5, 0.1, 0.3, 1 / 3, 0.7]), size=st.integers(1, 3000))
-@settings(max_examples=60)
-def test_blend_of_two_equals_the_rule_and_keeps_its_shares(share, size):
-    weights = [share, 1 - share]
-    with blocks_of(64, lead=16, cells=32):
-        index = indices.build_blend_index(weights, size)
-    assert pairs(index) == naive_blend(weights, size)
-    counts = np.cumsum(index.dataset == 0)
-    assert np.abs(counts - share * np.arange(1, size + 1)).max() <= 1.0 + 1e-9
-
-
 @given(weights=WEIGHTS, size=st.integers(1, 2000), lead=st.sampled_from([1, 4, 32]))
 @settings(max_examples=60)
 def test_blocks_whose_guess_was_wrong_are_drawn_again(weights, size, lead):
@@ -169,26 +158,18 @@ def test_a_weighted_blend_has_the_sizes_of_rule_6(tmp_path_factory, sizes, share
 
 
 def test_without_weights_every_sample_appears_once(tmp_path):
-    def build(sizes):
-        paths = tuple(str(FOLDER / name) for name in ("alpha", "beta"))
+    def build(names, size=None):
+        paths = tuple(str(FOLDER / name) for name in names)
         config = DatasetConfig(data_path=paths, split="1,0,0", data_cache_path=str(tmp_path))
-        return build_datasets(config, seq_length=16, seed=3, sizes=sizes).train
+        return build_datasets(config, seq_length=16, seed=3, sizes=(size, 0, 0)).train
 
-    parts = [
-        build_datasets(
-            DatasetConfig(data_path=(str(FOLDER / name),), split="1,0,0", data_cache_path=str(tmp_path)),
-            seq_length=16,
-            seed=3,
-            sizes=(None, 0, 0),
-        ).train
-        for name in ("alpha", "beta")
-    ]
-    whole = build((None, 0, 0))
+    both = ["alpha", "beta"]
+    whole, parts = build(both), [build([name]) for name in both]
     assert len(whole) == sum(map(len, parts))
     drawn = sorted(whole.text(i).tobytes() for i in range(len(whole)))
     assert drawn == sorted(part.text(i).tobytes() for part in parts for i in range(len(part)))
-    assert len(build((10, 0, 0))) == 10
-    assert len(build((10**6, 0, 0))) == len(whole)
+    assert len(build(both, 10)) == 10
+    assert len(build(both, 10**6)) == len(whole)
 
 
 def test_own_data_paths_take_all_documents_and_ignore_one_weight(tmp_path):
