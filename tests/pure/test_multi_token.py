@@ -99,23 +99,6 @@ def test_evaluation_is_of_the_main_loss_alone() -> None:
     assert model.mtp.tally[:, 1].tolist() == batch.future_loss_mask.sum((0, 1)).tolist()  # type: ignore[union-attr]
 
 
-def text(*tokens: int, **more: Any) -> Batch:
-    """One sample, with the token behind its last one."""
-    ids = torch.tensor([tokens])
-    return Batch(ids[:, :-1], ids[:, 1:], torch.ones(1, len(tokens) - 1), torch.zeros(1).long(), **more)
-
-
-def test_no_label_across_a_document_counts() -> None:
-    """Documents 5 6 | 7 8 9 | 1, the last label unknown: at depth 1 a token counts whose next but one is in its own."""
-    documents = torch.tensor([[0, 0, 1, 1, 1, 2]])
-    batch = text(5, 6, 7, 8, 9, 1, 2, document_ids=documents).with_future(2)
-    mask = batch.future_loss_mask[0].t().tolist()  # type: ignore[index]
-    assert mask == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
-    ends = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0]])  # --eod-mask-loss alone says where documents end
-    batch = replace(text(5, 6, 7, 8, 9, 1, 2), loss_mask=ends).with_future(2)
-    assert batch.future_loss_mask[0].t().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]  # type: ignore[index]
-
-
 def test_a_resumed_run_may_change_the_factor_and_not_the_depths() -> None:
     def run(depths: int | None, factor: float) -> RunConfig:
         return RunConfig(model=replace(GPT, mtp_num_layers=depths, mtp_loss_scaling_factor=factor))

@@ -86,8 +86,3 @@ def test_suggested_flags_win_over_a_files_number_of_layers_in_a_stage(tmp_path: 
     file.write_text(text.replace("num-virtual-stages-per-pipeline-rank: 4", "num-layers-per-virtual-pipeline-stage: 5"))
     assert "stage: 5" in file.read_text()
     check_suggestions(["--config", str(file), "--mock-data"], 96 * 4)
-
-
-def test_a_flag_wins_over_a_preset() -> None:
-    small = with_flags(RunConfig(), ["--config", str(CONFIGS[0]), "--num-layers", "2", "--mock-data"])
-    assert resolve(small, 1).model.num_layers == 2
