@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import initialize_parameters_
 from megatron.core.moe.layer import MoELayer
-from megatron.core.moe.load_balancing import Balance
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.activations import FusedActivation, squared_relu
 from megatron.training.config.flags import named_value, run_of
@@ -182,8 +180,3 @@ def gated_by_quick_gelu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
     return (up + 1) * gate * (gate * 1.702).sigmoid()
-
-
-def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
-    """The `Balance` of every mixture-of-experts layer, in order."""
-    return [part for module in modules for part in module.modules() if isinstance(part, Balance)]

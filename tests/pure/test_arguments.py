@@ -14,12 +14,7 @@ from megatron.core.parts import LINEAR_ATTENTIONS, PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
 from megatron.training.config.commands import COMMANDS
-from megatron.training.config.flags import (
-    all_flags,
-    flat_values,
-    sections,
-    spelling_table,
-)
+from megatron.training.config.flags import all_flags, flat_values, sections, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES
 from megatron.training.config.help import FIRST_RUN, field_docs
 from megatron.training.config.validation import resolve, validate
@@ -113,16 +108,6 @@ def test_values(argv: str, section: str, field: str, value: Any) -> None:
     assert type(found) is type(value)
 
 
-def test_a_size_of_zero_is_not_called_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = failure("--seq-length 0 --num-layers -4 --gibberish", capsys)
-    for line in (
-        "--seq-length 0: must be at least 1; give --seq-length N, the number of tokens in a sample",
-        "--num-layers -4: must be at least 1; give --num-layers N, the number of transformer layers",
-    ):
-        assert line in lines
-    assert not any("--seq-length: " in line for line in lines)
-
-
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     nobody = " nor ".join(["neither this program", *FLAG_TABLES]) if FLAG_TABLES else "no extension"
     lines = failure(
@@ -154,13 +139,6 @@ def test_the_last_of_two_values_counts_and_that_is_said() -> None:
     assert command.notes[-1] == said
     twice = command_line(f"{TINY} --lr 1 --lr 2".split(), Launch())
     assert twice.notes[-1] == "--lr is given twice, with different values: the last one, --lr 2.0, counts"
-
-
-def test_too_few_tokens_for_a_step_are_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    problems = failure(f"{TINY.replace('--train-iters 10', '')} --train-tokens 3 --nope", capsys)
-    assert [problem for problem in problems if "--train-" in problem] == [
-        "--train-tokens 3: is less than one step of 1 samples; nearest: 16"
-    ]
 
 
 def test_command_line_options() -> None:

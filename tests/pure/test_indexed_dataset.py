@@ -1,5 +1,6 @@
 """Indexed datasets: what is written is read back, and what is damaged is refused."""
 
+import os
 import struct
 
 import numpy as np
@@ -96,35 +97,21 @@ def test_nothing_is_left_where_opening_fails(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_offsets_past_2_31_bytes(tmp_path):
-    """A sparse 6 GB file: positions need more than 32 bits."""
-    length, count = 2**29, 3
-    with open(tmp_path / "big.bin", "wb") as data:
-        data.truncate(4 * length * count)
-        data.seek(4 * (length * count - 1))
-        data.write(struct.pack("<i", 77))
-    header = HEADER.pack(b"MMIDIDX\x00\x00", 1, 4, count, count + 1)
-    lengths = np.full(count, length, "<i4")
-    offsets = np.arange(count, dtype="<i8") * length * 4
-    boundaries = np.arange(count + 1, dtype="<i8")
-    body = b"".join(array.tobytes() for array in (lengths, offsets, boundaries))
-    (tmp_path / "big.idx").write_bytes(header + body)
-    dataset = IndexedDataset(str(tmp_path / "big"))
-    assert dataset.num_tokens == length * count
-    assert dataset.get(2, length - 2).tolist() == [0, 77]
-    assert dataset.verify() == []
-
-
-def test_the_writer_counts_past_2_31_bytes(tmp_path):
+def test_positions_past_2_31_bytes(tmp_path):
+    """A sparse file of 10 GB: positions need more than 32 bits where they are written and read."""
+    length, count = 2**29, 5
     builder = IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<i4"))
-    lengths = np.full(5, 2**29, "<i4")
-    builder._data.truncate(4 * 5 * 2**29)
-    builder._lengths.write(lengths.tobytes())
-    builder._boundaries.write(np.arange(1, 6, dtype="<i8").tobytes())
-    builder.num_sequences = builder.num_documents = 5
+    builder._data.truncate(4 * (length * count - 1))
+    builder._data.seek(0, os.SEEK_END)
+    builder._data.write(struct.pack("<i", 77))
+    builder._lengths.write(np.full(count, length, "<i4").tobytes())
+    builder._boundaries.write(np.arange(1, count + 1, dtype="<i8").tobytes())
+    builder.num_sequences = builder.num_documents = count
     builder.finalize()
     dataset = IndexedDataset(str(tmp_path / "x"))
-    assert dataset.offsets.tolist() == [i * 2**31 for i in range(5)]
+    assert dataset.offsets.tolist() == [i * 2**31 for i in range(count)] and dataset.verify() == []
+    assert dataset.num_tokens == length * count
+    assert dataset.get(count - 1, length - 2).tolist() == [0, 77]
 
 
 @pytest.mark.parametrize(

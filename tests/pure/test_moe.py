@@ -15,9 +15,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.moe.experts import (
-    FusedWeightedActivation,
     Segments,
-    _WeightedActivation,
     add_each_product_,
     gemm_each,
     gemm_grouped,
@@ -27,12 +25,11 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.core.transformer.activations import FUNCTIONS, FusedActivation
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import resolve
 from tests.gpt_cases import FP64
-from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, balances_of, build_layer, context, written_out
+from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, build_layer, context, written_out
 from tests.rules import problems
 
 S, B = 16, 3
@@ -175,7 +172,7 @@ def test_logged_loss_has_the_loads_of_its_own_batch() -> None:
     config = replace(MIXTRAL, moe_layer_freq="1")
     layer, x = build_layer(config), random_input(config)
     layer(x, context(B, SCALE)).sum().backward()
-    (row,) = end_step(balances_of([layer]), Axis())
+    (row,) = end_step([layer.router.balance], Axis())
     logits = (x @ layer.router.weight.T).detach()
     mean = logits.softmax(-1).mean((0, 1))
     share = torch.zeros(8, dtype=torch.float64).index_add_(
@@ -203,18 +200,6 @@ def test_grouped_kernel_has_a_twin_of_equal_result(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gemm_grouped(rows, matrices, segments), gemm_each(rows, matrices, segments))
     nothing = Segments.of_sizes((0, 0, 0, 0), torch.device("cpu"))
     assert gemm_grouped(x[:0], weight.transpose(1, 2), nothing).shape == (0, 24)
-
-
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_weights_within_an_activation_are_those_behind_it(kind: str) -> None:
-    """The gradients that are written out against autograd's, bit by bit."""
-    x, weights = torch.randn(7, 12, requires_grad=True), torch.rand(7, requires_grad=True)
-    within = FusedWeightedActivation.apply(x, weights, kind, False)
-    behind = _WeightedActivation.apply(x, weights, FusedActivation(kind, False))
-    assert torch.equal(within, behind)
-    grad = torch.randn_like(behind)
-    found, expected = (torch.autograd.grad(y, (x, weights), grad) for y in (within, behind))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_16_bit_layers_route_in_fp32() -> None:

@@ -44,11 +44,6 @@ def test_boxes_tile_the_range(shard: tuple[list[int], list[int], list[int], int,
     assert at == (stop if boxes else start) and (boxes or start == stop)
 
 
-def test_the_bound_on_boxes_is_reached() -> None:
-    assert len(boxes_of_flat_range((0, 0, 0), (3, 3, 3), 1, 26)) == 5
-    assert len(boxes_of_flat_range((0, 0, 0, 0), (3, 3, 3, 3), 1, 80)) == 7
-
-
 def test_wrapper_has_the_global_size_and_refuses_arithmetic() -> None:
     boxes = ShardedBoxes((4, 6), [((2, 0), torch.ones(1, 6, dtype=torch.bfloat16))])
     assert boxes.size() == (4, 6) and boxes.dtype == torch.bfloat16 and boxes.device.type == "cpu"
