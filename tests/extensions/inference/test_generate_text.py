@@ -1,9 +1,12 @@
-"""The text generator, from a checkpoint that training wrote."""
+"""The text generator, from a checkpoint that training wrote: prompts, JSON lines and chat, at several layouts."""
 
 from __future__ import annotations
 
 import io
+import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +54,15 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
         assert capsys.readouterr().out.startswith("one two")
 
 
+def test_a_prompt_too_long_does_not_keep_others_from_theirs(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "4", "--prompt", "x" * 60, "one"]
+    assert main(flags) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("one") and "has 60 tokens, and the model reads at most 48" in said.err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -58,6 +70,9 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
         (["--prompt", "x", "--tokenizer-model", "x.model"], "--tokenizer-model needs --tokenizer-type"),
         (["--prompt", "x", "--load", "/nowhere"], "/nowhere is missing: there is no such file or folder; give"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+        (["--context-parallel-size", "2"], "unrecognized arguments: --context-parallel-size"),
+        (["--jsonl", "x", "--chat", "--system", "s"], "--jsonl and --chat cannot be combined"),
+        (["--token-ids"], "--token-ids needs --jsonl"),
     ],
 )
 def test_user_errors(checkpoint: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,10 +82,115 @@ def test_user_errors(checkpoint: str, flags: list[str], message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
-def test_a_prompt_too_long_does_not_keep_others_from_theirs(
-    checkpoint: str, capsys: pytest.CaptureFixture[str]
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "a longer prompt", "max_new_tokens": 5, "id": "first", "logprobs": 1, "token_ids": True},
+    {"prompt": "né", "temperature": 1.5, "seed": 7, "top_p": 0.9, "id": 2},
+    {"prompt": [97, 98], "max_new_tokens": 10**9},
+    {"prompt": "né", "temperature": 1.5, "seed": 7, "top_p": 0.9},
+    {"prompt": "x", "max_new_tokens": 0, "logprobs": 0, "prompt_logprobs": True},
+    {"prompt": "another", "temperature": 1.0},
+]
+WRONG: list[tuple[bytes, str]] = [
+    (b'{"prompt": "\xff"}', "is not UTF-8: byte 12"),
+    (b"{", "is not JSON"),
+    (b"[1]", "must be a JSON object, not [1]"),
+    (b"[" * 100_000, "is nested too deeply"),
+    (b'{"prompt": "x", "temprature": 1, "seed": -1}', "temprature is no field of this request; did you mean temper"),
+    (b'{"id": 5}', "prompt must be there, or else messages"),
+    (b'{"prompt": 5}', "prompt must be a text or a list of token ids"),
+    (b'{"prompt": []}', "has no tokens"),
+    (b'{"prompt": [257]}', "tokens are from 0 to 256"),
+    (b'{"prompt": "x", "stop": ["a", ""]}', "none of them empty"),
+    (b'{"prompt": "x", "top_p": 0, "temperature": NaN}', "top_p 0.0 must be above 0"),
+    (b'{"prompt": "x", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number of at least 0, not 1.5"),
+    (b'{"prompt": "' + b"x" * 60 + b'"}', "has 60 tokens, and the model reads at most 48"),
+    (b'{"messages": [{"role": "user", "content": "hi"}]}', "has no chat template"),
+]
+
+
+def answered(
+    checkpoint: str, folder: Path, lines: list[bytes], *flags: str, ranks: int = 1, code: int = 0
+) -> list[Any]:
+    (folder / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n\n")
+    files = ["--jsonl", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
+    argv = ["--load", checkpoint, "--device", "cpu", *files, *flags]
+    if ranks == 1:
+        assert main(argv) == code
+    else:
+        run_forked(ranks, argv, folder / "screen", code, main=lambda argv: run_tool(partial(main, argv)))
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def encoded(requests: list[dict[str, Any]]) -> list[bytes]:
+    return [json.dumps(request).encode() for request in requests]
+
+
+def test_answers_stand_in_the_order_of_requests(checkpoint: str, tmp_path: Path) -> None:
+    first, second, third, fourth, fifth, sixth = found = answered(checkpoint, tmp_path, encoded(REQUESTS))
+    assert [each["finish_reason"] for each in found] == ["length"] * 6
+    assert first["id"] == "first" and len(first["token_ids"]) == len(first["logprobs"]) == 5
+    assert bytes(first["prompt_token_ids"]) == b"a longer prompt"
+    assert first["logprobs"][0]["top"][0]["token_id"] == first["token_ids"][0]
+    assert second["text"] == fourth["text"] and second["id"] == 2 and "id" not in fourth
+    assert "token_ids" not in third and third["text"]
+    assert fifth["text"] == "" and fifth["prompt_logprobs"] == []
+    assert sixth["text"] != answered(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]  # its line number counts
+    assert_same(answered(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1"), found)
+
+
+def test_a_wrong_line_has_its_error_and_keeps_no_other_from_its_text(checkpoint: str, tmp_path: Path) -> None:
+    lines = [b'{"prompt": "a", "id": 1}', *(line for line, _ in WRONG), b'{"prompt": "b"}']
+    found = answered(checkpoint, tmp_path, lines, "--max-new-tokens", "2", code=2)
+    assert found[0]["id"] == 1 and found[0]["text"] and found[-1]["text"]
+    for number, ((_, message), each) in enumerate(zip(WRONG, found[1:-1], strict=True), 2):
+        assert message in each["error"] and each["line"] == number
+
+
+def test_answers_do_not_depend_on_the_layout(checkpoint: str, tmp_path: Path) -> None:
+    requests = encoded(REQUESTS)
+    expected = answered(checkpoint, tmp_path, requests)
+    found = answered(checkpoint, tmp_path, requests, "--tp", "2", "--pp", "2", ranks=4)
+    assert_same(found, expected)
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    """Equal, but log-probabilities to rounding."""
+    for one, other in zip(found, expected, strict=True):
+        ours, theirs = (each.pop("logprobs", []) for each in (one, other))
+        assert [each["token_id"] for each in ours] == [each["token_id"] for each in theirs]
+        assert [each["logprob"] for each in ours] == pytest.approx([each["logprob"] for each in theirs], abs=1e-12)
+    assert found == expected
+
+
+def test_flags_that_do_not_fit_are_refused_once(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "4", "--prompt", "x" * 60, "one"]
-    assert main(flags) == 2
-    said = capsys.readouterr()
-    assert said.out.startswith("one") and "has 60 tokens, and the model reads at most 48" in said.err
+    argv = ["--load", checkpoint, "--device", "cpu", "--prompt", "a"]
+    for flags, message in (
+        ("--tensor-model-parallel-size 4", "must be 4: PP 1 times TP 4"),
+        ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", "must be 4"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size"),
+    ):
+        screen = run_forked(
+            2, [*argv, *flags.split()], tmp_path / "screen", 2, main=lambda argv: run_tool(partial(main, argv))
+        )
+        assert message in screen
+        assert screen.count("error: ") == 1, screen
+    with pytest.raises(ValueError, match="is the file of --jsonl"):
+        main(["--load", checkpoint, "--jsonl", __file__, "--output", __file__])
+
+
+def test_chat(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for each in messages %}{{ each.role[0] }}{{ each.content }}{% endfor %}a")
+    flags = ["--load", checkpoint, "--device", "cpu", "--chat", "--max-new-tokens", "4"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nlonger\n" + "x" * 30 + "\n" + "y" * 60 + "\nend"))
+    assert main([*flags, "--chat-template", str(template), "--system", "S"]) == 0
+    out = capsys.readouterr().out
+    first = answered(checkpoint, tmp_path, [b'{"prompt": "sSuhia", "max_new_tokens": 4}'])[0]["text"]
+    assert out.startswith(first + "\n")
+    assert "[has 64 tokens, and the model reads at most 48" in out and out.count("\n") >= 5
+    with pytest.raises(ValueError, match="--tokenizer-type ByteTokenizer has no chat template"):
+        main(flags)
