@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extensions.evaluation.eval_cases import LLAMA, TASKS
+from tests.extensions.evaluation.test_eval_task_layouts import LLAMA, TASKS
 from tests.forked import run_forked
 
 RUN = f"{LLAMA.replace('--seq-length 64', '--seq-length 256')} --eval-tasks {TASKS} --eval-tasks-limit 2".split()

@@ -22,7 +22,7 @@ from megatron.extensions.evaluation.suite import Suite
 from megatron.extensions.evaluation.task_file import read_tasks
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from tests.extensions.evaluation.eval_cases import MODEL, TASKS
+from tests.extensions.evaluation.test_eval_task_layouts import MODEL, TASKS
 from tests.rules import problems
 
 TOKENIZER = ByteTokenizer()
