@@ -47,9 +47,7 @@ def test_needs_have_no_circle() -> None:
         ([BuiltIn("gone", "nothing")], 'gone, which is missing: remove the line BuiltIn("gone", ...) there'),
     ],
 )
-def test_a_list_that_does_not_fit_the_folders_is_refused(
-    listed: list[BuiltIn], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_that_does_not_fit(listed: list[BuiltIn], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "BUILT_IN", listed)
     with pytest.raises(ModuleNotFoundError, match=re.escape(said)):
         extensions.load.__wrapped__()

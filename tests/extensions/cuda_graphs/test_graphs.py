@@ -76,9 +76,8 @@ MORE = [(1, "--fp32 --mtp-num-layers 2"), (2, "--fp32 --dp 2 --window-size 6")]
 @pytest.mark.grid(("world_size", "flags"), PART, [*PART, *MORE])
 def test_a_replayed_run_is_the_same_bit_for_bit(world_size: int, flags: str) -> None:
     microbatches = 4 // world_size
-    for plain, graphed in zip(
-        run_world(world_size, train, flags, False), run_world(world_size, train, flags, True), strict=True
-    ):
+    both = (run_world(world_size, train, flags, graphs) for graphs in (False, True))
+    for plain, graphed in zip(*both, strict=True):
         torch.testing.assert_close(plain[:2], graphed[:2], rtol=0, atol=0)
         recordings = 2 if "fp8" in flags else 1  # of which one casts weights
         assert graphed[2] == (recordings, 2 * microbatches), "two of five steps are behind the warm-up"

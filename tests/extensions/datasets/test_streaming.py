@@ -41,9 +41,8 @@ def test_a_run_resumes_at_any_sample_on_any_number_of_ranks(workers: int) -> Non
         found = []
         for rank in range(ranks):
             data = GeneratorDataset(Numbers(), 64, FORMAT, "numbers")
-            with closing(
-                DataIterator(data, micro_batch_size=2, dp_rank=rank, dp_size=ranks, num_workers=workers)
-            ) as iterator:
+            of_rank = DataIterator(data, micro_batch_size=2, dp_rank=rank, dp_size=ranks, num_workers=workers)
+            with closing(of_rank) as iterator:
                 for start in (first, first + 8):
                     for batch in iterator.next_step(start, 8):
                         tokens, index = batch["tokens"], batch["sample_index"]

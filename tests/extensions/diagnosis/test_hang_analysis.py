@@ -57,12 +57,8 @@ def test_the_rank_that_leaves_one_out_is_named() -> None:
 
 def test_two_that_disagree_are_both_named() -> None:
     pair = (0, 1)
-    found = blame(
-        {
-            0: Waiting("a", entered=(Entered("tp", pair, 2, "all_reduce [4]", True),)),
-            1: Waiting("b", entered=(Entered("tp", pair, 2, "all_gather [4]", True),)),
-        }
-    )
+    entered = [(Entered("tp", pair, 2, what, True),) for what in ("all_reduce [4]", "all_gather [4]")]
+    found = blame({rank: Waiting("here", entered=each) for rank, each in enumerate(entered)})
     assert found is not None and found.ranks == (0, 1)
 
 
@@ -106,17 +102,8 @@ def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
         over = {"state": state, "retired": state == "completed", "is_p2p": p2p}
         return common | over | {"process_group": [group, ""], "collective_seq_id": number}
 
-    trace = {
-        "entries": [
-            entry("1", 1),
-            entry("0", 1),
-            entry("1", 2, "scheduled"),
-            entry("1", 3, "scheduled"),
-            entry("9", 1),
-            entry("1", 4, p2p=True),
-            entry("0", 2),
-        ]
-    }
+    entries = [entry("1", 1), entry("0", 1), entry("1", 2, "scheduled"), entry("1", 3, "scheduled"), entry("9", 1)]
+    trace = {"entries": [*entries, entry("1", 4, p2p=True), entry("0", 2)]}
     groups = {"0": ("world", (0, 1)), "1": ("tp", (0, 1))}
     found = {each.axis: each for each in last_entered([trace, {}], groups)}
     assert (found["tp"].number, found["tp"].pending, found["tp"].what) == (2, True, "all_reduce [4] Float")

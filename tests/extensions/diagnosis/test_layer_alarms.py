@@ -12,11 +12,8 @@ from megatron.extensions.diagnosis.layer_stats.alarms import WINDOW, GrowthRule,
 
 def series(dice: random.Random, noise: float, trend: float) -> list[dict[int, float]]:
     """150 records of 8 layers of different size, which all grow; noise of records and of layers."""
-    sizes = [dice.uniform(0.1, 10) for _ in range(8)]
-    return [
-        {n: size * (1 + trend) ** t * math.exp(dice.gauss(0, noise)) for n, size in enumerate(sizes)}
-        for t in range(150)
-    ]
+    sizes = [(layer, dice.uniform(0.1, 10)) for layer in range(8)]
+    return [{n: size * (1 + trend) ** t * math.exp(dice.gauss(0, noise)) for n, size in sizes} for t in range(150)]
 
 
 @pytest.mark.parametrize("noise", [0.0001, 0.01, 0.02])

@@ -38,10 +38,8 @@ def test_a_checkpoint_of_tp_2_pp_2_has_the_same_scores_in_one_process(tmp_path: 
     finished += ["--eval-tasks-samples", str(alone / "documents")]
     said = run_forked(1, [*EVALUATION, *finished], tmp_path / "screen")
     assert scores(alone) == pytest.approx(found, rel=1e-9)
-    one, other = (
-        [json.loads(line) for line in (folder / "documents" / "iteration_0000003.jsonl").read_text().splitlines()]
-        for folder in (save, alone)
-    )
+    files = (folder / "documents" / "iteration_0000003.jsonl" for folder in (save, alone))
+    one, other = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     assert len(one) == len(other) == 7 * 2, "sums has two filters"
     for document, again in zip(one, other, strict=True):
         logs = document.get("log_likelihoods", [])
@@ -55,7 +53,6 @@ def test_a_checkpoint_of_tp_2_pp_2_has_the_same_scores_in_one_process(tmp_path: 
 
 def test_a_bad_task_file_ends_the_run_before_it_begins(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("task: bad\ndoc_to_txt: x\n")
-    said = run_forked(
-        1, [*RUN, "--eval-tasks", str(tmp_path / "bad.yaml"), "--save", str(tmp_path)], tmp_path / "screen", code=2
-    )
+    flags = [*RUN, "--eval-tasks", str(tmp_path / "bad.yaml"), "--save", str(tmp_path)]
+    said = run_forked(1, flags, tmp_path / "screen", code=2)
     assert "'doc_to_txt' is no key of a task; nearest: doc_to_text" in said

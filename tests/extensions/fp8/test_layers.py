@@ -120,15 +120,12 @@ def experts(rank: int, size: int, recipe: str) -> dict[str, Tensor]:
     expt_tp = initialize_model_parallel(size).tp
     fp8 = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
     generator, inner = torch.Generator().manual_seed(3), 256
-    x, dy, fc1, fc2 = (
-        torch.randn(shape, generator=generator) for shape in ((20, H), (20, H), (3, 2, inner, H), (3, H, inner))
-    )
+    shapes = (20, H), (20, H), (3, 2, inner, H), (3, H, inner)
+    x, dy, fc1, fc2 = (torch.randn(shape, generator=generator) for shape in shapes)
     fc1, fc2 = (mappings.local_slice(weight, expt_tp, 2).contiguous() for weight in (fc1, fc2))
     cut, segments = size > 1, Segments.of_sizes([9, 0, 11], torch.device("cpu"))
-    one, two = (
-        Fp8GroupedGemms(fp8, expt_tp, cuts, False, False, add_each_product_)
-        for cuts in (Cuts(outputs=cut), Cuts(inputs=cut))
-    )
+    both = Cuts(outputs=cut), Cuts(inputs=cut)
+    one, two = (Fp8GroupedGemms(fp8, expt_tp, cuts, False, False, add_each_product_) for cuts in both)
     hidden = one.forward(x, fc1, segments)
     gate, up = hidden.unflatten(-1, (2, -1)).unbind(-2)
     d_up = two.input_grad(dy, fc2, segments)

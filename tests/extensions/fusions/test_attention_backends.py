@@ -196,11 +196,9 @@ def test_the_signature_of_cudnn() -> None:
 
 def test_kernels_by_flag() -> None:
     cpu = torch.device("cpu")
-    for backend in ("auto", "flash", "flash3", "cudnn"):
-        assert [type(kernel) for kernel in kernels_of(backend, SCALE, torch.bfloat16, cpu, 8, 8)] == [
-            FlashCPUKernel
-        ] * 2
-    assert [type(kernel) for kernel in kernels_of("unfused", SCALE, torch.bfloat16, cpu, 8, 8)] == [TorchKernel] * 2
+    for backend in ("auto", "flash", "flash3", "cudnn", "unfused"):
+        kind = TorchKernel if backend == "unfused" else FlashCPUKernel
+        assert [type(kernel) for kernel in kernels_of(backend, SCALE, torch.bfloat16, cpu, 8, 8)] == [kind] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         plain, varlen = kernels_of("cudnn", SCALE, torch.bfloat16, torch.device("cuda", 0), 8, 8)

@@ -32,6 +32,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.extensions.fusions.attention import flash_dropout
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, band_of
+from tests.pure.test_model_math import shape
 from tests.triton_cases import apart, compiled
 
 SCALE = 0.3
@@ -101,10 +102,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-FEW = [
-    Case(30, widths=(24, 16), documents=PACKED, window=11, ranks=3),
-    Case(17, sinks=True, dtype=torch.float16),
-]
+FEW = [Case(30, widths=(24, 16), documents=PACKED, window=11, ranks=3), Case(17, sinks=True, dtype=torch.float16)]
 
 MANY = [
     Case(),
@@ -198,9 +196,7 @@ def compare_masks() -> None:
         torch.testing.assert_close(out, expected)
 
 
-MODEL = TransformerConfig(
-    num_layers=1, hidden_size=64, num_attention_heads=4, seq_length=256, vocab_size=64, attention_dropout=0.1
-)
+MODEL = TransformerConfig(**shape(1, 64, 4, 256, 64, 256), attention_dropout=0.1)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +239,8 @@ def test_plans_for_gpus_have_no_tiles_of_scores() -> None:
 TYPES: dict[str, Any] = {
     **dict.fromkeys(("out", "dq", "dk", "dv"), "*bf16"),
     **{"lse": "*fp32", "column_bits": "*i32", "prepared": ("*fp32", "*fp32", "*i32"), "limit": "i32"},
-    **{
-        "mask": ("*i64", "*i32", "*i32"),
-        "sizes": ("i32",) * 5,
-        "factors": ("fp32",) * 3,
-        "key": "i64",
-        "head_offset": "i32",
-    },
+    **{"mask": ("*i64", "*i32", "*i32"), "key": "i64", "head_offset": "i32"},
+    **{"sizes": ("i32",) * 5, "factors": ("fp32",) * 3},
 }
 
 

@@ -76,9 +76,8 @@ def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.Monke
             patch.setattr(ParallelLinear, "output_gradient", lambda self, bias: None)
             patch.setattr(FusedTransformerLayer, "_cast_of", lambda self, sublayer: None)
         config = MODELS[name]
-        parallel = ModelParallelConfig(
-            bf16=True, compile=True, extension_options=(Fp8Flags(fp8_format="hybrid" if fp8 else None),)
-        )
+        options = (Fp8Flags(fp8_format="hybrid" if fp8 else None),)
+        parallel = ModelParallelConfig(bf16=True, compile=True, extension_options=options)
         model, found = GPTModel(config, parallel), []
         scaling = DelayedScaling(parallel.options(Fp8Flags), [model], Axis())
         for step in range(2):
@@ -144,9 +143,7 @@ LAYOUTS = [
 
 
 @pytest.mark.grid(("world_size", "layout"), LAYOUTS[:1], LAYOUTS)
-def test_casts_within_other_kernels_change_no_bit(
-    world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_casts_in_other_kernels_change_no_bit(world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions run uncompiled, and as a compiler computes them: rounded once, at their end."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     monkeypatch.setitem(activations.FUNCTIONS, "swiglu", (swiglu_in_fp32, swiglu_gradient_in_fp32))

@@ -117,9 +117,7 @@ def chosen(run: Callable[..., Tensor], slow: float = 0.5, world: Axis | None = N
         (right, 1.31, "1.31 times the time of torch"),
     ],
 )
-def test_a_kernel_that_loses_is_left_out_with_one_line(
-    run: Callable[..., Tensor], slow: float, line: str | None
-) -> None:
+def test_a_kernel_that_loses_is_left_out_in_a_line(run: Callable[..., Tensor], slow: float, line: str | None) -> None:
     assert chosen(run, slow) == ([] if line is None else [f" kernel doubled_ left out: {line}"])
 
 
@@ -202,8 +200,7 @@ def test_no_fusions_turns_all_off() -> None:
 
 
 def test_a_run_without_fusions_computes_what_one_with_them_does() -> None:
-    with_fusions, without = (
-        train_in_world(1, [*MODEL.split(), "--fp64", "--no-compile", *flags], 1) for flags in ([], ["--no-fusions"])
-    )
+    flags = f"{MODEL} --fp64 --no-compile"
+    with_fusions, without = (train_in_world(1, f"{flags} {more}".split(), 1) for more in ("", "--no-fusions"))
     assert all(torch.equal(with_fusions.tensors[key], without.tensors[key]) for key in with_fusions.tensors)
     assert issubclass(FusedTransformerLayer, TransformerLayer)

@@ -105,10 +105,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return twin(logits, *args)  # type: ignore[arg-type]
 
     twin = twins.loss_and_gradient_twin_
-    in_torch = {
-        "loss_and_gradient_": replace(twins.LOSS, run=noted),
-        "scale_rows_": replace(twins.SCALE, run=twins.SCALE.plain),
-    }
+    scaled = replace(twins.SCALE, run=twins.SCALE.plain)
+    in_torch = {"loss_and_gradient_": replace(twins.LOSS, run=noted), "scale_rows_": scaled}
     monkeypatch.setattr(twins, "runs_triton", lambda x: True)
     monkeypatch.setattr(parts, "_kernel", in_torch.__getitem__)
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)

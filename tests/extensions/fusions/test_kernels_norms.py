@@ -98,10 +98,8 @@ def check_norms(device: str = "cpu") -> None:
             assert_cast(found.pair, normed, order)
             for sums, casts in ((True, True), (True, False), (False, True)):
                 order = ordered()
-                operands = own.of_total, own.of_normed, own.weight, found.statistics, own.one_plus, sums
-                of_total, of_parameters, row_sum, pair = twins.norm_gradients(
-                    found.total, *operands, order if casts else None
-                )
+                operands = found.total, own.of_total, own.of_normed, own.weight, found.statistics, own.one_plus, sums
+                of_total, of_parameters, row_sum, pair = twins.norm_gradients(*operands, order if casts else None)
                 close(of_total.cpu(), gradients[0])
                 for one, two in zip(of_parameters, gradients[1:], strict=True):
                     close(one.cpu(), two, steps=2)

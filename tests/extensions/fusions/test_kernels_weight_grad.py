@@ -215,12 +215,8 @@ def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.M
     config = Fp8Flags(fp8_format="hybrid", fp8_recipe="tensorwise")
     ctx = tp_context(ParallelState(), False, torch.bfloat16, format=Fp8Format(config, range(1), WeightCasts()))
     sizes = ((16, 32), (32, 16), (16, 32))
-    net = nn.ModuleList(
-        [
-            ColumnParallelLinear(ColumnLinear(f"l{n}", i, (o,), False, Init("zeros")), ctx)
-            for n, (o, i) in enumerate(sizes)
-        ]
-    )
+    layers = (ColumnLinear(f"l{n}", i, (o,), False, Init("zeros")) for n, (o, i) in enumerate(sizes))
+    net = nn.ModuleList([ColumnParallelLinear(layer, ctx) for layer in layers])
     right = gemm_choice.add_product_
 
     def add(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
@@ -304,10 +300,9 @@ def test_grouped_sums_compile() -> None:
     types = {"dy": "*bf16", "x": "*bf16", "ends": "*i32", **dict.fromkeys(("outputs", "inputs", "experts"), "i32")}
     types |= {"width": "i32"}
     for capability, main in product((80, 90), ("fp32", "bf16")):
+        given = types | {"out": f"*{main}"}
         for constants in (kernels.GROUPED_TILE, kernels.GROUPED_TILE | {"inputs": 1}):
-            built = compiled(
-                kernels.add_products_kernel, types | {"out": f"*{main}"}, constants, capability, num_warps=8
-            )
+            built = compiled(kernels.add_products_kernel, given, constants, capability, num_warps=8)
             assert built.metadata.shared <= 160 * 1024, built.metadata.shared
             assert "inputs" in constants or "mma" in built.asm["ptx"]
         assert compiled(kernels.clear_rows_kernel, types, {"BLOCK": kernels.CLEARED}, capability).asm["cubin"]

@@ -101,9 +101,7 @@ def loss_and_gradients(model: GPTModel, batch: Batch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", STREAMS)
-def test_the_next_norm_or_a_product_adds_what_a_layer_leaves_to_add(
-    case: str, added: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_layer_leaves_to_add_is_added(case: str, added: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     style, settings, left, in_products = STREAMS[case]
     config = replace(STYLES[style], num_layers=3, **settings)
     batch = random_batch(config)
@@ -138,9 +136,8 @@ def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], ad
 def test_products_in_fp8_are_added_within_rounding(recipe: str, added: list[Tensor], addends: list[Tensor]) -> None:
     """Where each operand has one scale. A last bit of a sum decides between two numbers in fp8, 6 % apart."""
     config = replace(STYLES["llama"], num_layers=2)
-    fp8 = ModelParallelConfig(
-        bf16=True, compile=True, extension_options=(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),)
-    )
+    options = (Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),)
+    fp8 = ModelParallelConfig(bf16=True, compile=True, extension_options=options)
     batch, found = random_batch(config), list[dict[str, Tensor]]()
     for adds in (True, False):
         model = GPTModel(config, fp8)

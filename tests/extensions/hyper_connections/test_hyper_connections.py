@@ -64,10 +64,8 @@ def test_streams_are_kept_once_in_a_layer() -> None:
     """--recompute-modules mhc drops the streams between the two sublayers of a layer: in two layers, two of
     four sets of streams in bf16."""
     tokens = SAMPLES * STREAMS.seq_length
-    kept, again = (
-        kept_in_bf16(STREAMS, recompute_granularity="selective", recompute_modules=modules)
-        for modules in (("mlp_act",), ("mlp_act", "mhc"))
-    )
+    selective, both = {"recompute_granularity": "selective"}, (("mlp_act",), ("mlp_act", "mhc"))
+    kept, again = (kept_in_bf16(STREAMS, **selective, recompute_modules=modules) for modules in both)
     assert kept - again == 2 * tokens * N * H * 2
 
 

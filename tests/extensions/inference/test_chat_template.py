@@ -102,9 +102,10 @@ def test_a_template_that_is_missing_wrong_or_refuses(folder: Path) -> None:
         find_chat_template(built(folder)[0], folder / "chat.jinja")
 
 
-@pytest.mark.parametrize(
-    "messages", [[], "hi", [5], [{"role": "user"}], [{"content": "a"}], [{"role": "user", "content": [{}]}]]
-)
+WRONG = [[], "hi", [5], [{"role": "user"}], [{"content": "a"}], [{"role": "user", "content": [{}]}]]
+
+
+@pytest.mark.parametrize("messages", WRONG)
 def test_messages_of_the_wrong_form_are_refused(messages: Any) -> None:
     with pytest.raises(ValueError, match="messages"):
         ChatTemplate("x", {}, "test")(messages)

@@ -32,13 +32,7 @@ def model_of(style: str) -> GPTModel:
 
 
 def generate(
-    model: GPTModel,
-    prompts: list[list[int]],
-    count: int,
-    sampling: Sampling = GREEDY,
-    *,
-    seed: int = 1234,
-    first: int = 0,
+    model: GPTModel, prompts: list[list[int]], count: int, sampling: Sampling = GREEDY, seed: int = 1234, first: int = 0
 ) -> list[list[int]]:
     """The new tokens of each prompt, whose number counts from `first`."""
     requests = [Request(each, count, sampling, prompt_seed(seed, n)) for n, each in enumerate(prompts, first)]
@@ -125,13 +119,11 @@ def test_extreme_random_numbers_choose_tokens_that_are_allowed() -> None:
 
 
 def test_user_errors_say_what_to_do() -> None:
-    with pytest.raises(
-        ValueError, match=r"--temperature -1 .*\n--top-k 0 .*\n--top-p 1.5 .*\n--min-p 2 .*\n--rep.* 0 "
-    ):
+    flags = r"--temperature -1 .*\n--top-k 0 .*\n--top-p 1.5 .*\n--min-p 2 .*\n--rep.* 0 "
+    with pytest.raises(ValueError, match=flags):
         Sampling(-1, 0, 1.5, 2, 0)
-    with pytest.raises(
-        ValueError, match=r"no tokens.*\nmax_new_tokens -1 .*\na stop string must not be empty.*\nlogprobs"
-    ):
+    fields = r"no tokens.*\nmax_new_tokens -1 .*\na stop string must not be empty.*\nlogprobs"
+    with pytest.raises(ValueError, match=fields):
         Request([], -1, stop=("a", ""), logprobs=101)
     (found,) = Engine(StageRunner({0: GPTModel(STYLES["gpt"])})).run([Request([1] * 16, 3)])
     assert str(found.error).startswith("has 16 tokens, and the model reads at most 16")
@@ -234,9 +226,7 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
     assert all(77 not in tokens for tokens in clean)
     model.embedding.word_embeddings.weight.data[77] = torch.nan
     engine = Engine(StageRunner({0: model}), rows=2)
-    found = list(
-        engine.run([Request([1, 77], 5), Request([1, 2, 3], 5), Request([9, 9, 77, 9], 5), Request([4, 4], 5)])
-    )
+    found = list(engine.run([Request(each, 5) for each in ([1, 77], [1, 2, 3], [9, 9, 77, 9], [4, 4])]))
     assert [each.finish_reason for each in found] == ["error", "length", "error", "length"]
     assert "logits after token 2 are not finite" in str(found[0].error)
     assert [found[1].tokens, found[3].tokens] == clean

@@ -154,9 +154,8 @@ def test_completion(served: Served) -> None:
 def test_streams_are_the_answers_in_pieces(served: Served) -> None:
     body = {"prompt": "ab", "max_tokens": 20, "seed": 3, "n": 3, "logprobs": 0}
     whole = served.ask(COMPLETIONS, body)[1]
-    *chunks, last = events(
-        served.ask(COMPLETIONS, body | {"stream": True, "stream_options": {"include_usage": True}})[1]
-    )
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(served.ask(COMPLETIONS, streamed)[1])
     assert last["choices"] == [] and last["usage"] == whole["usage"]
     for text in whole["choices"]:
         of_text = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == text["index"]]

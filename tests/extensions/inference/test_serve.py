@@ -57,13 +57,9 @@ def test_every_layout_serves_the_same_texts_and_ends_by_a_signal(checkpoint: str
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("layout", "killed"), [("--pipeline-model-parallel-size", 1), ("--tensor-model-parallel-size", 0)]
-)
-def test_a_rank_that_is_killed_ends_the_server_with_a_line(
-    layout: str, killed: int, checkpoint: str, tmp_path: Path
-) -> None:
-    with serving(checkpoint, tmp_path / "screen", 2, layout, "2") as (_, processes):
+@pytest.mark.parametrize(("killed", "layout"), [(1, "--pipeline"), (0, "--tensor")])
+def test_a_rank_that_is_killed_ends_the_server(killed: int, layout: str, checkpoint: str, tmp_path: Path) -> None:
+    with serving(checkpoint, tmp_path / "screen", 2, f"{layout}-model-parallel-size", "2") as (_, processes):
         processes.pop(killed).kill()
         assert join(processes) == [1]
     line = f"error: rank {1 - killed} of 2: another rank has ended, or this one failed; the server ends"

@@ -25,14 +25,7 @@ from megatron.extensions.linear_attention.gated_delta_net import gated_norm, sho
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
 from megatron.extensions.planner.flops import model_flops
 from megatron.training.config.flags import with_fields
-from tests.extensions.recurrences import (
-    EXACT,
-    check_chunks,
-    check_strong_decay,
-    delta_operands,
-    documents,
-    weighted,
-)
+from tests.extensions.recurrences import EXACT, check_chunks, check_strong_decay, delta_operands, documents, weighted
 from tests.gpt_cases import DELTA_NET, FP64, model_of, packed_documents, random_batch
 from tests.pure.test_model_math import DELTA_NET as LINEAR
 from tests.pure.test_model_math import LLAMA, shape

@@ -32,9 +32,8 @@ def data(tmp_path: Path) -> list[str]:
 def log_of(folder: Path, data: list[str], world_size: int, flags: str) -> Path:
     """Trains and returns the log. The folder has the checkpoints too."""
     log = folder / "samples.jsonl"
-    run_world(
-        world_size, train_to_the_end, [*MODEL, *data, "--sample-log", str(log), "--save", str(folder), *flags.split()]
-    )
+    argv = [*MODEL, *data, "--sample-log", str(log), "--save", str(folder), *flags.split()]
+    run_world(world_size, train_to_the_end, argv)
     return log
 
 

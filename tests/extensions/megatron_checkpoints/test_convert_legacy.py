@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,8 @@ TE_NAMES = {
 
 def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: Path) -> None:
     """Transformer Engine's names: norms of linear layers belong to them, experts are numbered at the end."""
-    experts = "linear_fc1.weight", "linear_fc2.weight"
-    names = {
-        f".experts.local_experts.{expert}.{linear}": f".experts.{linear}{expert}"
-        for expert in range(2)
-        for linear in experts
-    }
+    experts = product(range(2), ("linear_fc1.weight", "linear_fc2.weight"))
+    names = {f".experts.local_experts.{number}.{linear}": f".experts.{linear}{number}" for number, linear in experts}
 
     def change(content: dict[str, Any]) -> None:
         for key in [key for key in content if key.startswith("model")]:
@@ -181,9 +178,7 @@ def test_fp32_parameters_and_the_loss_scale_are_carried(scaled: bool, interleave
     assert same(again, after)
 
 
-def test_fp32_parameters_in_another_order_are_refused(
-    interleaved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fp32_parameters_out_of_order(interleaved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def change(content: dict[str, Any]) -> None:
         in_16_bits(False, content)
         mains = content["optimizer"]["fp32_from_fp16_params"][1]
@@ -222,6 +217,14 @@ def rewritten(change: Callable[[dict[str, Any]], object], *only: int) -> Damage:
     return lambda folder: [rewrite(folder, change, slice(each, each + 1)) for each in only or range(4)]
 
 
+def of_model(change: Callable[[dict[str, Any]], object], *only: int) -> Damage:
+    return rewritten(lambda content: change(content["model0"]), *only)
+
+
+def of_optimizer(change: Callable[[dict[str, Any]], object]) -> Damage:
+    return rewritten(lambda content: change(content["optimizer"]))
+
+
 def rank_file(number: int, change: Callable[[Path], object]) -> Damage:
     return lambda folder: change(ranks(folder)[number])
 
@@ -239,29 +242,19 @@ FC2 = "decoder.layers.0.mlp.linear_fc2"
 CASES: dict[str, Damage] = {
     "mp_rank_01_000/model_optim_rng.pt is refused": rewritten(lambda content: content.update(rng_state=Attack()), 2),
     "mp_rank_00_000/model_optim_rng.pt is": rank_file(0, lambda path: path.write_bytes(pickle.dumps(Attack()))),
-    "mp_rank_01_001 is missing; its arguments say TP 2, PP 2, EP 1": rank_file(
-        3, lambda path: shutil.rmtree(path.parent)
-    ),
+    "01_001 is missing; its arguments say TP 2, PP 2, EP 1": rank_file(3, lambda path: shutil.rmtree(path.parent)),
     "mp_rank_01_001/model_optim_rng.pt is missing": rank_file(3, Path.unlink),
-    "mp_rank_00_001/model_optim_rng.pt is damaged": rank_file(
-        1, lambda path: os.truncate(path, path.stat().st_size // 2)
-    ),
+    "00_001/model_optim_rng.pt is damaged": rank_file(1, lambda path: os.truncate(path, path.stat().st_size // 2)),
     "decoder.layers.2.mlp.linear_fc1.weight has shape [5, 8] at TP rank 1": rewritten(cut_a_shape, 2),
-    f"{FC2}.bias is missing": rewritten(lambda content: content["model0"].pop(f"{FC2}.bias")),
-    f"{FC2}.weight is missing at TP rank 1, EP rank 0": rewritten(
-        lambda content: content["model0"].pop(f"{FC2}.weight"), 2
-    ),
-    "adapter.weight is unknown": rewritten(
-        lambda content: content["model0"].update({"adapter.weight": torch.zeros(2)}), 0
-    ),
-    "holds a str as adapter": rewritten(lambda content: content["model0"].update({"adapter": "text"}), 0),
+    f"{FC2}.bias is missing": of_model(lambda model: model.pop(f"{FC2}.bias")),
+    f"{FC2}.weight is missing at TP rank 1, EP rank 0": of_model(lambda model: model.pop(f"{FC2}.weight"), 2),
+    "adapter.weight is unknown": of_model(lambda model: model.update({"adapter.weight": torch.zeros(2)}), 0),
+    "holds a str as adapter": of_model(lambda model: model.update({"adapter": "text"}), 0),
     "is of iteration 7, unlike the others": rewritten(lambda content: content.update(iteration=7), 1),
     "has no arguments (args)": rewritten(lambda content: content.pop("args")),
     "its ranks hold 1 to 2 chunks of the model": rewritten(lambda content: content.pop("model1"), 0),
-    "has a tensor [3] as a state": rewritten(
-        lambda content: content["optimizer"]["state"][0].update(exp_avg=torch.zeros(3))
-    ),
-    "a group has": rewritten(lambda content: content["optimizer"]["param_groups"][0]["params"].pop()),
+    "has a tensor [3] as a state": of_optimizer(lambda states: states["state"][0].update(exp_avg=torch.zeros(3))),
+    "a group has": of_optimizer(lambda states: states["param_groups"][0]["params"].pop()),
     "it is in an unknown format": rewritten(lambda content: content.update(optimizer={"state": 3})),
     "is no rank of TP 1, PP 2, EP 1": lie("tensor_model_parallel_size", 1),
     "mp_rank_02_000 is missing": lie("tensor_model_parallel_size", 10**9),
@@ -273,9 +266,7 @@ CASES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("message", CASES)
-def test_attacks_and_damage_are_one_line_and_leave_nothing(
-    message: str, interleaved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_one_line(message: str, interleaved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CASES[message](interleaved)
     assert message in refusal(interleaved, capsys)
 
@@ -312,9 +303,7 @@ BUFFERS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("message", BUFFERS)
-def test_buffers_that_do_not_fit_are_one_line_and_leave_nothing(
-    message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_buffers_that_do_not_fit(message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = unpack("legacy_moe", tmp_path)
     BUFFERS[message](folder)
     line = refusal(folder, capsys)

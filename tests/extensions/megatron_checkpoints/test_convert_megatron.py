@@ -130,9 +130,7 @@ def test_states_that_older_versions_flattened_are_read(dense: Path, tmp_path: Pa
     assert torch.equal(found.flatten(), old[key][1].flatten())
 
 
-def test_a_learning_rate_of_their_own_has_groups_of_its_own(
-    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_decoupled_learning_rate(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lie("decoupled_lr", 0.02)(dense / "iter_0000002")
     convert("--input", dense, "--output", tmp_path / "ours")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")
@@ -205,8 +203,6 @@ CASES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("message", CASES)
-def test_attacks_and_damage_are_one_line_and_leave_nothing(
-    message: str, dense: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_one_line_and_leaves_nothing(message: str, dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CASES[message](dense / "iter_0000002")
     assert message in refusal(dense, capsys)

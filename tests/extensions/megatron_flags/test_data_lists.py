@@ -42,9 +42,8 @@ def test_weighted_ranges(text: str) -> None:
 
 def test_weighted_ranges_of_flags_and_files(tmp_path: Path) -> None:
     (tmp_path / "valid").write_text("valid: 1 0.9:1 a")
-    lists = DataLists(
-        train_weighted_split_paths=("train: 1 0:0.9 a",), valid_weighted_split_paths_path=str(tmp_path / "valid")
-    )
+    of_file = str(tmp_path / "valid")
+    lists = DataLists(train_weighted_split_paths=("t: 1 0:0.9 a",), valid_weighted_split_paths_path=of_file)
     assert read(lists) == DatasetConfig(train_data_path=("1", "a@0:0.9"), valid_data_path=("1", "a@0.9:1"))
 
 
@@ -72,9 +71,8 @@ def test_lists_beside_other_data() -> None:
         with_data_lists(parse_args([*lists, "--train-data-path", "b"]))
 
     def told(*argv: str) -> list[str]:
-        return [
-            str(each) for each in validate(parse_args([*lists, "--train-iters", "1", *argv]), 1) if "-data" in each.flag
-        ]
+        found = validate(parse_args([*lists, "--train-iters", "1", *argv]), 1)
+        return [str(each) for each in found if "-data" in each.flag]
 
     assert told() == []
     both = "--train-weighted-split-paths, --valid-weighted-split-paths"

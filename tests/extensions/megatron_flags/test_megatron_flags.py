@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.extensions.megatron_flags.tables import (
-    Accepted,
-    Exchange,
-    ForeignFlags,
-    NotBuilt,
-    SameAs,
-    read_tables,
-)
+from megatron.extensions.megatron_flags.tables import Accepted, Exchange, ForeignFlags, NotBuilt, SameAs, read_tables
 from megatron.training.config.arguments import command_line, parse_args, read_flags
 from megatron.training.config.commands import options
 from megatron.training.config.flags import flat_values, spelling_table

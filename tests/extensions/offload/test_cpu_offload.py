@@ -66,9 +66,8 @@ def different(a: Snapshot, b: Snapshot) -> list[str]:
 )
 def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str, fraction: float) -> None:
     """Both are the same kernels on a CPU: loss, gradients, weights, main parameters and moments of two steps."""
-    plain, offloaded = (
-        train_in_world(ranks, shlex.split(f"{MODEL}{flags} {more}")) for more in ("", f"{OFFLOAD}{fraction}")
-    )
+    both = f"{MODEL}{flags}", f"{MODEL}{flags} {OFFLOAD}{fraction}"
+    plain, offloaded = (train_in_world(ranks, shlex.split(each)) for each in both)
     assert len(plain.tensors) > 50 and different(plain, offloaded) == []
 
 
@@ -135,11 +134,8 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
             for place in found:
                 assert place.start == covered.get((place.buffer, place.bucket), 0) and place.start % ALIGNMENT == 0
                 covered[place.buffer, place.bucket] = place.stop
-            owned = {
-                (b, k): (bucket.stop - bucket.start) // ranks
-                for b, buffer in enumerate(buffers)
-                for k, bucket in enumerate(buffer.buckets)
-            }
+            every = [(b, k, bucket) for b, buffer in enumerate(buffers) for k, bucket in enumerate(buffer.buckets)]
+            owned = {(b, k): (bucket.stop - bucket.start) // ranks for b, k, bucket in every}
             assert covered == owned
             sizes = [place.numel for place in found if place.on_host]
             assert abs(sum(sizes) - fraction * sum(owned.values())) <= ALIGNMENT / 2

@@ -91,9 +91,8 @@ def test_matrices_are_the_linear_maps():
 
 def test_rounds_bound_what_a_rank_gathers():
     plan = plans(ParallelDims(dp=2), True, round_size=100)
-    assert len(plan.rounds) > 2 and sorted(n for numbers in plan.rounds for n in numbers) == list(
-        range(len(plan.matrices))
-    )
+    assert len(plan.rounds) > 2
+    assert sorted(n for numbers in plan.rounds for n in numbers) == list(range(len(plan.matrices)))
     for numbers, place in product(plan.rounds, range(2)):
         own = [plan.matrices[n] for n in numbers if plan.owners[n] == place]
         assert len(own) <= 1 or sum(m.size[0] * m.size[1] for m in own) <= 100

@@ -44,9 +44,8 @@ def test_with_all_in_the_main_dtype_it_is_adam() -> None:
 
 def test_remainders_lose_nothing() -> None:
     """Beside main parameters in fp32: the same, but for parameters halfway between two numbers of bf16."""
-    whole, parts = (
-        train_in_world(1, f"{MODEL} --bf16 {AWARE}{flag}".split()) for flag in ("--no-store-param-remainders", "")
-    )
+    flags = f"{MODEL} --bf16 {AWARE}"
+    whole, parts = (train_in_world(1, f"{flags}{more}".split()) for more in ("--no-store-param-remainders", ""))
     mains = [key for key in whole.tensors if key.startswith("step 1 main_param")]
     assert mains and all(torch.equal(whole.tensors[key], parts.tensors[key]) for key in mains)
     x = torch.randn(10_000) * torch.randn(10_000).exp()

@@ -61,10 +61,8 @@ def run_layers(
     """Outputs and gradients of the two layers, whole, and the bytes that this rank sends in the forward and in the
     backward."""
     if fallback:
-        operations = (
-            _symmetric_memory._fused_all_gather_matmul_fallback,
-            _symmetric_memory._fused_matmul_reduce_scatter_fallback,
-        )
+        names = "_fused_all_gather_matmul_fallback", "_fused_matmul_reduce_scatter_fallback"
+        operations = tuple(getattr(_symmetric_memory, name) for name in names)
         SymmetricOverlap.operations = staticmethod(lambda: operations)  # type: ignore[method-assign]
     queue = WeightGradQueue()
     ctx, (column, row) = build(size, overlap, queue)

@@ -49,12 +49,11 @@ def test_a_schedule_by_tokens() -> None:
     assert schedule("0:4") == BatchSizes(4)
 
 
-@pytest.mark.parametrize(
-    "flags", ["--step-batch-size-schedule 0:4,80:8", "--global-batch-size 8 --rampup-batch-size 4 4 5"]
-)
+@pytest.mark.parametrize("flags", ["--step-batch-size-schedule 0:4,80:8", "--rampup-batch-size 4 4 5"])
 def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str) -> None:
     """4 and 4 samples, then 8 at a time."""
     flags += " --seq-length 16 --train-iters 9 --lr-warmup-iters 1 --lr-decay-iters 5 --lr-wsd-decay-iters 3"
+    flags += " --global-batch-size 8" if "rampup" in flags else ""
     config = resolve(parse_args(flags.split()), 1)
     plan, _ = RunPlan.planned(config)
     assert plan is not None and (config.training.train_samples, plan.iterations) == (64, 9)

@@ -25,10 +25,8 @@ def test_runs_killed_around_a_change_of_phase_take_each_sample_once(change: int,
     """Two sources, one of which occurs in all phases: another blend, sequence length, rotary base, batch size and
     learning rate, and the first length again. The log of samples is, byte by byte, that of one process."""
     random = np.random.default_rng(1)
-    web, code = (
-        write_documents(tmp_path / name, (random.integers(0, 64, int(random.integers(5, 60))) for _ in range(120)))
-        for name in ("web", "code")
-    )
+    texts = ((random.integers(0, 64, int(random.integers(5, 60))) for _ in range(120)) for _ in range(2))
+    web, code = (write_documents(tmp_path / name, text) for name, text in zip(("web", "code"), texts, strict=True))
     phases = tmp_path / "phases.yaml"
     phases.write_text(
         f"- {{name: main, data-path: 3 {web} 1 {code}}}\n"

@@ -74,19 +74,13 @@ def test_phases_of_a_blend_take_what_is_next_of_each_source(tmp_path: Path) -> N
     for name, start in (("a", 0), ("b", 1000)):
         write_documents(tmp_path / name, (start + 20 * document + np.arange(20) for document in range(20)), "<i4")
     order, seen = TrainingOrder(take_up=lambda source, prefix, format: cut_anew(source, format)), []
-    for words, seq_length, samples in (
-        (("3", "a", "1", "b"), 4, 40),
-        (("1", "a", "1", "b"), 4, 20),
-        (("b",), 10, 12),
-        (("0.5", "b", "0.5", "a"), 10, 10),
-    ):
-        paths = tuple(str(tmp_path / word) if word in "ab" else word for word in words)
+    for blend, length, samples in (("3 a 1 b", 4, 40), ("1 a 1 b", 4, 20), ("b", 10, 12), ("0.5 b 0.5 a", 10, 10)):
+        paths = tuple(str(tmp_path / word) if word in "ab" else word for word in blend.split())
         config = DatasetConfig(data_path=paths, split="1,0,0")
         order.present = []
-        train = build_datasets(
-            config, seq_length=seq_length, seed=1, sizes=(samples, 0, 0), demands=Demands(order)
-        ).train
-        assert isinstance(train, BlendedDataset) == (len(words) > 1) and train is not None
+        sizes, demands = (samples, 0, 0), Demands(order)
+        train = build_datasets(config, seq_length=length, seed=1, sizes=sizes, demands=demands).train
+        assert isinstance(train, BlendedDataset) == (blend != "b") and train is not None
         seen += [token for number in range(samples) for token in train.text(number)[:-1].tolist()]
         order.take(train, samples)
     assert max(Counter(seen).values()) == 1, "800 tokens in all, of which 460 are taken"

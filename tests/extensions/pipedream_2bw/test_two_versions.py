@@ -149,23 +149,18 @@ def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
         ((_, losses),) = run_world(1, resumed, config_of("--fp64", 1), str(tmp_path))
         assert losses == pytest.approx(again[0][1], rel=1e-9)
         folder = tmp_path / "one version"
-        plain = resolve_legal(parse_args(f"{MODEL} --fp64 --pp 2".split()), 2)
-        run_world(
-            2, goes_on, replace(plain, checkpoint=replace(plain.checkpoint, load=str(tmp_path), save=str(folder)))
-        )
-        run_world(
-            2, goes_on, replace(config_of("--fp64 --pp 2", 2), checkpoint=replace(plain.checkpoint, load=str(folder)))
-        )
+        run_world(2, goes_on, f"{MODEL} --fp64 --pp 2 --load {tmp_path} --save {folder}")
+        run_world(2, goes_on, f"{MODEL} --fp64 --pp 2 --load {folder} {SCHEDULE}")
 
 
-def goes_on(rank: int, world_size: int, config: RunConfig) -> None:
+def goes_on(rank: int, world_size: int, flags: str) -> None:
     """A run that takes up a checkpoint with fewer versions, or more, and saves its own."""
-    with local_run(config, rank, world_size) as run:
+    with running(flags.split(), rank, world_size) as run:
         assert run.progress.iteration in (4, 5)
         train_step(run)
         settle(run)
         run.pipeline.drop_begun()
-        if config.checkpoint.save:
+        if run.config.checkpoint.save:
             save(run)
             run.saver.finish()
 

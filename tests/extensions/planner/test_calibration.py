@@ -122,9 +122,8 @@ def test_points_that_no_line_fits_give_no_negative_constant() -> None:
 
 def _products(*rates: float) -> fit.Measured:
     """Products of depths 8, 16, and so on, at these rates in TFLOP/s, beside the moves and attention of h100."""
-    products = (
-        (Product("bf16", 8, 8, k), 2e-12 * 8 * 8 * k / rate) for k, rate in zip(range(8, 1000, 8), rates, strict=False)
-    )
+    depths = range(8, 8 * len(rates) + 8, 8)
+    products = ((Product("bf16", 8, 8, k), 2e-12 * 8 * 8 * k / rate) for k, rate in zip(depths, rates, strict=True))
     return replace(measured(read_device("h100")), products=tuple(products))
 
 

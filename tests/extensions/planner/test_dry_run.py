@@ -176,9 +176,7 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
     assert "nowhere.py" in json.loads(refused.stdout)["problems"][0]["rule"]
 
 
-def test_an_interrupted_plan_ends_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -261,9 +259,7 @@ FULL = "standard output: cannot be written: No space left on device"
         (f"{RIGHT} --json plan.json", "> /dev/null; status=$?; cat plan.json; exit $status", None),
     ],
 )
-def test_output_that_is_full_or_closed_is_one_line(
-    flags: str, redirected: str, said: str | None, tmp_path: Path
-) -> None:
+def test_output_that_is_full_or_closed(flags: str, redirected: str, said: str | None, tmp_path: Path) -> None:
     limit = "ulimit -f 0; " if said is None else ""  # of files; devices and pipes have none
     command = f"{limit}{sys.executable} {pretrain_gpt.__file__} {flags} {redirected}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)

@@ -60,10 +60,7 @@ def test_whole_samples_need_no_copies_and_parts_are_packed() -> None:
 
 
 def test_what_no_kernel_fits_is_planned_as_plain_torch() -> None:
-    for backend, dtype, width in (
-        ("unfused", torch.bfloat16, 16),
-        ("auto", torch.float32, 16),
-        ("auto", torch.bfloat16, 12),
-    ):
+    plain = ("unfused", torch.bfloat16, 16), ("auto", torch.float32, 16), ("auto", torch.bfloat16, 12)
+    for backend, dtype, width in plain:
         assert type(planned_kernels_of(backend, 0.25, dtype, CPU, width, width)[0]) is TorchKernel
     assert isinstance(planned_kernels_of("flash", 0.25, torch.float16, CPU, 16, 16)[0], FakeKernel)

@@ -21,6 +21,7 @@ from megatron.training.train_step import train_step
 from tests import gpt_cases
 from tests.harness import run_world
 from tests.pure.test_model_math import PUBLISHED, STYLES, WITH_EXPERTS, shape
+from tests.tiny import TINY
 
 
 # A delta net computes again what does not count.
@@ -108,13 +109,7 @@ def _flops_of_an_update(rank, world_size, config):
 
 def test_planned_flops_are_those_of_the_iterations() -> None:
     """Queries, keys, values, gate and up are matrices of their own; embeddings, output layer and norms are none."""
-    model = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 60 --mock-data --lr 1e-3 "
-        "--global-batch-size 2 --train-iters 2 --eval-iters 0 --num-workers 0"
-    )
-    flags = (
-        f"{model} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3 --cpu"
-    )
+    flags = f"{TINY} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3"
     config = resolve_legal(parse_args(flags.split()), 1)
     planned = orthogonalization_flops(config.model, config.optimizer)
     assert run_world(1, _flops_of_an_update, config) == [planned] and planned > 0

@@ -318,10 +318,9 @@ def test_times_of_runs_have_units_that_suit_them(seconds: float, said: str) -> N
 @pytest.mark.parametrize(("flags", "ranks"), [("", 1), ("--tp 4 --pp 2", 8)])
 def test_a_search_without_the_number_of_ranks_says_so(flags: str, ranks: int) -> None:
     command = command_line([*RUN, *"--dry-run --device h100 --suggest".split(), *flags.split()], Launch())
-    note = (
-        f"--suggest searches layouts of {ranks} ranks, those of the flags; add --world-size, the ranks of the cluster"
+    assert command.world_size == ranks and command.notes == (
+        f"--suggest searches layouts of {ranks} ranks, those of the flags; add --world-size, the ranks of the cluster",
     )
-    assert command.world_size == ranks and command.notes == (note,)
 
 
 @pytest.mark.parametrize(
@@ -337,14 +336,8 @@ def test_a_search_without_the_number_of_ranks_says_so(flags: str, ranks: int) ->
         ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "nearest: 2"),
         ("--dry-run --gpus-per-node 4", "--gpus-per-node 4: needs --device, whose nodes it describes"),
         ("--device h100", "--device h100: needs --dry-run, which predicts; add --dry-run"),
-        (
-            "--rehearse --suggest",
-            "--suggest: searches by predicted times; replace --rehearse by --dry-run, and add --dev",
-        ),
-        (
-            "--rehearse --suggest --device h100",
-            "--suggest: searches by predicted times; replace --rehearse by --dry-run",
-        ),
+        ("--rehearse --suggest", "--suggest: searches by predicted times; replace --rehearse by --dry-run, and add "),
+        ("--rehearse --suggest --device h100", "searches by predicted times; replace --rehearse by --dry-run"),
         ("--rehearse --suggest --device h100", "--device h100: needs --dry-run, which predicts; replace --rehearse by"),
         ("--dry-run --ranks 0", "--ranks 0: is about a rehearsal; add --rehearse"),
         ("--json plan.json", "--json plan.json: needs --dry-run, whose plan it writes"),

@@ -33,12 +33,8 @@ from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
 from tests.harness import run_world
 
 SAMPLES = 3
-WHOLE, FIRST, MIDDLE, LAST = (
-    Stage(range(2)),
-    Stage([0], last=False),
-    Stage([0, 1], first=False, last=False),
-    Stage([1], first=False),
-)
+WHOLE, FIRST = Stage(range(2)), Stage([0], last=False)
+MIDDLE, LAST = Stage([0, 1], first=False, last=False), Stage([1], first=False)
 RECOMPUTE = {
     "none": {},
     "full": {"recompute_granularity": "full"},
@@ -303,13 +299,8 @@ def test_recomputation_of_experts_saves_memory() -> None:
 def test_experts_over_ranks() -> None:
     """What travels depends on the router: the mean of the ranks is what an even one leaves, to three in a hundred."""
     model = replace(LLAMA, hidden_size=128, kv_channels=16, seq_length=64, num_experts=8, moe_ffn_hidden_size=128)
-    parallel = ModelParallelConfig(
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=2,
-        expert_tensor_parallel_size=1,
-        sequence_parallel=True,
-        bf16=True,
-    )
+    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    parallel = ModelParallelConfig(**layout, sequence_parallel=True, bf16=True)
     planned, measured = zip(*run_world(2, kept_with_experts, MicroBatch(model, parallel, SAMPLES, "cpu")), strict=True)
     assert sum(measured) == pytest.approx(sum(planned), rel=0.03)
 

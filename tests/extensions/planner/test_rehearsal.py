@@ -103,8 +103,7 @@ def test_elements_that_two_ranks_write_or_none_does_are_found() -> None:
         return [RankRecord(rank, {"dp": rank}, boxes=[box]) for rank, box in enumerate(boxes)]
 
     assert not coverage_problems(written(0, 2, 4), every_rank=True)
-    assert coverage_problems(written(0, 2, 3), every_rank=True) == [
-        "w: rank 1 (dp 1) and rank 2 (dp 2) both write elements of it"
-    ]
+    (twice,) = coverage_problems(written(0, 2, 3), every_rank=True)
+    assert twice == "w: rank 1 (dp 1) and rank 2 (dp 2) both write elements of it"
     assert coverage_problems(written(0, 4), every_rank=True) == ["w (6, 4): no rank writes all of its elements"]
     assert not coverage_problems(written(0, 4), every_rank=False)

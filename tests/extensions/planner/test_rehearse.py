@@ -86,17 +86,13 @@ def test_data_traffic_of_a_dense_model_is_not_called_that_of_experts() -> None:
 
 
 def test_a_rank_whose_process_is_ended_is_told_beside_the_others_in_json() -> None:
-    flags = f"--extension {FIXTURE} --normalization PlantedNorm --planted-fault killed --ranks 4,5 --json"
-    done = run_program(
-        "pretrain_gpt.py", *SMALL.split(), *flags.split(), "--load", "no", "--exit-on-missing-checkpoint"
-    )
+    flags = f"{SMALL} --extension {FIXTURE} --normalization PlantedNorm --planted-fault killed --ranks 4,5 --json"
+    done = run_program("pretrain_gpt.py", *flags.split(), "--load", "no", "--exit-on-missing-checkpoint")
     found = json.loads(done.stdout)  # and nothing else
     assert done.returncode == 1 and found["not_rehearsed"] == [{"rank": 5, "ended_by": "SIGKILL"}]
     assert [rank["rank"] for rank in found["ranks"]] == [4]
     (problem,) = found["problems"]
-    assert problem.startswith(
-        "start: --exit-on-missing-checkpoint needs a checkpoint, and --load no holds no checkpoint"
-    )
+    assert problem.startswith("start: --exit-on-missing-checkpoint needs a checkpoint, and --load no holds no ")
 
 
 def test_flags_of_a_rehearsal_are_checked() -> None:

@@ -32,8 +32,6 @@ def test_a_rank_waits_at_validation_for_the_end_of_the_step_before():
     found = simulate(consecutive(lists, 2), late)
     end = max(entry.stop for timed in found.timeline for entry in timed if entry.action.microbatch < 8)
     for timed in found.timeline:
-        verdict = next(
-            i for i, entry in enumerate(timed) if entry.action == Action(Kind.VALIDATE, timed[0].action.stage, 8)
-        )
+        verdict = [entry.action for entry in timed].index(Action(Kind.VALIDATE, timed[0].action.stage, 8))
         assert all(entry.start >= end for entry in timed[verdict:])
     assert any(entry.start < end for entry in found.timeline[0] if entry.action.microbatch >= 8)

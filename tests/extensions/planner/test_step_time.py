@@ -90,11 +90,8 @@ def test_collectives_by_formula(device: DeviceFile, kind: str, group: Placement,
 
 
 def test_ranks_that_share_an_adapter_share_its_rate(device: DeviceFile) -> None:
-    one = replace(device, adapters_per_node=1)
-    far = Placement(4, 1)
-    assert Network(one, 8).seconds("all_gather", 10**9, far) == pytest.approx(
-        8 * 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5)
-    )
+    found = Network(replace(device, adapters_per_node=1), 8).seconds("all_gather", 10**9, Placement(4, 1))
+    assert found == pytest.approx(8 * 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])

@@ -36,9 +36,7 @@ def never(error: LeaseError) -> None:
     raise AssertionError(error)
 
 
-def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_is_renewed_is_refused_until_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_folder, "STALE", HANG)
     first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
     first.acquire()
@@ -72,9 +70,7 @@ def test_a_lease_that_is_given_back_as_it_is_renewed_is_gone(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lease_of_a_killed_process_of_this_machine_is_free_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_of_a_killed_process_is_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_folder, "STALE", 1e6)
     if not (child := os.fork()):
         SaveLease(tmp_path, never).acquire()
@@ -87,9 +83,7 @@ def test_a_lease_of_a_killed_process_of_this_machine_is_free_at_once(
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_lease_that_a_process_of_this_machine_does_not_renew_is_free_if_that_is_stopped(
-    tmp_path: Path, stopped: bool
-) -> None:
+def test_a_lease_of_a_process_of_this_machine_is_free_if_that_is_stopped(tmp_path: Path, stopped: bool) -> None:
     """One that lives trains, though its disk may hold up the renewals."""
     if not (child := os.fork()):
         SaveLease(tmp_path, never)._write()
@@ -109,9 +103,7 @@ def test_a_lease_that_a_process_of_this_machine_does_not_renew_is_free_if_that_i
         os.waitpid(child, 0)
 
 
-def test_of_two_that_start_at_once_over_a_dead_lease_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_over_a_dead_lease_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
 
     @contextmanager

@@ -34,11 +34,6 @@ def test_what_is_kept(retention: RetentionFlags, kept: list[int]) -> None:
     assert [i for i in SCORES if i not in to_delete(retention, SCORES, 60, ())] == kept
 
 
-def test_the_one_loaded_from_and_newer_ones_stay() -> None:
-    assert to_delete(RetentionFlags(keep_last=1), SCORES, 60, [10]) == [20, 30, 40, 50]
-    assert to_delete(RetentionFlags(keep_last=1), SCORES, 30, ()) == [10, 20]
-
-
 @given(
     st.dictionaries(st.integers(0, 99), st.none() | st.floats(), min_size=1),
     st.builds(RetentionFlags, *[st.none() | st.integers(1, 9)] * 2, st.none() | st.just("valid_loss")),

@@ -66,10 +66,8 @@ def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool) -> 
             if layer.indexer is not None:
                 of_index = text.detach()
                 index_keys, _ = literal_keys(layer.indexer.compressor, of_index, start, stop, (cos, sin))
-                index_q = (q_latent.detach() @ layer.indexer.linear_wq_b.weight.t()).unflatten(
-                    -1, (layer.indexer.heads, -1)
-                )
-                index_q = rotated(index_q, (cos[:, None], sin[:, None]))
+                index_q = q_latent.detach() @ layer.indexer.linear_wq_b.weight.t()
+                index_q = rotated(index_q.unflatten(-1, (layer.indexer.heads, -1)), (cos[:, None], sin[:, None]))
                 weights = of_index @ layer.indexer.linear_weights_proj.weight.t()
                 weights = weights * (layer.indexer.heads * layer.indexer.width) ** -0.5
             for token in range(start, stop):

@@ -287,11 +287,8 @@ def test_merge_equals_preprocessing_all_at_once(tmp_path):
 
 
 def test_merge_refuses_what_does_not_fit(tmp_path):
-    shown = tool(
-        "merge_datasets.py",
-        *("--input", FIXTURES / "alpha", FIXTURES / "gamma", "/no/x", "--output-prefix", tmp_path / "out"),
-        code=2,
-    )
+    given = "--input", FIXTURES / "alpha", FIXTURES / "gamma", "/no/x"
+    shown = tool("merge_datasets.py", *given, "--output-prefix", tmp_path / "out", code=2)
     assert "uint16: " in shown and "int32: " in shown and "/no/x.idx" in shown
     assert list(tmp_path.iterdir()) == []
 

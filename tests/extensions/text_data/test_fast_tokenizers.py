@@ -79,9 +79,8 @@ def test_gpt2_files(folder: Path) -> None:
     trainer = ByteLevelBPETokenizer()
     trainer.train_from_iterator(TEXTS[:3], vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
     trainer.save_model(str(folder))
-    tokenizer = GPT2BPETokenizer(
-        TokenizerConfig(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
-    )
+    files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    tokenizer = GPT2BPETokenizer(TokenizerConfig(**files))
     ids = stand_in_for(tokenizer).tokenize("x<|endoftext|>y")
     assert ids.tolist() == tokenizer.tokenize("x<|endoftext|>y") and tokenizer.eod not in ids
 

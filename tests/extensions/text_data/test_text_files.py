@@ -75,13 +75,8 @@ def test_plain_text_is_a_document_a_file_or_a_line(tmp_path: Path, compression: 
 def test_a_folder_is_its_known_files_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "b" / "c").mkdir(parents=True)
     (tmp_path / ".hidden").mkdir()
-    for name, text in (
-        ("b/c/2.txt", "two"),
-        ("b/1.txt", "one"),
-        ("z.txt", "last"),
-        (".hidden/x.txt", "x"),
-        ("README.md", "y"),
-    ):
+    files = {"b/c/2.txt": "two", "b/1.txt": "one", "z.txt": "last", ".hidden/x.txt": "x", "README.md": "y"}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert documents(tmp_path) == ["one", "two", "last"]
     assert "1 file of no known format left out: README.md" in caplog.text
@@ -245,9 +240,8 @@ def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
 def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\nnope\n{"text": "two"}\n')
-    with pytest.raises(
-        ValueError, match=r"1 records cannot be read, --max-bad-lines allows for 0.*\n.*a\.jsonl:2: not JSON"
-    ):
+    said = r"1 records cannot be read, --max-bad-lines allows for 0.*\n.*a\.jsonl:2: not JSON"
+    with pytest.raises(ValueError, match=said):
         tokenized(str(path))
     assert not list((tmp_path / "cache" / "tokenized").glob("*"))
     assert len(IndexedDataset(tokenized(str(path), max_bad_lines=1))) == 2

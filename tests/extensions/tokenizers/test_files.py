@@ -141,9 +141,8 @@ def test_hugging_face_name_in_the_cache(tmp_path, gpt2_files, monkeypatch):
     name, cache = "some-lab/Model-1.5", tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))  # HF_HUB_CACHE and HF_HOME are read on import
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"--tokenizer-model some-lab/Model-1\.5: .* run hf download some-lab/Model-1"
-    ) as e:
+    said = r"--tokenizer-model some-lab/Model-1\.5: .* run hf download some-lab/Model-1"
+    with pytest.raises(ValueError, match=said) as e:
         build("HuggingFaceTokenizer", tokenizer_model=name)
     assert str(cache) in str(e.value) and "\n" not in str(e.value)
 

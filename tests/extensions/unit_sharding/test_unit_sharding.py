@@ -117,11 +117,8 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
     backward reads no parameters: 3 Psi less these (arXiv 1910.02054, section 7.2.2)."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     for found in run_world(2, steps, flags):
-        assert found["units"] == [
-            "output_layer",
-            *(f"decoder.layers.{i}" for i in (3, 2, 1, 0)),
-            "embedding.word_embeddings",
-        ]
+        layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]
+        assert found["units"] == ["output_layer", *layers, "embedding.word_embeddings"]
         ends = found["sizes"]["output_layer"] + found["sizes"]["embedding.word_embeddings"]
         assert bytes_of(found, "all_gather") == MICROBATCHES * (2 * found["psi"] - ends)
         assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]
