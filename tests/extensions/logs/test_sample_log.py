@@ -1,5 +1,5 @@
-"""`--sample-log`: the same samples in the same order at any layout, micro-batch size and number of workers, also of
-a run that was stopped and resumed."""
+"""`--sample-log`: the same samples in the same order at any layout, micro-batch size and number of workers;
+tests/faults/test_kills.py compares those of a run that is killed and resumed."""
 
 from __future__ import annotations
 
@@ -72,15 +72,3 @@ def test_a_longer_plan_goes_on_in_the_order_that_was_begun(tmp_path: Path, data:
         taken = [origin for record in records for origin in record["origins"] if origin.startswith(name)]
         epoch = (sum(map(len, DOCUMENTS)) - 1) // 8
         assert len(set(taken[:epoch])) == min(epoch, len(taken)), "an epoch takes each sample once"
-
-
-def test_a_resumed_run_takes_the_samples_of_one_that_was_not_stopped(tmp_path: Path, data: list[str]) -> None:
-    flags = "--micro-batch-size 1 --num-workers 2"
-    whole = log_of(tmp_path / "whole", data, 2, flags)
-    halves = log_of(tmp_path / "halves", data, 2, f"{flags} --exit-interval 2")
-    halves.write_text(halves.read_text() + '{"iteration": 3, "samples": [12')  # as of a run that was killed later
-    log_of(tmp_path / "halves", data, 2, f"{flags} --load {tmp_path / 'halves'}")
-    assert halves.read_bytes() == whole.read_bytes()
-    elsewhere = log_of(tmp_path / "elsewhere", data, 1, "--micro-batch-size 3 --num-workers 1 --exit-interval 2")
-    log_of(tmp_path / "elsewhere", data, 2, f"--tp 2 --micro-batch-size 1 --load {tmp_path / 'elsewhere'}")
-    assert elsewhere.read_bytes() == whole.read_bytes()
