@@ -16,14 +16,11 @@ import pytest
 
 from megatron import extensions
 from tests.limits import HANG
+from tests.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
 
-RUN = (
-    "--cpu --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --lr 1e-2 "
-    "--num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 64 --micro-batch-size 1 --global-batch-size 4 "
-    "--train-iters 3 --eval-iters 0 --num-workers 0"
-)
+RUN = f"{TINY} --tp 2 --pp 2 --num-layers 4 --hidden-size 32 --seq-length 16 --micro-batch-size 1 --train-iters 3"
 
 # Run in the copy: writes the flags that --help all shows, what becomes of the flags given, and the losses of 3 steps.
 TRIAL = """

@@ -15,12 +15,10 @@ from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.harness import run_world, running
+from tests.tiny import TINY
 
-MODEL = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 90 --lr 1e-2 --fp64 --cpu "
-    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --mock-data --num-workers 0 --eval-iters 0 "
-    "--attention-dropout 0 --hidden-dropout 0 --log-layer-stats 1 "
-)
+MODEL = f"{TINY} --num-layers 4 --vocab-size 90 --make-vocab-size-divisible-by 4 --fp64 --log-layer-stats 1 "
+MODEL += "--attention-dropout 0 --hidden-dropout 0 "
 EXPERTS = MODEL + "--num-experts 4 --moe-aux-loss-coeff 0.01 --disable-bias-linear --mtp-num-layers 1 "
 UNFUSED = MODEL + "--attention-backend unfused --optimizer sgd "
 
@@ -51,25 +49,20 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
     return found | {f"{n} {q}": x for n, norms in record["parameters"].items() for q, x in norms.items()}
 
 
-@pytest.mark.parametrize(
-    ("flags", "layouts"),
-    [
-        (
-            MODEL,
-            {
-                "--tp 2 --sequence-parallel --pp 2 --num-layers-per-virtual-pipeline-stage 1": 4,
-                "--tp 2 --data-parallel-sharding-strategy optim_grads_params --recompute-granularity full": 4,
-                "--cp 2 --no-use-distributed-optimizer": 2,
-            },
-        ),
-        (
-            EXPERTS,
-            {"--ep 2 --tp 2 --sequence-parallel --expert-tensor-parallel-size 1": 4, "--pp 2 --micro-batch-size 2": 2},
-        ),
-        (UNFUSED, {"--tp 2 --cp 2 --cp-comm-type a2a": 4, "--data-parallel-sharding-strategy optim_grads": 2}),
-    ],
-    ids=["dense", "experts", "unfused"],
-)
+OF_EXPERTS = "--ep 2 --tp 2 --sequence-parallel --expert-tensor-parallel-size 1"
+LAYOUTS = {
+    MODEL: {
+        "--tp 2 --sequence-parallel --pp 2 --num-layers-per-virtual-pipeline-stage 1": 4,
+        "--tp 2 --data-parallel-sharding-strategy optim_grads_params --recompute-granularity full": 4,
+        "--cp 2 --no-use-distributed-optimizer": 2,
+    },
+    EXPERTS: {OF_EXPERTS: 4, "--pp 2 --micro-batch-size 2": 2},
+    UNFUSED: {"--tp 2 --cp 2 --cp-comm-type a2a": 4, "--data-parallel-sharding-strategy optim_grads": 2},
+}
+"""Model -> layouts and their ranks."""
+
+
+@pytest.mark.parametrize(("flags", "layouts"), LAYOUTS.items(), ids=["dense", "experts", "unfused"])
 def test_every_layout_records_what_one_process_does(flags: str, layouts: dict[str, int]) -> None:
     alone = [flat(record) for record in run_world(1, recorded, flags)[0]]
     assert len(alone) == 2

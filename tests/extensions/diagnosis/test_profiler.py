@@ -15,11 +15,9 @@ from megatron.extensions.diagnosis.profiler import Profiler
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tests.harness import run_world, train_to_the_end
+from tests.tiny import TINY
 
-RUN = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --cpu "
-    "--mock-data --train-iters 4 --num-workers 0 --eval-iters 0 --log-interval 1 --profile --profile-step-start 1 "
-)
+RUN = f"{TINY} --log-interval 1 --profile --profile-step-start 1 "
 
 
 def profiled(rank: int, size: int, flags: str, folder: str) -> None:

@@ -22,13 +22,11 @@ from megatron.training.config.validation import resolve
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
 from tests.harness import run_world, train_in_world
+from tests.tiny import TINY
 from tests.triton_cases import apart, round_to_fp8_as_torch, run_on_cpu
 
 CPU = torch.device("cpu")
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data --cpu "
-    "--micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 0"
-)
+MODEL = f"{TINY} --hidden-size 32 --seq-length 16 --vocab-size 64 --micro-batch-size 2 --global-batch-size 2"
 
 
 @operation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -185,25 +186,17 @@ def test_reasons_to_finish() -> None:
     engine = Engine(StageRunner({0: model}), words, rows=2)
     (free,) = engine.run([Request(PROMPTS[0], 10**9)])
     assert free.finish_reason == "length" and len(free.tokens) == 13 and free.text == words(free.tokens)
-    stop = words(free.tokens[3:5])
-    found = engine.run(
-        [
-            Request(PROMPTS[0], 9, stop=(stop,)),
-            Request(PROMPTS[0], 9, stop_ids=frozenset(free.tokens[2:3])),
-            Request(PROMPTS[0], 9, eos_ids=frozenset(free.tokens[2:3])),
-            Request(PROMPTS[0], 0),
-            Request([5] * 16, 3),
-            Request([5, 101], 3),
-        ]
-    )
-    assert [(each.finish_reason, each.text) for each in found] == [
-        ("stop", free.text[: free.text.index(stop)]),
+    stop, third = words(free.tokens[3:5]), frozenset(free.tokens[2:3])
+    ends: list[dict[str, Any]] = [{"stop": (stop,)}, {"stop_ids": third}, {"eos_ids": third}]
+    requests = [Request(PROMPTS[0], 9, **each) for each in ends]
+    others = Request(PROMPTS[0], 0), Request([5] * 16, 3), Request([5, 101], 3)
+    stopped, ended, cut, *found = engine.run([*requests, *others])
+    assert (stopped.finish_reason, stopped.text) == ("stop", free.text[: free.text.index(stop)])
+    assert [(each.finish_reason, each.text) for each in (ended, cut)] == [
         ("stop", free.text[:2]),
         ("eos", free.text[:2]),
-        ("length", ""),
-        ("error", ""),
-        ("error", ""),
     ]
+    assert [(each.finish_reason, each.text) for each in found] == [("length", ""), ("error", ""), ("error", "")]
     assert engine.idle
 
 

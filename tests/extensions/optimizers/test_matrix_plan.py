@@ -22,14 +22,8 @@ METAS = [
     ParamMeta("a.router.weight", (4, 6), role="router"),
     ParamMeta("a.experts.weight", (4, 2, 4, 3), {"ep": 0, "expt_tp": 2}, expert=True, stacked=1),
 ]
-LAYOUTS = [
-    ParallelDims(),
-    ParallelDims(dp=3),
-    ParallelDims(tp=2, dp=2),
-    ParallelDims(tp=4, dp=2, ep=2, expt_tp=2),
-    ParallelDims(tp=2, cp=2, dp=2, ep=4),
-    ParallelDims(tp=2, pp=2, dp=3, tp_pp_dp=True),
-]
+LAYOUTS = [ParallelDims(), ParallelDims(dp=3), ParallelDims(tp=2, dp=2), ParallelDims(tp=4, dp=2, ep=2, expt_tp=2)]
+LAYOUTS += [ParallelDims(tp=2, cp=2, dp=2, ep=4), ParallelDims(tp=2, pp=2, dp=3, tp_pp_dp=True)]
 
 
 def plans(dims: ParallelDims, distributed: bool, **more) -> MatrixPlan:

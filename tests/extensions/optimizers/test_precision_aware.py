@@ -14,15 +14,13 @@ from megatron.extensions.optimizers.precision_aware import FORMATS, StoredState,
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
+from tests.tiny import TINY
 
 STRATEGY = "--data-parallel-sharding-strategy"
 SHARDED = ("optim_grads", "optim_grads_params")
 
-MODEL = (
-    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 8 --vocab-size 64 "
-    "--lr 1e-2 --cpu --train-iters 4 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
-    "--num-workers 0 --mock-data --disable-bias-linear "
-)
+MODEL = f"{TINY} --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --vocab-size 64 "
+MODEL += "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear "
 AWARE = "--use-precision-aware-optimizer "
 MOMENTS = {name: f"{AWARE}--exp-avg-dtype {name} --exp-avg-sq-dtype {name} " for name in FORMATS}
 

@@ -8,13 +8,10 @@ import torch
 from megatron.extensions.optimizers.qk_clip import of_elements
 from megatron.training.train_step import train_step
 from tests.harness import run_world, running
+from tests.tiny import TINY
 
-MODEL = (
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-9 --fp64 --cpu "
-    "--train-iters 9 --global-batch-size 4 --micro-batch-size 2 --attention-dropout 0 --hidden-dropout 0 "
-    "--eval-iters 0 --num-workers 0 --mock-data --make-vocab-size-divisible-by 2 --init-method-std 0.5 "
-    "--weight-decay 0 "
-)
+MODEL = f"{TINY} --num-layers 1 --hidden-size 32 --micro-batch-size 2 --init-method-std 0.5 --lr 1e-9 --weight-decay 0 "
+MODEL += "--fp64 --train-iters 9 --attention-dropout 0 --hidden-dropout 0 "
 LATENT = (
     "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5"
     " --position-embedding-type rope"

@@ -62,16 +62,11 @@ def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str)
     assert (o.lr_warmup_iters, o.lr_decay_iters, o.lr_wsd_decay_iters) == (0, None, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "must begin"),
-        ("5:4", "must begin"),
-        ("0:4 10:x", "'10:x' must be"),
-        ("0:4 9:8 9:16", "must rise"),
-        ("0.5:4", "must be TOKENS"),
-    ],
-)
+UNREADABLE = {"": "must begin", "5:4": "must begin", "0:4 10:x": "'10:x' must be", "0:4 9:8 9:16": "must rise"}
+UNREADABLE["0.5:4"] = "must be TOKENS"
+
+
+@pytest.mark.parametrize(("text", "message"), UNREADABLE.items())
 def test_a_schedule_that_cannot_be_read(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_batch_schedule(text)

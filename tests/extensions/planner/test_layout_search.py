@@ -297,20 +297,12 @@ def test_what_no_layout_changes_is_told_without_a_search() -> None:
     assert "--lr-warmup-iters" in flags and len(flags) < len({problem.flag for problem in problems})
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (0.2095, "0.209 seconds"),
-        (59.96, "60 seconds"),
-        (60, "1 minute"),
-        (1800, "30 minutes"),
-        (3600, "1 hour"),
-        (47.6 * 3600, "47.6 hours"),
-        (2.04 * 86400, "2.04 days"),
-        (1810 * 86400, "4.96 years"),
-        (1.2345e6 * 365.25 * 86400, "1,230,000 years"),
-    ],
-)
+TIMES = {0.2095: "0.209 seconds", 59.96: "60 seconds", 60: "1 minute", 1800: "30 minutes", 3600: "1 hour"}
+TIMES |= {47.6 * 3600: "47.6 hours", 2.04 * 86400: "2.04 days", 1810 * 86400: "4.96 years"}
+TIMES |= {1.2345e6 * 365.25 * 86400: "1,230,000 years"}
+
+
+@pytest.mark.parametrize(("seconds", "said"), TIMES.items())
 def test_times_of_runs_have_units_that_suit_them(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 

@@ -16,11 +16,9 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.hooks import explain_failure
 from megatron.training.reliability.launch import Launch
+from tests.tiny import TINY
 
-MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --lr 1e-3 --mock-data "
-    "--train-iters 1 --micro-batch-size 4 --global-batch-size 8 --bf16 --cpu"
-)
+MODEL = f"{TINY} --hidden-size 64 --seq-length 64 --vocab-size 512 --micro-batch-size 4 --global-batch-size 8 --bf16"
 MEASURED = cache(activations.activations_of_ranks)
 
 

@@ -20,11 +20,9 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.train_step import train_step
 from tests.harness import local_run, run_world
+from tests.tiny import TINY
 
-COMMON = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --vocab-size 50 --lr 1e-2 --mock-data "
-    "--micro-batch-size 1 --train-iters 1 --eval-iters 0 --num-workers 0 --cpu --bf16 --ddp-bucket-size 2000"
-)
+COMMON = f"{TINY} --num-layers 4 --seq-length 16 --micro-batch-size 1 --train-iters 1 --bf16 --ddp-bucket-size 2000"
 
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity "

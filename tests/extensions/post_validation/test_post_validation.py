@@ -32,12 +32,12 @@ from megatron.training.train_step import train_step
 from tests.extensions import installed, needs
 from tests.harness import local_run, plant_nan, run_world
 from tests.rules import BASE
+from tests.tiny import TINY
 
 MODEL = (
-    "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 --lr 1e-2 --cpu "
-    "--make-vocab-size-divisible-by 8 --mock-data --global-batch-size 8 --micro-batch-size 1 --train-iters 40 "
-    "--eval-iters 0 --num-workers 0 --optimizer-post-validation"
+    f"{TINY} --num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 --train-iters 40 "
 )
+MODEL += "--global-batch-size 8 --micro-batch-size 1 --optimizer-post-validation"
 MOE = (
     "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-aux-loss-coeff 0.1"

@@ -20,12 +20,10 @@ from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.test_collective_counts import recorded
 from tests.harness import run_world
+from tests.tiny import TINY
 
-MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data "
-    "--make-vocab-size-divisible-by 8 --micro-batch-size 1 --train-iters 4 --eval-iters 0 --num-workers 0 --lr 1e-2 "
-    "--cpu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --fp32"
-)
+MODEL = f"{TINY} --num-layers 4 --hidden-size 32 --seq-length 16 --vocab-size 60 --micro-batch-size 1 --fp32 "
+MODEL += "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope"
 MICROBATCHES = 3
 
 
