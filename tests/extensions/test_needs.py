@@ -40,13 +40,13 @@ def test_needs_have_no_circle() -> None:
     assert set(TopologicalSorter(NEEDS).static_order()) == set(NEEDS)
 
 
-@pytest.mark.parametrize(
-    ("listed", "said"),
-    [
-        ([BuiltIn("planner", "plans", needs=("simulator",))], "planner, which needs simulator: remove the line"),
-        ([BuiltIn("gone", "nothing")], 'gone, which is missing: remove the line BuiltIn("gone", ...) there'),
-    ],
-)
+LISTS = [
+    ([BuiltIn("planner", "plans", needs=("simulator",))], "planner, which needs simulator: remove the line"),
+    ([BuiltIn("gone", "nothing")], 'gone, which is missing: remove the line BuiltIn("gone", ...) there'),
+]
+
+
+@pytest.mark.parametrize(("listed", "said"), LISTS)
 def test_a_list_that_does_not_fit(listed: list[BuiltIn], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "BUILT_IN", listed)
     with pytest.raises(ModuleNotFoundError, match=re.escape(said)):

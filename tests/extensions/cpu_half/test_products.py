@@ -100,15 +100,15 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", printed)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [
-        ("--bf16", torch.bfloat16),
-        ("--bf16 --tp 2 --sequence-parallel --num-experts 4", torch.bfloat16),
-        ("--fp16 --initial-loss-scale 256", torch.float16),
-        ("--optimizer muon", torch.bfloat16),
-    ],
-)
+RUNS = [
+    ("--bf16", torch.bfloat16),
+    ("--bf16 --tp 2 --sequence-parallel --num-experts 4", torch.bfloat16),
+    ("--fp16 --initial-loss-scale 256", torch.float16),
+    ("--optimizer muon", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("flags", "dtype"), RUNS)
 def test_all_ranks_multiply_in_fp32_if_one_has_to(flags: str, dtype: torch.dtype) -> None:
     (plain, _), (_, none) = run_world(2, trained, flags, None)
     (printed, first), (_, second) = run_world(2, trained, flags, 1)

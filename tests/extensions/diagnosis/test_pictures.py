@@ -79,22 +79,22 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
             read_trace(other)
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda trace: trace["otherData"]["ranks"].pop(), "layout in otherData is not one of 3 ranks"),
-        (lambda trace: trace["otherData"]["layout"].update(tp=0), "has no layout"),
-        (lambda trace: trace["otherData"]["layout"].update(ep=3), "is not one of 4 ranks"),
-        (lambda trace: trace["otherData"].update(pipelines=[[0, 1, 2, 2]]), "do not have each rank once"),
-        (lambda trace: trace["otherData"]["ranks"][2].pop("host"), "does not say the host of rank 2"),
-        (lambda trace: trace["otherData"]["ranks"][1].update(memory={"weights": "a"}), "the memory of rank 1 are not"),
-        (lambda trace: trace["traceEvents"].append(7), "is no object"),
-        (lambda trace: trace["traceEvents"][-1].update(ts=1e300), "times"),
-        (lambda trace: trace["traceEvents"][-1].update(pid=9), "is of rank 9, which is not there"),
-        (lambda trace: trace["traceEvents"][-1].pop("pid"), r"without \['pid'\]"),
-        (lambda trace: [event.get("args", {}).pop("kind", 0) for event in trace["traceEvents"]], "not say its action"),
-    ],
-)
+DAMAGE = [
+    (lambda trace: trace["otherData"]["ranks"].pop(), "layout in otherData is not one of 3 ranks"),
+    (lambda trace: trace["otherData"]["layout"].update(tp=0), "has no layout"),
+    (lambda trace: trace["otherData"]["layout"].update(ep=3), "is not one of 4 ranks"),
+    (lambda trace: trace["otherData"].update(pipelines=[[0, 1, 2, 2]]), "do not have each rank once"),
+    (lambda trace: trace["otherData"]["ranks"][2].pop("host"), "does not say the host of rank 2"),
+    (lambda trace: trace["otherData"]["ranks"][1].update(memory={"weights": "a"}), "the memory of rank 1 are not"),
+    (lambda trace: trace["traceEvents"].append(7), "is no object"),
+    (lambda trace: trace["traceEvents"][-1].update(ts=1e300), "times"),
+    (lambda trace: trace["traceEvents"][-1].update(pid=9), "is of rank 9, which is not there"),
+    (lambda trace: trace["traceEvents"][-1].pop("pid"), r"without \['pid'\]"),
+    (lambda trace: [event.get("args", {}).pop("kind", 0) for event in trace["traceEvents"]], "not say its action"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE)
 def test_what_damage_to_a_trace_is_named(tmp_path: Path, damage: Callable[[Any], Any], said: str) -> None:
     trace = simulated_trace()
     damage(trace)

@@ -75,9 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=150, help="of training (default: 150)")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     args = parser.parse_args(argv)
-    known = subprocess.run(
-        [args.lm_eval, "-c", "import lm_eval, transformers, accelerate"], capture_output=True, text=True
-    )
+    imports = "import lm_eval, transformers, accelerate"
+    known = subprocess.run([args.lm_eval, "-c", imports], capture_output=True, text=True)
     if known.returncode:
         print(f"skipped: {known.stderr.strip().splitlines()[-1]}; pip install .[lm-eval] transformers accelerate")
         return 0
@@ -185,11 +184,8 @@ def report(name: str, scores: Mapping[str, Any], documents: Sequence[Mapping[str
 def documents_differ(name: str, documents: Sequence[Mapping[str, Any]], samples: Any) -> bool:
     largest, greedy, texts, compared = 0.0, 0, 0, 0
     for mine in documents:
-        (theirs,) = (
-            each
-            for each in samples[mine["task"]]
-            if (each["document"], each["filter"]) == (mine["document"], mine["filter"])
-        )
+        key = mine["document"], mine["filter"]
+        (theirs,) = (each for each in samples[mine["task"]] if (each["document"], each["filter"]) == key)
         if "generated" in mine:
             texts += mine["generated"] != theirs["responses"][0][0] or mine["filtered"] != theirs["filtered"][0]
             continue

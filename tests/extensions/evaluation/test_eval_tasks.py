@@ -70,13 +70,13 @@ def test_requests_are_those_of_the_harness() -> None:
     assert [len(samples) for samples in tasks.values()] == [9, 12, 8, 12, 4, 10]
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        *((case["changes"], case["told"]) for case in WRONG),
-        ({"documents": [{"q": "", "a": "no"}], "doc_to_choice": ["y" * 300, "no"]}, "tokens is longer than the 256"),
-    ],
-)
+TOLD = [
+    *((case["changes"], case["told"]) for case in WRONG),
+    ({"documents": [{"q": "", "a": "no"}], "doc_to_choice": ["y" * 300, "no"]}, "tokens is longer than the 256"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), TOLD)
 def test_what_is_wrong_is_told(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     path = written(tmp_path, **changes)
     with pytest.raises(ValueError, match="--eval-tasks") as error:

@@ -104,13 +104,13 @@ def test_layouts_agree_with_one_process(recipe: str, ranks: int, model: str, lay
         assert distance(found, one, "state") < bound
 
 
-@pytest.mark.parametrize(
-    ("recipe", "how"),
-    [
-        ("delayed", "full --recompute-method uniform"),
-        ("rowwise", "selective --recompute-modules core_attn layernorm mlp_act"),
-    ],
-)
+RECOMPUTED = [
+    ("delayed", "full --recompute-method uniform"),
+    ("rowwise", "selective --recompute-modules core_attn layernorm mlp_act"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "how"), RECOMPUTED)
 def test_recomputation_changes_no_bit(recipe: str, how: str) -> None:
     assert first_difference(train(recipe, 1, f"--recompute-granularity {how}"), train(recipe, 1, ""), 0.0) is None
 

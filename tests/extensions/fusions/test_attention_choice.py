@@ -113,16 +113,15 @@ def test_a_fixed_one_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kernel(SHAPE, CPU, Axis(), "flash3")
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows"),
-    [
-        (SHAPE, 16),
-        (replace(SHAPE, tiles=True, window=5), 16),
-        (replace(SHAPE, tiles=True, queries=(range(4), range(12, 16))), 8),
-        (replace(SHAPE, dropout=0.1), 16),
-    ],
-    ids=["whole", "window", "context", "dropout"],
-)
+TIMED = [
+    (SHAPE, 16),
+    (replace(SHAPE, tiles=True, window=5), 16),
+    (replace(SHAPE, tiles=True, queries=(range(4), range(12, 16))), 8),
+    (replace(SHAPE, dropout=0.1), 16),
+]
+
+
+@pytest.mark.parametrize(("shape", "rows"), TIMED, ids=["whole", "window", "context", "dropout"])
 def test_what_is_timed_runs(shape: AttentionShape, rows: int) -> None:
     """By the kernels of CPUs, which stand in for those of GPUs."""
     gradients = attention_run(shape, CPU, "unfused")()

@@ -199,15 +199,14 @@ def compare_masks() -> None:
 MODEL = TransformerConfig(**shape(1, 64, 4, 256, 64, 256), attention_dropout=0.1)
 
 
-@pytest.mark.parametrize(
-    ("more", "pairs"),
-    [
-        ({}, 256 * 256 / 2),
-        ({"window_size": 16}, 16 * (256 - 16) + 16 * 17 / 2),
-        ({"attention_dropout": 0.0}, 256 * 256 / 2),
-    ],
-    ids=["dropout", "window", "none"],
-)
+PLANNED = [
+    ({}, 256 * 256 / 2),
+    ({"window_size": 16}, 16 * (256 - 16) + 16 * 17 / 2),
+    ({"attention_dropout": 0.0}, 256 * 256 / 2),
+]
+
+
+@pytest.mark.parametrize(("more", "pairs"), PLANNED, ids=["dropout", "window", "none"])
 def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], pairs: float) -> None:
     fakes = pytest.importorskip("megatron.extensions.planner.fake_stage")
     events = pytest.importorskip("megatron.extensions.planner.time.events")

@@ -102,19 +102,19 @@ def chosen(run: Callable[..., Tensor], slow: float = 0.5, world: Axis | None = N
     return said
 
 
-@pytest.mark.parametrize(
-    ("run", "slow", "line"),
-    [
-        (right, 0.5, None),
-        (right, 1.05, None),
-        (wrong, 0.5, "differs by 1.0e+00, and may by 1.0e-05"),
-        (wrong_sum, 0.5, "differs by 1.0e+00, and may by 1.0e-05"),
-        (not_a_number, 0.5, "differs by 1.0e+09, and may by 1.0e-05"),
-        (raises, 0.5, "raises ValueError: no kernel for this GPU"),
-        (missing, 0.5, "raises ModuleNotFoundError: No module named 'no_such_package'"),
-        (right, 1.31, "1.31 times the time of torch"),
-    ],
-)
+LINES = [
+    (right, 0.5, None),
+    (right, 1.05, None),
+    (wrong, 0.5, "differs by 1.0e+00, and may by 1.0e-05"),
+    (wrong_sum, 0.5, "differs by 1.0e+00, and may by 1.0e-05"),
+    (not_a_number, 0.5, "differs by 1.0e+09, and may by 1.0e-05"),
+    (raises, 0.5, "raises ValueError: no kernel for this GPU"),
+    (missing, 0.5, "raises ModuleNotFoundError: No module named 'no_such_package'"),
+    (right, 1.31, "1.31 times the time of torch"),
+]
+
+
+@pytest.mark.parametrize(("run", "slow", "line"), LINES)
 def test_a_kernel_that_loses_is_left_out_in_a_line(run: Callable[..., Tensor], slow: float, line: str | None) -> None:
     assert chosen(run, slow) == ([] if line is None else [f" kernel doubled_ left out: {line}"])
 

@@ -54,27 +54,25 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
         assert capsys.readouterr().out.startswith("one two")
 
 
-def test_a_prompt_too_long_does_not_keep_others_from_theirs(
-    checkpoint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_that_is_too_long_keeps_no_other(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "4", "--prompt", "x" * 60, "one"]
     assert main(flags) == 2
     said = capsys.readouterr()
     assert said.out.startswith("one") and "has 60 tokens, and the model reads at most 48" in said.err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--prompt", "x", "--top-p", "2"], "--top-p 2.0 must be above 0"),
-        (["--prompt", "x", "--tokenizer-model", "x.model"], "--tokenizer-model needs --tokenizer-type"),
-        (["--prompt", "x", "--load", "/nowhere"], "/nowhere is missing: there is no such file or folder; give"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
-        (["--context-parallel-size", "2"], "unrecognized arguments: --context-parallel-size"),
-        (["--jsonl", "x", "--chat", "--system", "s"], "--jsonl and --chat cannot be combined"),
-        (["--token-ids"], "--token-ids needs --jsonl"),
-    ],
-)
+MISTAKES = [
+    (["--prompt", "x", "--top-p", "2"], "--top-p 2.0 must be above 0"),
+    (["--prompt", "x", "--tokenizer-model", "x.model"], "--tokenizer-model needs --tokenizer-type"),
+    (["--prompt", "x", "--load", "/nowhere"], "/nowhere is missing: there is no such file or folder; give"),
+    (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+    (["--context-parallel-size", "2"], "unrecognized arguments: --context-parallel-size"),
+    (["--jsonl", "x", "--chat", "--system", "s"], "--jsonl and --chat cannot be combined"),
+    (["--token-ids"], "--token-ids needs --jsonl"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES)
 def test_user_errors(checkpoint: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", *flags]))
@@ -108,9 +106,7 @@ WRONG: list[tuple[bytes, str]] = [
 ]
 
 
-def answered(
-    checkpoint: str, folder: Path, lines: list[bytes], *flags: str, ranks: int = 1, code: int = 0
-) -> list[Any]:
+def answers(checkpoint: str, folder: Path, lines: list[bytes], *flags: str, ranks: int = 1, code: int = 0) -> list[Any]:
     (folder / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n\n")
     files = ["--jsonl", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
     argv = ["--load", checkpoint, "--device", "cpu", *files, *flags]
@@ -126,7 +122,7 @@ def encoded(requests: list[dict[str, Any]]) -> list[bytes]:
 
 
 def test_answers_stand_in_the_order_of_requests(checkpoint: str, tmp_path: Path) -> None:
-    first, second, third, fourth, fifth, sixth = found = answered(checkpoint, tmp_path, encoded(REQUESTS))
+    first, second, third, fourth, fifth, sixth = found = answers(checkpoint, tmp_path, encoded(REQUESTS))
     assert [each["finish_reason"] for each in found] == ["length"] * 6
     assert first["id"] == "first" and len(first["token_ids"]) == len(first["logprobs"]) == 5
     assert bytes(first["prompt_token_ids"]) == b"a longer prompt"
@@ -134,13 +130,13 @@ def test_answers_stand_in_the_order_of_requests(checkpoint: str, tmp_path: Path)
     assert second["text"] == fourth["text"] and second["id"] == 2 and "id" not in fourth
     assert "token_ids" not in third and third["text"]
     assert fifth["text"] == "" and fifth["prompt_logprobs"] == []
-    assert sixth["text"] != answered(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]  # its line number counts
-    assert_same(answered(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1"), found)
+    assert sixth["text"] != answers(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]  # its line number counts
+    assert_same(answers(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1"), found)
 
 
 def test_a_wrong_line_has_its_error_and_keeps_no_other_from_its_text(checkpoint: str, tmp_path: Path) -> None:
     lines = [b'{"prompt": "a", "id": 1}', *(line for line, _ in WRONG), b'{"prompt": "b"}']
-    found = answered(checkpoint, tmp_path, lines, "--max-new-tokens", "2", code=2)
+    found = answers(checkpoint, tmp_path, lines, "--max-new-tokens", "2", code=2)
     assert found[0]["id"] == 1 and found[0]["text"] and found[-1]["text"]
     for number, ((_, message), each) in enumerate(zip(WRONG, found[1:-1], strict=True), 2):
         assert message in each["error"] and each["line"] == number
@@ -148,8 +144,8 @@ def test_a_wrong_line_has_its_error_and_keeps_no_other_from_its_text(checkpoint:
 
 def test_answers_do_not_depend_on_the_layout(checkpoint: str, tmp_path: Path) -> None:
     requests = encoded(REQUESTS)
-    expected = answered(checkpoint, tmp_path, requests)
-    found = answered(checkpoint, tmp_path, requests, "--tp", "2", "--pp", "2", ranks=4)
+    expected = answers(checkpoint, tmp_path, requests)
+    found = answers(checkpoint, tmp_path, requests, "--tp", "2", "--pp", "2", ranks=4)
     assert_same(found, expected)
 
 
@@ -162,9 +158,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert found == expected
 
 
-def test_flags_that_do_not_fit_are_refused_once(
-    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layouts_that_do_not_fit_are_refused_once(checkpoint: str, tmp_path: Path) -> None:
     argv = ["--load", checkpoint, "--device", "cpu", "--prompt", "a"]
     for flags, message in (
         ("--tensor-model-parallel-size 4", "must be 4: PP 1 times TP 4"),
@@ -189,7 +183,7 @@ def test_chat(
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nlonger\n" + "x" * 30 + "\n" + "y" * 60 + "\nend"))
     assert main([*flags, "--chat-template", str(template), "--system", "S"]) == 0
     out = capsys.readouterr().out
-    first = answered(checkpoint, tmp_path, [b'{"prompt": "sSuhia", "max_new_tokens": 4}'])[0]["text"]
+    first = answers(checkpoint, tmp_path, [b'{"prompt": "sSuhia", "max_new_tokens": 4}'])[0]["text"]
     assert out.startswith(first + "\n")
     assert "[has 64 tokens, and the model reads at most 48" in out and out.count("\n") >= 5
     with pytest.raises(ValueError, match="--tokenizer-type ByteTokenizer has no chat template"):

@@ -91,20 +91,20 @@ def test_samples_depend_on_the_seed_and_not_on_other_prompts() -> None:
     assert generate(model, PROMPTS, 9, replace(sampling, top_k=1)) == generate(model, PROMPTS, 9)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        (Sampling(1.0), [0.4, 0.1, 0.3, 0.2]),
-        (Sampling(0.5), [16 / 30, 1 / 30, 9 / 30, 4 / 30]),
-        (Sampling(1.0, top_k=2), [4 / 7, 0, 3 / 7, 0]),
-        (Sampling(1.0, top_p=0.75), [4 / 9, 0, 3 / 9, 2 / 9]),
-        (Sampling(1.0, top_p=0.69), [4 / 7, 0, 3 / 7, 0]),
-        (Sampling(1.0, top_k=3, top_p=0.01), [1.0, 0, 0, 0]),
-        (Sampling(1.0, min_p=0.6), [4 / 7, 0, 3 / 7, 0]),
-        (Sampling(1.0, min_p=1.0), [1.0, 0, 0, 0]),
-        (Sampling(1.0, top_p=0.95, min_p=0.4), [4 / 9, 0, 3 / 9, 2 / 9]),
-    ],
-)
+PROBABILITIES = [
+    (Sampling(1.0), [0.4, 0.1, 0.3, 0.2]),
+    (Sampling(0.5), [16 / 30, 1 / 30, 9 / 30, 4 / 30]),
+    (Sampling(1.0, top_k=2), [4 / 7, 0, 3 / 7, 0]),
+    (Sampling(1.0, top_p=0.75), [4 / 9, 0, 3 / 9, 2 / 9]),
+    (Sampling(1.0, top_p=0.69), [4 / 7, 0, 3 / 7, 0]),
+    (Sampling(1.0, top_k=3, top_p=0.01), [1.0, 0, 0, 0]),
+    (Sampling(1.0, min_p=0.6), [4 / 7, 0, 3 / 7, 0]),
+    (Sampling(1.0, min_p=1.0), [1.0, 0, 0, 0]),
+    (Sampling(1.0, top_p=0.95, min_p=0.4), [4 / 9, 0, 3 / 9, 2 / 9]),
+]
+
+
+@pytest.mark.parametrize(("sampling", "expected"), PROBABILITIES)
 def test_sampled_tokens_have_their_probabilities(sampling: Sampling, expected: list[float]) -> None:
     draws = 20000
     logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().expand(draws, 4)
@@ -156,16 +156,16 @@ def test_pieces_of_text_are_the_text(tokenizer: Tokenizer) -> None:
         assert "\ufffd" not in "".join(pieces[:6])
 
 
-@pytest.mark.parametrize(
-    ("stop", "expected", "pieces"),
-    [
-        (["def"], "abc ", ["a", "b", "c", " ", "", "", ""]),
-        (["ef", "c "], "ab", ["a", "b", "", ""]),
-        (["xyz"], "abc def abc", None),
-        (["abcd", "c d"], "ab", None),
-        (["f abcx"], "abc def abc", ["a", "b", "c", " ", "d", "e", "", "", "", "", ""]),
-    ],
-)
+STOPPED = [
+    (["def"], "abc ", ["a", "b", "c", " ", "", "", ""]),
+    (["ef", "c "], "ab", ["a", "b", "", ""]),
+    (["xyz"], "abc def abc", None),
+    (["abcd", "c d"], "ab", None),
+    (["f abcx"], "abc def abc", ["a", "b", "c", " ", "d", "e", "", "", "", "", ""]),
+]
+
+
+@pytest.mark.parametrize(("stop", "expected", "pieces"), STOPPED)
 def test_stop_strings_across_tokens(stop: list[str], expected: str, pieces: list[str] | None) -> None:
     stream, found = TextStream(ByteTokenizer().detokenize, b"x", stop), []
     for token in b"abc def abc":
@@ -192,10 +192,7 @@ def test_reasons_to_finish() -> None:
     others = Request(PROMPTS[0], 0), Request([5] * 16, 3), Request([5, 101], 3)
     stopped, ended, cut, *found = engine.run([*requests, *others])
     assert (stopped.finish_reason, stopped.text) == ("stop", free.text[: free.text.index(stop)])
-    assert [(each.finish_reason, each.text) for each in (ended, cut)] == [
-        ("stop", free.text[:2]),
-        ("eos", free.text[:2]),
-    ]
+    assert ended.text == cut.text == free.text[:2] and (ended.finish_reason, cut.finish_reason) == ("stop", "eos")
     assert [(each.finish_reason, each.text) for each in found] == [("length", ""), ("error", ""), ("error", "")]
     assert engine.idle
 

@@ -226,19 +226,19 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        *((COMPLETIONS, body, 400, message) for body, message in WRONG),
-        (CHAT, {"messages": []}, 400, "messages must be a list"),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0] must have a content"),
-        (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools: [{}] is not supported"),
-        (COMPLETIONS, b"x" * 20_001, 413, "has 20001 bytes; this server reads at most 20000"),
-        (COMPLETIONS, {"prompt": "a", "model": "gpt-4"}, 404, 'no model \\"gpt-4\\" here; this server has tiny'),
-        ("/v1/embeddings", {"input": "a"}, 404, "there is no POST /v1/embeddings"),
-        ("/nothing", None, 404, "there is no GET /nothing"),
-    ],
-)
+REFUSED = [
+    *((COMPLETIONS, body, 400, message) for body, message in WRONG),
+    (CHAT, {"messages": []}, 400, "messages must be a list"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0] must have a content"),
+    (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools: [{}] is not supported"),
+    (COMPLETIONS, b"x" * 20_001, 413, "has 20001 bytes; this server reads at most 20000"),
+    (COMPLETIONS, {"prompt": "a", "model": "gpt-4"}, 404, 'no model \\"gpt-4\\" here; this server has tiny'),
+    ("/v1/embeddings", {"input": "a"}, 404, "there is no POST /v1/embeddings"),
+    ("/nothing", None, 404, "there is no GET /nothing"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), REFUSED)
 def test_wrong_requests_are_told_what_is_wrong(served: Served, path: str, body: Any, status: int, message: str) -> None:
     found = served.ask(path, body)
     assert found[0] == status

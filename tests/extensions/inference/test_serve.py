@@ -66,14 +66,14 @@ def test_a_rank_that_is_killed_ends_the_server(killed: int, layout: str, checkpo
     assert line in (tmp_path / "screen").read_text()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--batch-size 0 --port 70000", "0: must be at least 1\nerror: --port 70000 must be at most 65535"),
-        ("--load /nowhere", "--load /nowhere is missing: there is no such file or folder; give a checkpoint, "),
-        ("--host 256.0.0.1", "error: "),
-    ],
-)
+MISTAKES = [
+    ("--batch-size 0 --port 70000", "0: must be at least 1\nerror: --port 70000 must be at most 65535"),
+    ("--load /nowhere", "--load /nowhere is missing: there is no such file or folder; give a checkpoint, "),
+    ("--host 256.0.0.1", "error: "),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES)
 def test_user_errors(checkpoint: str, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", "--port", "0", *flags.split()]))

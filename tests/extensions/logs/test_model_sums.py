@@ -37,14 +37,14 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
         return meter.report(sums, run.interval), plain
 
 
-@pytest.mark.parametrize(
-    ("flags", "layouts"),
-    [
-        (MODEL, ["--tp 2 --sequence-parallel", "--pp 2", "--no-use-distributed-optimizer", "--cp 2"]),
-        (MODEL + "--freeze word_embeddings ", ["--pp 2", ""]),
-        (EXPERTS, ["--ep 2", "--tp 2 --sequence-parallel --etp 1"]),
-    ],
-)
+LAYOUTS = [
+    (MODEL, ["--tp 2 --sequence-parallel", "--pp 2", "--no-use-distributed-optimizer", "--cp 2"]),
+    (MODEL + "--freeze word_embeddings ", ["--pp 2", ""]),
+    (EXPERTS, ["--ep 2", "--tp 2 --sequence-parallel --etp 1"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "layouts"), LAYOUTS)
 def test_every_layout_counts_what_one_process_does(flags: str, layouts: list[str]) -> None:
     logged, plain = run_world(1, counted, flags)[0]
     assert logged == pytest.approx(plain, rel=1e-12)

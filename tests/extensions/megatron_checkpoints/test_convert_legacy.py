@@ -189,14 +189,14 @@ def test_fp32_parameters_out_of_order(interleaved: Path, tmp_path: Path, capsys:
     convert("--input", interleaved, "--output", tmp_path / "ours", "--weights-only")
 
 
-@pytest.mark.parametrize(
-    ("bucket", "apart", "places", "end"),
-    [
-        (None, False, [192, 128, 0], 202),
-        (70, False, [164, 100, 0], 174),  # a bucket ends after the last parameter, and its end is not padded
-        (None, True, [192, 128, 0], 202),
-    ],
-)
+PLACES = [
+    (None, False, [192, 128, 0], 202),
+    (70, False, [164, 100, 0], 174),  # a bucket ends after the last parameter, and its end is not padded
+    (None, True, [192, 128, 0], 202),
+]
+
+
+@pytest.mark.parametrize(("bucket", "apart", "places", "end"), PLACES)
 def test_places_in_a_buffer(bucket: int | None, apart: bool, places: list[int], end: int) -> None:
     assert layout_of([("a", 10), ("b", 64), ("c", 100)], bucket, apart) == (places, end)
 

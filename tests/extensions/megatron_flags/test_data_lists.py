@@ -47,15 +47,15 @@ def test_weighted_ranges_of_flags_and_files(tmp_path: Path) -> None:
     assert read(lists) == DatasetConfig(train_data_path=("1", "a@0:0.9"), valid_data_path=("1", "a@0.9:1"))
 
 
-@pytest.mark.parametrize(
-    ("lists", "message"),
-    [
-        (DataLists(train_weighted_split_paths=("a b c",)), "--train-weighted-split-paths a b c: must be"),
-        (DataLists(train_weighted_split_paths=("t: 1 a",)), "'1 a' must be WEIGHT START:END PREFIX"),
-        (DataLists(valid_weighted_split_paths=("a: 1 0:1 x", "b: 1 0:1 y")), "has the sets a, b; several"),
-        (DataLists(per_split_data_args_path="LISTS"), "must be a JSON object"),
-    ],
-)
+UNREADABLE = [
+    (DataLists(train_weighted_split_paths=("a b c",)), "--train-weighted-split-paths a b c: must be"),
+    (DataLists(train_weighted_split_paths=("t: 1 a",)), "'1 a' must be WEIGHT START:END PREFIX"),
+    (DataLists(valid_weighted_split_paths=("a: 1 0:1 x", "b: 1 0:1 y")), "has the sets a, b; several"),
+    (DataLists(per_split_data_args_path="LISTS"), "must be a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("lists", "message"), UNREADABLE)
 def test_lists_that_cannot_be_read(lists: DataLists, message: str, tmp_path: Path) -> None:
     if lists.per_split_data_args_path:
         (tmp_path / "lists").write_text("[1]")

@@ -74,35 +74,35 @@ def test_neither_script_nor_flags(capsys: pytest.CaptureFixture[str], tmp_path: 
         main([str(empty)])
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ('o="--seed 2 --lr 64"\no+=" --bf16"\npython pretrain_gpt.py ${o}', "--seed 2 --lr 64 --bf16"),
-        ('o="--seed 2"\no="$o --bf16"\npython pretrain_gpt.py $o', "--seed 2 --bf16"),
-        ("python pretrain_gpt.py --data-path /a/b#c --bf16 # comment", "--data-path /a/b#c --bf16"),
-        ('A=(\n --lr $((3 * 2))  # (six\n --bf16\n)\ntorchrun pretrain_gpt.py "${A[@]}"', "--lr $((3 * 2)) --bf16"),
-        ("A=(--lr 1 --bf16)\npython pretrain_gpt.py ${A[*]} --seed `date +%s`", "--lr 1 --bf16 --seed `date +%s`"),
-        ("X=1\npython pretrain_gpt.py --lr 1 ${X:+--bf16} ${Y:+--fp16} $@", "--lr 1 --bf16"),
-        ("python tools/preprocess_data.py --workers 2\npython pretrain_gpt.py --lr 1", "--lr 1"),
-        ('C="pretrain_gpt.py --lr 1"\nsrun --jobid 3 bash -c "$C"', "--lr 1"),
-    ],
-)
+STYLES = [
+    ('o="--seed 2 --lr 64"\no+=" --bf16"\npython pretrain_gpt.py ${o}', "--seed 2 --lr 64 --bf16"),
+    ('o="--seed 2"\no="$o --bf16"\npython pretrain_gpt.py $o', "--seed 2 --bf16"),
+    ("python pretrain_gpt.py --data-path /a/b#c --bf16 # comment", "--data-path /a/b#c --bf16"),
+    ('A=(\n --lr $((3 * 2))  # (six\n --bf16\n)\ntorchrun pretrain_gpt.py "${A[@]}"', "--lr $((3 * 2)) --bf16"),
+    ("A=(--lr 1 --bf16)\npython pretrain_gpt.py ${A[*]} --seed `date +%s`", "--lr 1 --bf16 --seed `date +%s`"),
+    ("X=1\npython pretrain_gpt.py --lr 1 ${X:+--bf16} ${Y:+--fp16} $@", "--lr 1 --bf16"),
+    ("python tools/preprocess_data.py --workers 2\npython pretrain_gpt.py --lr 1", "--lr 1"),
+    ('C="pretrain_gpt.py --lr 1"\nsrun --jobid 3 bash -c "$C"', "--lr 1"),
+]
+
+
+@pytest.mark.parametrize(("script", "words"), STYLES)
 def test_words_of_other_styles(script: str, words: str) -> None:
     assert " ".join(LaunchScript(script).flags()) == words
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ('D=bf16; A="--$D"\nif [[ "$D" == "fp8" ]]; then A+=" --fp8-x hy"; fi\npretrain $A', "--bf16"),
-        ('D=${6:-"M"}\nif [ "$D" = "M" ]; then A=--mock; else A="--data $D"; fi\npretrain $A', "--mock"),
-        ('T=2; A=--x\ncase $T in 1) A+=" --a 1";; 2|3) A="$A --b 2";; *) A=;; esac\npretrain $A', "--x --b 2"),
-        ('F=; G=1\n[ -n "$F" ] && A="--f"\n[ -n "$G" ] && A="$A --g"\npretrain $A', "--g"),
-        ('pretrain --name "${P:-"Mix"}" --lr 1', "--name Mix --lr 1"),
-        ('pretrain --save $(dirname "$1" x)/y --lr 1', '--save $(dirname "$1" x)/y --lr 1'),
-        ('O="--lr 1"\nsrun --output=%j.log sh -c "python -u pretrain_gpt.py ${O} | tee x"', "--lr 1"),
-    ],
-)
+BRANCHES = [
+    ('D=bf16; A="--$D"\nif [[ "$D" == "fp8" ]]; then A+=" --fp8-x hy"; fi\npretrain $A', "--bf16"),
+    ('D=${6:-"M"}\nif [ "$D" = "M" ]; then A=--mock; else A="--data $D"; fi\npretrain $A', "--mock"),
+    ('T=2; A=--x\ncase $T in 1) A+=" --a 1";; 2|3) A="$A --b 2";; *) A=;; esac\npretrain $A', "--x --b 2"),
+    ('F=; G=1\n[ -n "$F" ] && A="--f"\n[ -n "$G" ] && A="$A --g"\npretrain $A', "--g"),
+    ('pretrain --name "${P:-"Mix"}" --lr 1', "--name Mix --lr 1"),
+    ('pretrain --save $(dirname "$1" x)/y --lr 1', '--save $(dirname "$1" x)/y --lr 1'),
+    ('O="--lr 1"\nsrun --output=%j.log sh -c "python -u pretrain_gpt.py ${O} | tee x"', "--lr 1"),
+]
+
+
+@pytest.mark.parametrize(("script", "words"), BRANCHES)
 def test_branches_and_quotes(script: str, words: str) -> None:
     found = LaunchScript(re.sub("^pretrain ", "python pretrain_gpt.py ", script, flags=re.MULTILINE))
     assert " ".join(found.flags()) == words and not found.unsure

@@ -26,13 +26,13 @@ COMMON = f"{TINY} --num-layers 4 --seq-length 32 --make-vocab-size-divisible-by 
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 
-@pytest.mark.parametrize(
-    ("layers", "flags"),
-    [
-        (1, f"--bf16 --pp 2 --pipeline-schedule zb-v {SELECTIVE} layernorm mlp_act core_attn"),
-        needs("fp8", 3, "--bf16 --tp 2 --sequence-parallel --fp8-format hybrid --fp8-recipe delayed --kv-channels 16"),
-    ],
-)
+RUNS = [
+    (1, f"--bf16 --pp 2 --pipeline-schedule zb-v {SELECTIVE} layernorm mlp_act core_attn"),
+    needs("fp8", 3, "--bf16 --tp 2 --sequence-parallel --fp8-format hybrid --fp8-recipe delayed --kv-channels 16"),
+]
+
+
+@pytest.mark.parametrize(("layers", "flags"), RUNS)
 def test_offload_changes_no_bit(layers: int, flags: str) -> None:
     """In 16 bits; the parity matrix has other layouts."""
     plain = f"{COMMON} {flags}".split()

@@ -50,18 +50,21 @@ def different(a: Snapshot, b: Snapshot) -> list[str]:
     return [key for key in a.tensors if not torch.equal(a.tensors[key], b.tensors[key])]
 
 
+RUNS = [
+    (2, "--bf16 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000", 0.4),
+    (1, "--fp32 --no-use-distributed-optimizer --no-pin-cpu-grads", 0.5),
+    (2, f"--fp16 --initial-loss-scale 128 {ZERO2} --param-group 'fc1 lr_mult=0.1 weight_decay=0.3'", 1),
+    (2, f"--bf16 {ZERO3} --decoupled-lr 1e-3 --no-pin-cpu-params", 0.7),
+    (2, "--fp32 --optimizer sgd --clip-grad 0 --tp 2", 1),
+    (1, f"--bf16 {AWARE}--main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16", 0.6),
+    (1, f"--fp16 --initial-loss-scale 128 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp16", 1),
+    needs("fp8", 2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --seq-length 16", 0.6),
+]
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "fraction"),
-    [
-        (2, "--bf16 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000", 0.4),
-        (1, "--fp32 --no-use-distributed-optimizer --no-pin-cpu-grads", 0.5),
-        (2, f"--fp16 --initial-loss-scale 128 {ZERO2} --param-group 'fc1 lr_mult=0.1 weight_decay=0.3'", 1),
-        (2, f"--bf16 {ZERO3} --decoupled-lr 1e-3 --no-pin-cpu-params", 0.7),
-        (2, "--fp32 --optimizer sgd --clip-grad 0 --tp 2", 1),
-        (1, f"--bf16 {AWARE}--main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16", 0.6),
-        (1, f"--fp16 --initial-loss-scale 128 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp16", 1),
-        needs("fp8", 2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --seq-length 16", 0.6),
-    ],
+    RUNS,
     ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "fp8"],
 )
 def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str, fraction: float) -> None:

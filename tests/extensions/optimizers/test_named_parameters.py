@@ -44,19 +44,19 @@ def _changes(run: Snapshot) -> dict[str, torch.Tensor]:
     return {name: run.tensors[f"step 1 weight {name}"] - before for name, before in _initial(run).items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "lr_mult", "decay"),
-    [
-        ("decoder.layers.0.self_attention.linear_qkv.weight", 0.1, 0.0),
-        ("decoder.layers.0.mlp.linear_fc1.weight", 3.0, 0.6),  # the later expression wins
-        ("decoder.layers.1.mlp.linear_fc1.bias", 3.0, 0.6),
-        ("decoder.layers.1.mlp.linear_fc2.weight", 1.0, 0.3),
-        ("decoder.layers.1.mlp.linear_fc2.bias", 1.0, 0.3),
-        ("decoder.layers.1.self_attention.q_layernorm.weight", 1.0, 0.3),
-        ("decoder.layers.1.input_layernorm.weight", 1.0, 0.0),
-        ("embedding.word_embeddings.weight", 1.0, 0.0),
-    ],
-)
+UPDATES = [
+    ("decoder.layers.0.self_attention.linear_qkv.weight", 0.1, 0.0),
+    ("decoder.layers.0.mlp.linear_fc1.weight", 3.0, 0.6),  # the later expression wins
+    ("decoder.layers.1.mlp.linear_fc1.bias", 3.0, 0.6),
+    ("decoder.layers.1.mlp.linear_fc2.weight", 1.0, 0.3),
+    ("decoder.layers.1.mlp.linear_fc2.bias", 1.0, 0.3),
+    ("decoder.layers.1.self_attention.q_layernorm.weight", 1.0, 0.3),
+    ("decoder.layers.1.input_layernorm.weight", 1.0, 0.0),
+    ("embedding.word_embeddings.weight", 1.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("name", "lr_mult", "decay"), UPDATES)
 def test_an_update_follows_its_group(
     changes: dict[str, dict[str, torch.Tensor]], name: str, lr_mult: float, decay: float
 ) -> None:
@@ -87,17 +87,17 @@ def test_a_rule_is_read() -> None:
     assert config.group_of("decoder.layers.0.input_layernorm.weight", "norms").decay(7.0) == 0.2
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("norm", "at least one key=value"),
-        ("( lr_mult=1", "cannot be read as a regular expression"),
-        ("norm lr=1", "'lr' is none of lr_mult, wd_mult, weight_decay"),
-        ("norm lr_mult=fast", "lr_mult needs a number, not 'fast'"),
-        ("norm lr_mult=-1", "lr_mult must be finite and not negative"),
-        ("norm wd_mult=1 weight_decay=0", "sets one thing twice"),
-    ],
-)
+UNREADABLE = [
+    ("norm", "at least one key=value"),
+    ("( lr_mult=1", "cannot be read as a regular expression"),
+    ("norm lr=1", "'lr' is none of lr_mult, wd_mult, weight_decay"),
+    ("norm lr_mult=fast", "lr_mult needs a number, not 'fast'"),
+    ("norm lr_mult=-1", "lr_mult must be finite and not negative"),
+    ("norm wd_mult=1 weight_decay=0", "sets one thing twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "rule"), UNREADABLE)
 def test_a_rule_that_cannot_be_read_is_refused(text: str, rule: str) -> None:
     config = resolve(parse_args([*MODEL, "--param-group", text]), 1)
     (problem,) = validate(config, 1)
@@ -118,17 +118,17 @@ def test_frozen_parameters_keep_their_values_and_have_no_state() -> None:
     assert not tensors[f"initial weight {name}"].equal(tensors[f"step 2 weight {name}"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            r"--param-group 'mlp\.linear_fc3 lr_mult=2' --pp 2",
-            "mlp\\.linear_fc3 lr_mult=2: matches no parameter; the nearest names are decoder.layers.0.mlp.linear_fc1.",
-        ),
-        ("--freeze layer.7", "--freeze layer.7: matches no parameter; the nearest names are decoder."),
-        ("--freeze . --pp 2", "leaves nothing to train; names are for example decoder.final_layernorm"),
-    ],
-)
+NOTHING_OR_ALL = [
+    (
+        r"--param-group 'mlp\.linear_fc3 lr_mult=2' --pp 2",
+        "mlp\\.linear_fc3 lr_mult=2: matches no parameter; the nearest names are decoder.layers.0.mlp.linear_fc1.",
+    ),
+    ("--freeze layer.7", "--freeze layer.7: matches no parameter; the nearest names are decoder."),
+    ("--freeze . --pp 2", "leaves nothing to train; names are for example decoder.final_layernorm"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), NOTHING_OR_ALL)
 def test_an_expression_of_nothing_or_all_is_refused(flags: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         train_in_world(2, [*MODEL, *shlex.split(flags)])

@@ -24,16 +24,16 @@ def parallel(pp: int, **more: Any) -> ModelParallelConfig:
     return ModelParallelConfig(pipeline_model_parallel_size=pp, extension_options=(SplitFlags(**own),), **more)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({FIRST: 5, LAST: 3}, [5, 11, 11, 3]),
-        ({LAST: 0}, [10, 10, 10, 0]),
-        ({"num_virtual_stages_per_pipeline_rank": 2, FIRST: 3}, [2, 4, 4, 5, 1, 5, 5, 4]),
-        ({"pipeline_schedule": "zb-v", FIRST: 2, LAST: 1}, [2, 4, 4, 4, 5, 5, 5, 1]),
-        ({LOSS: True}, [7, 8, 8, 7]),
-    ],
-)
+ENDS = [
+    ({FIRST: 5, LAST: 3}, [5, 11, 11, 3]),
+    ({LAST: 0}, [10, 10, 10, 0]),
+    ({"num_virtual_stages_per_pipeline_rank": 2, FIRST: 3}, [2, 4, 4, 5, 1, 5, 5, 4]),
+    ({"pipeline_schedule": "zb-v", FIRST: 2, LAST: 1}, [2, 4, 4, 4, 5, 5, 5, 1]),
+    ({LOSS: True}, [7, 8, 8, 7]),
+]
+
+
+@pytest.mark.parametrize(("flags", "expected"), ENDS)
 def test_ends_by_hand(flags: dict[str, Any], expected: list[int]) -> None:
     got = counts(parallel(4, **flags))
     assert sum(got) == 30
@@ -50,31 +50,31 @@ def test_a_costly_head_may_count_as_one_layer() -> None:
     assert counts(parallel(4, account_for_loss_in_pipeline_split=True), model)[-1] >= 7
 
 
-@pytest.mark.parametrize(
-    ("pp", "flags"),
-    [
-        (4, {FIRST: 31}),
-        (4, {FIRST: 20, LAST: 20}),
-        (2, {FIRST: 10, LAST: 10}),
-        (1, {FIRST: 10}),
-        (1, {FIRST: 9, LAST: 9, "pipeline_schedule": "zb-v"}),
-    ],
-)
+TOO_MANY = [
+    (4, {FIRST: 31}),
+    (4, {FIRST: 20, LAST: 20}),
+    (2, {FIRST: 10, LAST: 10}),
+    (1, {FIRST: 10}),
+    (1, {FIRST: 9, LAST: 9, "pipeline_schedule": "zb-v"}),
+]
+
+
+@pytest.mark.parametrize(("pp", "flags"), TOO_MANY)
 def test_counts_that_do_not_fit_name_the_flag(pp: int, flags: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--decoder-first-pipeline-num-layers"):
         pipeline_stages(MODEL, parallel(pp, **flags))
 
 
-@pytest.mark.parametrize(
-    ("text", "pp", "expected"),
-    [
-        ("Et*7|t*8|t*8|t*7L", 4, [7, 8, 8, 7]),
-        ("Et*3|(tt|)*12,t*3|L", 1, [3, *[2] * 12, 3, 0]),
-        ("E t*10 | (t*5|)*2 t*10 L", 4, [10, 5, 5, 10]),
-        ("Ett|((t*3|)*2t|)*3t*7L", 1, [2, *[3, 3, 1] * 3, 7]),
-        ("E|t*30||L", 4, [0, 30, 0, 0]),
-    ],
-)
+STAGES = [
+    ("Et*7|t*8|t*8|t*7L", 4, [7, 8, 8, 7]),
+    ("Et*3|(tt|)*12,t*3|L", 1, [3, *[2] * 12, 3, 0]),
+    ("E t*10 | (t*5|)*2 t*10 L", 4, [10, 5, 5, 10]),
+    ("Ett|((t*3|)*2t|)*3t*7L", 1, [2, *[3, 3, 1] * 3, 7]),
+    ("E|t*30||L", 4, [0, 30, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("text", "pp", "expected"), STAGES)
 def test_stages_by_hand(text: str, pp: int, expected: list[int]) -> None:
     model = replace(MODEL, num_layers=sum(expected))
     config = parallel(pp, pipeline_model_parallel_layout=text)

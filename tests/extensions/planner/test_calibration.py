@@ -129,9 +129,7 @@ def _products(*rates: float) -> fit.Measured:
 
 @pytest.mark.parametrize("rates", [(1.0, 3.0), (1.0, 1.9), (3.0, 1.0), (2.0, 2.0), (1.0, 2.0, 0.01, 4.0)])
 @pytest.mark.parametrize("peak", [None, 1.5])
-def test_whatever_rates_are_measured_the_file_can_be_read(
-    rates: tuple[float, ...], peak: float | None, tmp_path: Path
-) -> None:
+def test_a_file_of_any_rates_can_be_read(rates: tuple[float, ...], peak: float | None, tmp_path: Path) -> None:
     about: dict[str, object] = {} if peak is None else {"peak_tflops": {"bf16": peak}}
     device = fit.device_file(_products(*rates), {}, name="one", multiprocessors=1, memory_gib=1.0, **about)
     (tmp_path / "mine.yaml").write_text(fit.text_of(device, []))

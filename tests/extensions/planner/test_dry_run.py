@@ -247,18 +247,18 @@ def test_a_reader_that_has_enough_ends_a_plan_in_peace() -> None:
 FULL = "standard output: cannot be written: No space left on device"
 
 
-@pytest.mark.parametrize(
-    ("flags", "redirected", "said"),
-    [
-        (RIGHT, "> /dev/full", FULL),
-        (f"{RIGHT} --json", "> /dev/full", FULL),
-        (f"{RIGHT} --json --tp 8x", "> /dev/full", FULL),
-        ("--help", "> /dev/full", FULL),
-        ("--help", ">&-", "standard output: cannot be written: Bad file descriptor"),
-        (RIGHT, ">&-", "standard output: cannot be written: Bad file descriptor"),
-        (f"{RIGHT} --json plan.json", "> /dev/null; status=$?; cat plan.json; exit $status", None),
-    ],
-)
+OUTPUTS = [
+    (RIGHT, "> /dev/full", FULL),
+    (f"{RIGHT} --json", "> /dev/full", FULL),
+    (f"{RIGHT} --json --tp 8x", "> /dev/full", FULL),
+    ("--help", "> /dev/full", FULL),
+    ("--help", ">&-", "standard output: cannot be written: Bad file descriptor"),
+    (RIGHT, ">&-", "standard output: cannot be written: Bad file descriptor"),
+    (f"{RIGHT} --json plan.json", "> /dev/null; status=$?; cat plan.json; exit $status", None),
+]
+
+
+@pytest.mark.parametrize(("flags", "redirected", "said"), OUTPUTS)
 def test_output_that_is_full_or_closed(flags: str, redirected: str, said: str | None, tmp_path: Path) -> None:
     limit = "ulimit -f 0; " if said is None else ""  # of files; devices and pipes have none
     command = f"{limit}{sys.executable} {pretrain_gpt.__file__} {flags} {redirected}"

@@ -315,28 +315,28 @@ def test_a_search_without_the_number_of_ranks_says_so(flags: str, ranks: int) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--suggest --dry-run", "--suggest: searches by predicted times; add --device, one of"),
-        ("--device-memory 80", "--device-memory 80: is about a plan or a rehearsal; add --dry-run or --rehearse"),
-        ("--suggest --dry-run --device h100 --device-memory much", "--device-memory much: must be a number above 0"),
-        ("--dry-run --device h1000", "--device h1000: there is no device h1000; those that are known: a100"),
-        ("--dry-run --device h1000", "use one of a100"),
-        ("--dry-run --device h100 --gpus-per-node 0", "--gpus-per-node 0: must be a whole number above 0"),
-        ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "3: does not divide the 8 ranks: predictions are"),
-        ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "nearest: 2"),
-        ("--dry-run --gpus-per-node 4", "--gpus-per-node 4: needs --device, whose nodes it describes"),
-        ("--device h100", "--device h100: needs --dry-run, which predicts; add --dry-run"),
-        ("--rehearse --suggest", "--suggest: searches by predicted times; replace --rehearse by --dry-run, and add "),
-        ("--rehearse --suggest --device h100", "searches by predicted times; replace --rehearse by --dry-run"),
-        ("--rehearse --suggest --device h100", "--device h100: needs --dry-run, which predicts; replace --rehearse by"),
-        ("--dry-run --ranks 0", "--ranks 0: is about a rehearsal; add --rehearse"),
-        ("--json plan.json", "--json plan.json: needs --dry-run, whose plan it writes"),
-        ("--dry-run --json /nowhere/plan.json", "--json /nowhere/plan.json: cannot be written; name a file"),
-        ("--dry-run --json /", "--json /: cannot be written; name a file"),
-    ],
-)
+MISTAKES = [
+    ("--suggest --dry-run", "--suggest: searches by predicted times; add --device, one of"),
+    ("--device-memory 80", "--device-memory 80: is about a plan or a rehearsal; add --dry-run or --rehearse"),
+    ("--suggest --dry-run --device h100 --device-memory much", "--device-memory much: must be a number above 0"),
+    ("--dry-run --device h1000", "--device h1000: there is no device h1000; those that are known: a100"),
+    ("--dry-run --device h1000", "use one of a100"),
+    ("--dry-run --device h100 --gpus-per-node 0", "--gpus-per-node 0: must be a whole number above 0"),
+    ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "3: does not divide the 8 ranks: predictions are"),
+    ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "nearest: 2"),
+    ("--dry-run --gpus-per-node 4", "--gpus-per-node 4: needs --device, whose nodes it describes"),
+    ("--device h100", "--device h100: needs --dry-run, which predicts; add --dry-run"),
+    ("--rehearse --suggest", "--suggest: searches by predicted times; replace --rehearse by --dry-run, and add "),
+    ("--rehearse --suggest --device h100", "searches by predicted times; replace --rehearse by --dry-run"),
+    ("--rehearse --suggest --device h100", "--device h100: needs --dry-run, which predicts; replace --rehearse by"),
+    ("--dry-run --ranks 0", "--ranks 0: is about a rehearsal; add --rehearse"),
+    ("--json plan.json", "--json plan.json: needs --dry-run, whose plan it writes"),
+    ("--dry-run --json /nowhere/plan.json", "--json /nowhere/plan.json: cannot be written; name a file"),
+    ("--dry-run --json /", "--json /: cannot be written; name a file"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), MISTAKES)
 def test_mistakes_are_told(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line([*RUN, *flags.split()], Launch())

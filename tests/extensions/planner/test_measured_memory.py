@@ -193,29 +193,29 @@ def compare(world_size: int, flags: str) -> list[tuple[Memory, Memory]]:
     return [(found, planned[dims.coords(rank)["pp"]]) for rank, found in enumerate(ranks)]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [
-        (1, ""),
-        (1, "--recompute-granularity full"),
-        (4, f"{PADDED} --tp 2"),
-        (4, f"{PADDED} --tp 2 {FP64} {REPLICATED}"),
-        (4, f"{PADDED} {LLAMA} --tp 2 {REPLICATED}"),
-        (4, f"{PADDED} {LLAMA} --tp 2 {FP32}"),
-        (4, f"{PADDED} --pp 2 --optimizer sgd"),
-        (2, f"{PADDED} --pp 2 --pipeline-schedule interleaved"),
-        needs("zero_bubble", 2, f"{PADDED} --pp 2 --pipeline-schedule zb-v"),
-        (2, f"{PADDED} --pp 2 --num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights"),
-        needs("pipedream_2bw", 4, f"{PADDED} --pp 2 --pipeline-schedule 2bw"),
-        needs("pipedream_2bw", 2, f"{PADDED} --pp 2 {FP64} --pipeline-schedule 2bw"),
-        (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-h1 --fp8-format e4m3 --fp8-recipe delayed"),
-        (2, f"--optimizer-cpu-offload {ZERO2}"),
-        (2, f"{LLAMA} --pp 2 --pipeline-schedule 2bw"),
-        (4, f"--pp 2 {ZERO3}"),
-        (2, f"{OFFLOAD} 1 --pp 2 --pipeline-schedule zb-h1"),
-        (2, f"{LLAMA} {OFFLOAD} 3 --cp 2 {ZERO3}"),
-    ],
-)
+PLANNED = [
+    (1, ""),
+    (1, "--recompute-granularity full"),
+    (4, f"{PADDED} --tp 2"),
+    (4, f"{PADDED} --tp 2 {FP64} {REPLICATED}"),
+    (4, f"{PADDED} {LLAMA} --tp 2 {REPLICATED}"),
+    (4, f"{PADDED} {LLAMA} --tp 2 {FP32}"),
+    (4, f"{PADDED} --pp 2 --optimizer sgd"),
+    (2, f"{PADDED} --pp 2 --pipeline-schedule interleaved"),
+    needs("zero_bubble", 2, f"{PADDED} --pp 2 --pipeline-schedule zb-v"),
+    (2, f"{PADDED} --pp 2 --num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights"),
+    needs("pipedream_2bw", 4, f"{PADDED} --pp 2 --pipeline-schedule 2bw"),
+    needs("pipedream_2bw", 2, f"{PADDED} --pp 2 {FP64} --pipeline-schedule 2bw"),
+    (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-h1 --fp8-format e4m3 --fp8-recipe delayed"),
+    (2, f"--optimizer-cpu-offload {ZERO2}"),
+    (2, f"{LLAMA} --pp 2 --pipeline-schedule 2bw"),
+    (4, f"--pp 2 {ZERO3}"),
+    (2, f"{OFFLOAD} 1 --pp 2 --pipeline-schedule zb-h1"),
+    (2, f"{LLAMA} {OFFLOAD} 3 --cp 2 {ZERO3}"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags"), PLANNED)
 def test_states_and_activations_are_the_plans(world_size: int, flags: str) -> None:
     check(world_size, flags)
 
@@ -248,36 +248,36 @@ def test_states_of_frozen_weights_are_the_plans() -> None:
 PARTS_OF_EXPERTS = f"{EXPERTS} {PADDED} --tp 2 --etp 1 --sequence-parallel --moe-layer-freq 2"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        f"{EXPERTS} {ZERO3}",
-        needs("unit_sharding", f"{PARTS_OF_EXPERTS} {ZERO2}"),
-        needs("post_validation", f"{PADDED} --pp 2 {LATE}"),
-        needs("post_validation", f"{PADDED} --pp 2 {LATE} {FP64} --optimizer sgd"),
-    ],
-)
+WITH_SCALARS = [
+    f"{EXPERTS} {ZERO3}",
+    needs("unit_sharding", f"{PARTS_OF_EXPERTS} {ZERO2}"),
+    needs("post_validation", f"{PADDED} --pp 2 {LATE}"),
+    needs("post_validation", f"{PADDED} --pp 2 {LATE} {FP64} --optimizer sgd"),
+]
+
+
+@pytest.mark.parametrize("flags", WITH_SCALARS)
 def test_all_but_scalars_is_planned(flags: str) -> None:
     """Experts keep a scalar of each micro-batch, norms that are known later some."""
     check(4, flags, beyond=100)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "flags", "sbh", "tokens"),
-    [
-        # What each modules' recomputation drops: 5as/h never is there, 4a/h of it stays; norms keep 8 bytes a token.
-        (1, "", 34, 8 + 4 * 8),
-        (1, SELECTIVE, 34, 8),
-        (1, f"{MODULES} layernorm", 30, 8 + 4 * 8),
-        (1, f"{MODULES} mlp_act", 26, 8 + 4 * 8),
-        (1, f"{MODULES} mlp", 18, 8 + 4 * 8),
-        (1, f"{MODULES} core_attn layernorm mlp", 14, 8),
-        (1, "--recompute-granularity full", 2, 0),
-        (2, "--tp 2", 10 + 24 / 2, 8 + 4 * 8 / 2),
-        (2, "--tp 2 --sequence-parallel", 34 / 2, (8 + 4 * 8) / 2),
-        (2, f"--tp 2 --sequence-parallel {SELECTIVE}", 34 / 2, 8 / 2),
-    ],
-)
+OF_A_LAYER = [
+    # What each modules' recomputation drops: 5as/h never is there, 4a/h of it stays; norms keep 8 bytes a token.
+    (1, "", 34, 8 + 4 * 8),
+    (1, SELECTIVE, 34, 8),
+    (1, f"{MODULES} layernorm", 30, 8 + 4 * 8),
+    (1, f"{MODULES} mlp_act", 26, 8 + 4 * 8),
+    (1, f"{MODULES} mlp", 18, 8 + 4 * 8),
+    (1, f"{MODULES} core_attn layernorm mlp", 14, 8),
+    (1, "--recompute-granularity full", 2, 0),
+    (2, "--tp 2", 10 + 24 / 2, 8 + 4 * 8 / 2),
+    (2, "--tp 2 --sequence-parallel", 34 / 2, (8 + 4 * 8) / 2),
+    (2, f"--tp 2 --sequence-parallel {SELECTIVE}", 34 / 2, 8 / 2),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags", "sbh", "tokens"), OF_A_LAYER)
 def test_every_byte_of_a_layer_is_accounted_for(world_size: int, flags: str, sbh: float, tokens: float) -> None:
     """In units of sbh, and in bytes per token. The published formula (arXiv 2205.05198, table 2) has
     scores of attention too, 5as/h in units of sbh, and no statistics of norms."""

@@ -89,11 +89,9 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int,
     given += [x.untyped_storage()._cdata for part in scaling for x in (part.amax, part.multiplier)]
     with LiveMemory() as live:
         on_host = live.count_apart(offload.pool) if offload is not None else []
-        hidden = (
-            None if stage.first else torch.zeros(rows, batch.samples, model.residual_size, dtype=dtype, **of_device)
-        )
-        if hidden is not None:
-            hidden.requires_grad_()
+        hidden = None
+        if not stage.first:
+            hidden = torch.zeros(rows, batch.samples, model.residual_size, dtype=dtype, **of_device).requires_grad_()
         output = built(hidden, local)
     if state.tp.size * state.cp.size > 1:
         settle(live)
@@ -235,9 +233,8 @@ def test_what_is_planned_is_kept(name: str, whole: bool) -> None:
 def test_fused_regions_keep_no_more_than_what_they_replace() -> None:
     """But for the numbers of norms in fp32."""
     for model in (GPT, LLAMA):
-        plain, fused = (
-            ActivationPlan(MicroBatch(model, each, SAMPLES, "cuda")).stage(WHOLE).kept for each in (BF16, FUSED)
-        )
+        batches = (MicroBatch(model, each, SAMPLES, "cuda") for each in (BF16, FUSED))
+        plain, fused = (ActivationPlan(each).stage(WHOLE).kept for each in batches)
         assert fused <= plain
 
 
@@ -314,7 +311,6 @@ def test_gradients_summed_in_bf16_need_one_fp32_product_at_a_time() -> None:
     """On GPUs the product of 16-bit matrices is made in fp32 at once, so that a sum takes no second tensor."""
     parallel = ModelParallelConfig(bf16=True)
     batch = MicroBatch(replace(LLAMA, vocab_size=4096), parallel, 1)
-    with_fp32, with_bf16 = (
-        ActivationPlan(replace(batch, bf16_sums=sums)).stage(LAST).backward for sums in (False, True)
-    )
+    both = (replace(batch, bf16_sums=sums) for sums in (False, True))
+    with_fp32, with_bf16 = (ActivationPlan(each).stage(LAST).backward for each in both)
     assert with_bf16 - with_fp32 == 4 * 4096 * LLAMA.hidden_size

@@ -53,13 +53,13 @@ def test_a_rank_that_runs_out_of_memory_says_where() -> None:
     assert "rank 4 (pp 1, dp 0, tp 0) failed" not in report, text
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ("--ranks 0", "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"),
-        ("--world-size 1 --tp 1 --pp 1", "the run has one rank"),
-    ],
-)
+ALONE = [
+    ("--ranks 0", "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"),
+    ("--world-size 1 --tp 1 --pp 1", "the run has one rank"),
+]
+
+
+@pytest.mark.parametrize(("flags", "why"), ALONE)
 def test_of_one_rank_nothing_is_said_to_agree(flags: str, why: str) -> None:
     code, text = rehearse(*flags.split())
     lines = text.splitlines()

@@ -69,22 +69,22 @@ def test_a_step_of_small_kernels_is_bound_by_the_host(device: DeviceFile) -> Non
     assert spent["element_wise"] == pytest.approx(100 * 1e-6 * device.kernel_floor_us)
 
 
-@pytest.mark.parametrize(
-    ("kind", "group", "seconds"),
-    [
-        ("all_gather", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
-        ("all_reduce", Placement(8, 8), 2 * 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 14)),
-        # One rank in each of four nodes: an adapter each.
-        ("reduce_scatter", Placement(4, 1), 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5)),
-        # All eight ranks of two nodes: eight adapters, 80 GB/s, slower than the node's 100.
-        ("all_gather", Placement(16, 8), 15 / 16 * 1e9 / 80e9 + 1e-6 * (20 + 5)),
-        ("all_to_all", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
-        ("all_to_all", Placement(16, 8), 8 / 16 * 1e9 / 10e9 + 1e-6 * (20 + 5)),
-        ("send", Placement(2, 1), 1e9 / 10e9 + 1e-6 * (20 + 5)),
-        ("send", Placement(2, 2), 1e9 / 100e9 + 1e-6 * (10 + 1)),
-        ("all_reduce", Placement(1, 1), 0.0),
-    ],
-)
+FORMULAS = [
+    ("all_gather", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
+    ("all_reduce", Placement(8, 8), 2 * 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 14)),
+    # One rank in each of four nodes: an adapter each.
+    ("reduce_scatter", Placement(4, 1), 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5)),
+    # All eight ranks of two nodes: eight adapters, 80 GB/s, slower than the node's 100.
+    ("all_gather", Placement(16, 8), 15 / 16 * 1e9 / 80e9 + 1e-6 * (20 + 5)),
+    ("all_to_all", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
+    ("all_to_all", Placement(16, 8), 8 / 16 * 1e9 / 10e9 + 1e-6 * (20 + 5)),
+    ("send", Placement(2, 1), 1e9 / 10e9 + 1e-6 * (20 + 5)),
+    ("send", Placement(2, 2), 1e9 / 100e9 + 1e-6 * (10 + 1)),
+    ("all_reduce", Placement(1, 1), 0.0),
+]
+
+
+@pytest.mark.parametrize(("kind", "group", "seconds"), FORMULAS)
 def test_collectives_by_formula(device: DeviceFile, kind: str, group: Placement, seconds: float) -> None:
     assert Network(device, 8).seconds(kind, 10**9, group) == pytest.approx(seconds)
 

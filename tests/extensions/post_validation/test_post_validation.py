@@ -34,10 +34,8 @@ from tests.harness import local_run, plant_nan, run_world
 from tests.rules import BASE
 from tests.tiny import TINY
 
-MODEL = (
-    f"{TINY} --num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 --train-iters 40 "
-)
-MODEL += "--global-batch-size 8 --micro-batch-size 1 --optimizer-post-validation"
+MODEL = f"{TINY} --num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 "
+MODEL += "--train-iters 40 --global-batch-size 8 --micro-batch-size 1 --optimizer-post-validation"
 MOE = (
     "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-aux-loss-coeff 0.1"
@@ -177,16 +175,16 @@ def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
     assert run_world(2, resumed, config, str(tmp_path)) == [[], []]
 
 
+BUBBLES = [
+    ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", "0.0%", ""),
+    ("--pipeline-schedule zb-h2", "7.7%", "on the last rank"),
+    ("--pipeline-schedule zb-v", "0.0%", ""),
+    ("--pipeline-schedule zb-v --log-interval 1", "4.0%", "--log-interval 1"),
+]
+
+
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
-@pytest.mark.parametrize(
-    ("flags", "bubble", "notice"),
-    [
-        ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", "0.0%", ""),
-        ("--pipeline-schedule zb-h2", "7.7%", "on the last rank"),
-        ("--pipeline-schedule zb-v", "0.0%", ""),
-        ("--pipeline-schedule zb-v --log-interval 1", "4.0%", "--log-interval 1"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "bubble", "notice"), BUBBLES)
 def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
     from megatron.extensions.planner import dry_run as description
 

@@ -59,14 +59,15 @@ def await_heartbeats(box: Box) -> None:
     await_read(*(datagrams(box, 1 - host)[1] + 1 for host in range(2)))
 
 
+STRIKES = [
+    (pull, False, "host0 (rank 0 of 2) has heard nothing from host1 (rank 1 of 2) for "),
+    (deafen, False, "and is heard itself: what host1 should receive is lost"),
+    (deafen, True, ""),
+]
+
+
 @pytest.mark.parametrize(
-    ("strike", "early", "line"),
-    [
-        (pull, False, "host0 (rank 0 of 2) has heard nothing from host1 (rank 1 of 2) for "),
-        (deafen, False, "and is heard itself: what host1 should receive is lost"),
-        (deafen, True, ""),
-    ],
-    ids=["pulled", "deaf", "deaf before its heartbeat knows of others"],
+    ("strike", "early", "line"), STRIKES, ids=["pulled", "deaf", "deaf before its heartbeat knows of others"]
 )
 def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, early: bool, line: str) -> None:
     look, struck, told = host_watch.HostWatch.look, tmp_path / "struck", [tmp_path / f"told{rank}" for rank in range(2)]

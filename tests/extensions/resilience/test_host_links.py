@@ -183,15 +183,15 @@ def watch_of(rank: int, status: RankStatus, ends: Ends) -> HostWatch:
     return HostWatch(Launch(rank, 2, several_hosts=True), status, cast("Any", ends), board, TIMEOUT)
 
 
-@pytest.mark.parametrize(
-    ("kind", "phase", "peace", "report"),
-    [
-        ("failed", "saving iteration 3", 60, "12 s ago by a failure whose report has not come here"),
-        ("over", "step 3", -1, "12 s ago without a failure, while this rank is in a step"),
-        ("over", "step 3", 60, ""),
-        ("over", "saving iteration 3", -1, ""),
-    ],
-)
+REPORTS = [
+    ("failed", "saving iteration 3", 60, "12 s ago by a failure whose report has not come here"),
+    ("over", "step 3", -1, "12 s ago without a failure, while this rank is in a step"),
+    ("over", "step 3", 60, ""),
+    ("over", "saving iteration 3", -1, ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "phase", "peace", "report"), REPORTS)
 def test_a_rank_whose_run_has_ended_elsewhere_ends(
     monkeypatch: pytest.MonkeyPatch, kind: str, phase: str, peace: float, report: str
 ) -> None:

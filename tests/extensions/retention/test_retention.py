@@ -19,17 +19,17 @@ from megatron.extensions.retention.retention import retain, to_delete
 SCORES = {10: 3.0, 20: 1.0, 30: None, 40: float("nan"), 50: 2.0, 60: 1.0}
 
 
-@pytest.mark.parametrize(
-    ("retention", "kept"),
-    [
-        (RetentionFlags(keep_last=2), [50, 60]),
-        (RetentionFlags(keep_last=99), [10, 20, 30, 40, 50, 60]),
-        (RetentionFlags(keep_every=20), [20, 40, 60]),
-        (RetentionFlags(keep_last=2, keep_every=30), [30, 50, 60]),
-        (RetentionFlags(save_retain_best="valid_loss"), [20, 60]),
-        (RetentionFlags(keep_last=2, keep_every=40, save_retain_best="valid_loss"), [20, 40, 50, 60]),
-    ],
-)
+KEPT = [
+    (RetentionFlags(keep_last=2), [50, 60]),
+    (RetentionFlags(keep_last=99), [10, 20, 30, 40, 50, 60]),
+    (RetentionFlags(keep_every=20), [20, 40, 60]),
+    (RetentionFlags(keep_last=2, keep_every=30), [30, 50, 60]),
+    (RetentionFlags(save_retain_best="valid_loss"), [20, 60]),
+    (RetentionFlags(keep_last=2, keep_every=40, save_retain_best="valid_loss"), [20, 40, 50, 60]),
+]
+
+
+@pytest.mark.parametrize(("retention", "kept"), KEPT)
 def test_what_is_kept(retention: RetentionFlags, kept: list[int]) -> None:
     assert [i for i in SCORES if i not in to_delete(retention, SCORES, 60, ())] == kept
 

@@ -94,15 +94,15 @@ def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool) -> 
     return out, total, count
 
 
+CASES = [
+    *((number, chunk, None) for number, chunk in ((0, 1), (1, 1), (1, 900), (1, 2**25), (2, 900))),
+    *((1, 900, part) for part in ("core_attn", "mla_up_proj")),
+]
+
+
 @pytest.mark.parametrize("sparse_loss", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    ("number", "chunk", "recompute"),
-    [
-        *((number, chunk, None) for number, chunk in ((0, 1), (1, 1), (1, 900), (1, 2**25), (2, 900))),
-        *((1, 900, part) for part in ("core_attn", "mla_up_proj")),
-    ],
-)
+@pytest.mark.parametrize(("number", "chunk", "recompute"), CASES)
 def test_gradients_are_those_of_the_literal_form(
     number: int, chunk: int, packed: bool, sparse_loss: bool, recompute: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

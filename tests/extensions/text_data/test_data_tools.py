@@ -217,28 +217,28 @@ def test_text_to_tokenizer_to_tokens_and_back(tmp_path):
     assert repr(texts[1] + "<EOD>") in shown
 
 
-@pytest.mark.parametrize(
-    ("flags", "lost"),
-    [
-        ("--model-type char --no-byte-fallback --vocab-size 8", "all line breaks, characters outside its vocabulary;"),
-        ("--model-type char --vocab-size 264 --normalization-rule-name nfkc", "all spaces;"),
-    ],
-)
+LOSSY = [
+    ("--model-type char --no-byte-fallback --vocab-size 8", "all line breaks, characters outside its vocabulary;"),
+    ("--model-type char --vocab-size 264 --normalization-rule-name nfkc", "all spaces;"),
+]
+
+
+@pytest.mark.parametrize(("flags", "lost"), LOSSY)
 def test_a_lossy_tokenizer_says_what_it_loses(tmp_path: Path, flags: str, lost: str) -> None:
     source = jsonl(tmp_path / "text.jsonl", ["a b ab", "b  a"])
     said = tool("train_tokenizer.py", "--input", source, "--output-prefix", tmp_path / "tok", *flags.split())
     assert f"note: the tokenizer is lossy: decoding does not give back {lost}" in said
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--vocab-size", 100), "256 bytes with --byte-fallback"),
-        (("--vocab-size", 90000), "more than this much text supports"),
-        (("--vocab-size", 300, "--json-keys", "body"), "no key 'body'"),
-        (("--vocab-size", 300, "--character-coverage", 2), "--character-coverage 2.0"),
-    ],
-)
+MISTAKES = [
+    (("--vocab-size", 100), "256 bytes with --byte-fallback"),
+    (("--vocab-size", 90000), "more than this much text supports"),
+    (("--vocab-size", 300, "--json-keys", "body"), "no key 'body'"),
+    (("--vocab-size", 300, "--character-coverage", 2), "--character-coverage 2.0"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES)
 def test_tokenizer_training_says_what_to_do(tmp_path, flags, message):
     source = jsonl(tmp_path / "text.jsonl", ["some words in a line"])
     shown = tool("train_tokenizer.py", "--input", source, "--output-prefix", tmp_path / "tok", *flags, code=2)

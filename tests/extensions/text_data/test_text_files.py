@@ -94,22 +94,22 @@ def test_streams_one_after_the_other_and_none_that_is_cut(tmp_path: Path, compre
             documents(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", b"PAR1abc", "this looks like Parquet; name it .parquet"),
-        ("a.txt", gzip.compress(b"x", mtime=0), "this looks like compressed; name it .gz"),
-        ("a.json", b'[{"text": "a"}, {"text": "b"', "cannot be read after record 1: not JSON"),
-        ("a.json", b'[{"text": "a"} {"text": "b"}]', "cannot be read after record 1: not a JSON array"),
-        ("a.json", b'[{"text": "a"}] more', "after the end of the array"),
-        ("a.json", b'[{"text": nope}' + b" " * 600_000 + b"]", "cannot be read after record 0: not JSON"),
-        ("a.csv", b"id,words\n1,x\n", "no column 'text' (--json-keys); the columns are 'id', 'words'"),
-        ("a.csv", b'id,text\n1,"x\n', "cannot be read after row 0: unexpected end of data"),
-        ("a.csv", b"id,text\n1,\xff\n", "'utf-8' codec can't decode byte 0xff"),
-        ("a.parquet", b"PAR1 and nothing else", "not Parquet that can be read"),
-        ("a.arrow", b"nothing of it", "not Arrow that can be read"),
-    ],
-)
+MISNAMED = [
+    ("a.jsonl", b"PAR1abc", "this looks like Parquet; name it .parquet"),
+    ("a.txt", gzip.compress(b"x", mtime=0), "this looks like compressed; name it .gz"),
+    ("a.json", b'[{"text": "a"}, {"text": "b"', "cannot be read after record 1: not JSON"),
+    ("a.json", b'[{"text": "a"} {"text": "b"}]', "cannot be read after record 1: not a JSON array"),
+    ("a.json", b'[{"text": "a"}] more', "after the end of the array"),
+    ("a.json", b'[{"text": nope}' + b" " * 600_000 + b"]", "cannot be read after record 0: not JSON"),
+    ("a.csv", b"id,words\n1,x\n", "no column 'text' (--json-keys); the columns are 'id', 'words'"),
+    ("a.csv", b'id,text\n1,"x\n', "cannot be read after row 0: unexpected end of data"),
+    ("a.csv", b"id,text\n1,\xff\n", "'utf-8' codec can't decode byte 0xff"),
+    ("a.parquet", b"PAR1 and nothing else", "not Parquet that can be read"),
+    ("a.arrow", b"nothing of it", "not Arrow that can be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), MISNAMED)
 def test_what_is_not_what_its_name_says(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / name)) + ".*" + re.escape(said)):

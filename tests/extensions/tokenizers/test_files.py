@@ -162,19 +162,19 @@ def test_hugging_face_name_in_the_cache(tmp_path, gpt2_files, monkeypatch):
     assert end != stop and build("HuggingFaceTokenizer", tokenizer_model=name).eod == end
 
 
-@pytest.mark.parametrize(
-    ("kind", "kwargs", "messages"),
-    [
-        ("SentencePieceTokenizer", {}, ["needs --tokenizer-model FILE"]),
-        ("Llama2Tokenizer", {"tokenizer_model": "/no/x"}, ["--tokenizer-model /no/x: there is no such file"]),
-        ("Llama2Tokenizer", {"tokenizer_model": __file__}, ["not a SentencePiece model"]),
-        ("HuggingFaceTokenizer", {"tokenizer_model": str(ROOT)}, ["there is no", "tokenizer.json"]),
-        ("HuggingFaceTokenizer", {"tokenizer_model": __file__}, ["not a tokenizer.json"]),
-        ("HuggingFaceTokenizer", {"tokenizer_model": "/no/x"}, ["there is no /no/x; use"]),
-        ("GPT2BPETokenizer", {"merge_file": "/no/m"}, ["needs --vocab-file FILE", "--merge-file /no/m: there is no"]),
-        ("GPT2BPETokenizer", {"merge_file": __file__, "vocab_file": __file__}, ["must be GPT-2's vocab.json"]),
-    ],
-)
+MISTAKES = [
+    ("SentencePieceTokenizer", {}, ["needs --tokenizer-model FILE"]),
+    ("Llama2Tokenizer", {"tokenizer_model": "/no/x"}, ["--tokenizer-model /no/x: there is no such file"]),
+    ("Llama2Tokenizer", {"tokenizer_model": __file__}, ["not a SentencePiece model"]),
+    ("HuggingFaceTokenizer", {"tokenizer_model": str(ROOT)}, ["there is no", "tokenizer.json"]),
+    ("HuggingFaceTokenizer", {"tokenizer_model": __file__}, ["not a tokenizer.json"]),
+    ("HuggingFaceTokenizer", {"tokenizer_model": "/no/x"}, ["there is no /no/x; use"]),
+    ("GPT2BPETokenizer", {"merge_file": "/no/m"}, ["needs --vocab-file FILE", "--merge-file /no/m: there is no"]),
+    ("GPT2BPETokenizer", {"merge_file": __file__, "vocab_file": __file__}, ["must be GPT-2's vocab.json"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "kwargs", "messages"), MISTAKES)
 def test_mistakes_are_named(kind, kwargs, messages):
     with pytest.raises(ValueError, match="--") as caught:
         build(kind, **kwargs)
