@@ -29,19 +29,13 @@ from tests.extensions.text_data.input_corruption import (
     table,
     trials,
 )
+from tests.extensions.text_data.input_corruption import TEXTS as DOCUMENTS
 from tests.forked import run_program
 from tests.pure.test_path_kind import check_kind
 from tests.tiny import TINY
 from tools.preprocess_data import main as preprocess
 
-TEXTS = [
-    "plain",
-    'quotes " and, commas; tabs\t and\r\nlines\n',
-    "é 漢字 🙂 \\ / \u2028",
-    "",
-    "x" * 70_000,
-    *(f"document {n} " + "word " * n for n in range(40)),
-]
+TEXTS = ["", "x" * 70_000, *DOCUMENTS]
 
 
 NAMES = [f"a{suffix}" for suffix in FORMATS if suffix != ".txt"]
@@ -150,14 +144,13 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-        ("AWS_ACCESS_KEY_ID", "testing"),
-        ("AWS_SECRET_ACCESS_KEY", "testing"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-        ("AWS_EC2_METADATA_DISABLED", "true"),
-    ):
-        patch.setenv(name, value)
+    variables = {
+        "ENDPOINT_URL": f"http://{host}:{port}",
+        "EC2_METADATA_DISABLED": "true",
+        "DEFAULT_REGION": "us-east-1",
+    }
+    for name, value in (variables | dict.fromkeys(("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"), "testing")).items():
+        patch.setenv(f"AWS_{name}", value)
     boto3.client("s3").create_bucket(Bucket="texts")
     yield "s3://texts"
     server.stop()
