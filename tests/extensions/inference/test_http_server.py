@@ -29,7 +29,7 @@ from megatron.extensions.inference.openai_api import Limits, OpenAIApi, choice
 from megatron.extensions.inference.serving import EngineLoop, Progress
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import FP64, LLAMA
-from tests.limits import HANG
+from tests.limits import HANG, wait_for
 
 LENGTH = 64
 TEMPLATE = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
@@ -73,12 +73,6 @@ class Served:
     def status_line(self, *parts: bytes, shut: bool = False) -> bytes:
         with self.raw(*parts, shut=shut) as connection, connection.makefile("rb") as stream:
             return stream.readline()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + HANG
-        while not condition():
-            assert time.monotonic() < until
-            time.sleep(0.01)
 
 
 LIMITS = HttpLimits(body_bytes=20_000, read_seconds=HANG)
@@ -282,8 +276,8 @@ def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
                     while connection.recv(1 << 16):
                         pass
                 else:
-                    served.wait_until(lambda: served.loop.pending > 0)
-            served.wait_until(lambda: served.loop.pending == 0)
+                    wait_for(lambda: served.loop.pending > 0)
+            wait_for(lambda: served.loop.pending == 0)
             assert served.steps - before < 50, "the text was grown to its end"
         assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
 
@@ -303,7 +297,7 @@ def test_limits_of_time_and_of_waiting_requests(monkeypatch: pytest.MonkeyPatch)
         assert (
             status == 429 and found["error"]["type"] == "rate_limit_error" and "try later" in found["error"]["message"]
         )
-        served.wait_until(lambda: served.server.open == 0)
+        wait_for(lambda: served.server.open == 0)
         with ExitStack() as opened:
             for _ in range(3):
                 opened.enter_context(served.raw())
@@ -339,7 +333,7 @@ def test_a_text_is_no_longer_pending_when_its_end_is_told(end: str) -> None:
         if end == "cancelled":
             served.loop.cancel(job)
         served.may_step.set()
-        served.wait_until(lambda: bool(told))
+        wait_for(lambda: bool(told))
     assert told == [(end, 0)]
 
 
@@ -357,7 +351,7 @@ def test_the_end_of_the_server_is_told_to_those_who_wait(monkeypatch: pytest.Mon
         served.may_step.clear()
         short = clients.submit(served.ask, COMPLETIONS, {"prompt": "a", "max_tokens": 3})
         long = clients.submit(served.ask, COMPLETIONS, {"prompt": "a", "max_tokens": 60})
-        served.wait_until(lambda: served.loop.pending == 2)
+        wait_for(lambda: served.loop.pending == 2)
         served.loop.stop()
         served.may_step.set()
         status, found = long.result(HANG)

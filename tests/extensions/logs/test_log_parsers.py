@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.apart import losses_in
 from tests.forked import run_forked
 
 FLAGS = (
@@ -69,8 +69,7 @@ def test_tensorboard_has_the_records_under_the_tags_of_megatron(log: str, folder
 
     events = EventAccumulator(str(folder / "board"))
     events.Reload()
-    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
+    losses = losses_in(folder / "run" / "metrics.jsonl")
     found = {event.step: event.value for event in events.Scalars("lm loss")}
     assert found == pytest.approx(dict(zip(range(1, 6), losses, strict=True)), rel=1e-6)
     wanted = {"lm loss validation", "learning-rate", "grad-norm vs samples", "num-zeros", "params-norm", "throughput"}

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.extensions.text_data import encoding
 from tests.cli.test_extension import EXTENSION, FLAGS
 from tests.forked import ROOT, run_program
-from tests.limits import HANG
+from tests.limits import HANG, wait_for
 
 FIXTURES = ROOT / "tests" / "fixtures" / "megatron_order"
 CASES = json.loads((FIXTURES / "manifest.json").read_text())
@@ -156,9 +155,7 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, number, code):
     with open(tmp_path / "endless.jsonl", "w") as pipe:
         pipe.write('{"text": "x"}\n' * 50_000)
         pipe.flush()
-        deadline = time.monotonic() + HANG
-        while not list(tmp_path.glob(".out*")) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for(lambda: list(tmp_path.glob(".out*")))
         process.send_signal(number)
         _, shown = process.communicate(timeout=HANG)
     assert process.returncode == code, shown
