@@ -203,6 +203,9 @@ class BatchContext:
     number: int = 0
     """As in `Batch`."""
 
+    left: dict[int, Any] = field(default_factory=dict)
+    """What layers leave for later ones of the stage, by number."""
+
     @classmethod
     def of(cls, batch: Batch, cache: EarlierTokens | None = None) -> BatchContext:
         """The context of a batch, behind the texts of a cache; the stage adds `rotary` and `query_scales`."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
-def each(parts: Sequence[T]) -> Iterable[T]:
+def each(parts: Sequence[Any]) -> Iterable[Any]:
     """Goes through `parts`. A plan replaces this: it goes through a few, which stand for those beside them. So no
     tensor that a pass makes may outlive the pass."""
     return parts

@@ -31,6 +31,7 @@ from megatron.extensions.hugging_face.read_layers import (
     pattern_text,
     periodic,
     rotated_layers,
+    selections_from_hf,
     window_from_hf,
     windows,
 )
@@ -155,8 +156,6 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             continue
         elif key not in family.values and (rule := broken_rule(hf[key], hints[ours])):
             yield f"{key} = {hf[key]!r} must be {rule}"
-    if "shared" in (hf.get("indexer_types") or ()):
-        yield "indexer_types has 'shared', supported: 'full'; another value needs selected keys that layers share"
     yield from _problems_of_experts(hf, family)
     if type(hf["tie_word_embeddings"]) is not bool:
         yield f"tie_word_embeddings = {hf['tie_word_embeddings']!r} must be true or false"
@@ -243,6 +242,8 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     if "hybrid_override_pattern" in family.keys:
         absent = [parts for letter, parts in FIELDS_OF.items() if letter not in fields["hybrid_layer_pattern"]]
         fields = {name: value for name, value in fields.items() if not name.startswith(tuple(chain(*absent)))}
+    if "indexer_types" in family.defaults:
+        fields |= selections_from_hf(hf)
     if "attention_chunk_size" in family.defaults:
         fields |= chunks_from_hf(hf)
     if "attn_temperature_tuning" in family.defaults:

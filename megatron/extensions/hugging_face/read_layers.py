@@ -125,6 +125,20 @@ def chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_chunk_size": chunk, "window_attn_skip_freq": pattern_text(local, usual=True)}
 
 
+def selections_from_hf(hf: Mapping[str, Any]) -> dict[str, int]:
+    """Which layers select keys: the first ones, and each N-th behind them."""
+    period, offset, layers = hf["index_topk_freq"], hf["index_skip_topk_offset"], hf["num_hidden_layers"]
+    check_count("index_topk_freq", period)
+    full = listed_layers(hf, "indexer_types", ("shared", "full"), lambda n: max(n + 1 - offset, 0) % period == 0)
+    if all(full):
+        return {}
+    for offset in range(1, layers):
+        for period in range(2, layers + 1):
+            if full == [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]:
+                return {"dsa_indexer_topk_freq": period, "dsa_indexer_skip_topk_offset": offset}
+    raise ValueError("config.json: indexer_types has no 'full' in the first layers and then each N-th one")
+
+
 def moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
     """--moe-layer-freq of a list of the layers with experts, or of their distance."""
     layers, step = hf["num_hidden_layers"], hf["interleave_moe_layer_step"]

@@ -109,6 +109,10 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["layer_types"] = [family.linear_kind if linear else FULL for linear in config.linear_pattern]
     if "attn_layer_indices" in family.defaults:
         hf["attn_layer_indices"] = [layer for layer, linear in enumerate(config.linear_pattern) if not linear]
+    if "indexer_types" in family.defaults:
+        period, offset = stated["dsa_indexer_topk_freq"], stated["dsa_indexer_skip_topk_offset"]
+        full = [max(number - offset, 0) % period == 0 for number in range(1, config.num_layers + 1)]
+        hf["indexer_types"] = ["full" if each else "shared" for each in full]
     if "block_types" in family.defaults:
         hf["block_types"] = ["recurrent" if linear else "attention" for linear in config.linear_pattern]
         hf["intermediate_size"] *= 2

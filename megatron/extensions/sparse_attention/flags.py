@@ -46,6 +46,19 @@ class SparseAttentionFlags:
     dsa_indexer_topk: int = flag(2048, above=0)
     """DSA: keys that each query sees, those with the largest scores of the indexer."""
 
+    dsa_indexer_topk_freq: int = flag(1, above=0)
+    """DSA: only each N-th layer selects keys; those behind it see the same, and have no indexer (arXiv 2603.12201, and
+    GLM-5.2). Modules of multi-token prediction select."""
+
+    dsa_indexer_skip_topk_offset: int = flag(
+        0,
+        at_least=0,
+        no_effect_without=Condition(
+            "--dsa-indexer-topk-freq above 1", lambda c: c.options(SparseAttentionFlags).dsa_indexer_topk_freq > 1
+        ),
+    )
+    """DSA: the first layers all select, up to this one, from which --dsa-indexer-topk-freq counts."""
+
     dsa_indexer_loss_coeff: float = flag(1.0, at_least=0)
     """DSA: coefficient of the indexer's loss, the divergence of its distribution over keys from that of attention. The
     indexer learns from this loss alone, and nothing else does."""
@@ -107,11 +120,20 @@ def of_layer(config: TransformerConfig, number: int) -> dict[str, Any]:
     return {"rotation": rotation, "span": Span(own.csa_window_size)}
 
 
+def selects(config: TransformerConfig, number: int) -> bool:
+    """Whether a layer, or a module of multi-token prediction, has an indexer; others see what the last one before
+    them has selected."""
+    own = config.options(SparseAttentionFlags)
+    since = max(number + 1 - own.dsa_indexer_skip_topk_offset, 0)
+    return number >= config.num_layers or since % own.dsa_indexer_topk_freq == 0
+
+
 def indexer(config: TransformerConfig) -> str:
     """The indexer, for a plan."""
     own = config.options(SparseAttentionFlags)
     heads = f"{own.dsa_indexer_n_heads} indexer heads of {own.dsa_indexer_head_dim}"
-    return f", {own.dsa_indexer_topk} keys for each query by {heads}"
+    found = f", {own.dsa_indexer_topk} keys for each query by {heads}"
+    return found + (f", selected by each {own.dsa_indexer_topk_freq}th layer" if own.dsa_indexer_topk_freq > 1 else "")
 
 
 def compressed_keys(config: TransformerConfig) -> str:

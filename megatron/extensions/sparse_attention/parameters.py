@@ -13,7 +13,13 @@ from megatron.core.tensor_parallel.parameters import ReplicatedLinear, RowLinear
 from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, norm_metas, sinks_metas
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.latent_attention.parameters import LatentLinears, latent_linears, latent_metas
-from megatron.extensions.sparse_attention.flags import SELECTED, CompressedAttentionFlags, SparseAttentionFlags, ratios
+from megatron.extensions.sparse_attention.flags import (
+    SELECTED,
+    CompressedAttentionFlags,
+    SparseAttentionFlags,
+    ratios,
+    selects,
+)
 
 
 class IndexerLinears(NamedTuple):
@@ -51,6 +57,8 @@ def of_key_norm(config: TransformerConfig) -> TransformerConfig:
 def sparse_attention_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of sparse attention."""
     yield from latent_metas(name, config, sequence_parallel)
+    if not selects(config, number_in(name, config)):
+        return
     yield from metas_of(indexer_linears(f"{name}.indexer", config), sequence_parallel)
     width, partial_over = config.options(SparseAttentionFlags).dsa_indexer_head_dim, sequence_partial(sequence_parallel)
     yield from norm_metas(f"{name}.indexer.k_norm", width, partial_over, of_key_norm(config), bias=True)
@@ -91,6 +99,13 @@ def compressor_parameters(
     )
 
 
+def number_in(name: str, config: TransformerConfig) -> int:
+    """The number of the layer, or of the module of multi-token prediction behind all layers, that a name begins with:
+    decoder.layers.3.self_attention, mtp.layers.0. ..."""
+    kind, _, number, *_ = name.split(".")
+    return int(number) + (config.num_layers if kind == "mtp" else 0)
+
+
 IndexParameters = tuple[ReplicatedLinear, ReplicatedLinear, CompressorParameters]
 """linear_wq_b and linear_weights_proj of an indexer, and its compressor."""
 
@@ -123,8 +138,7 @@ class CompressedParameters:
 def compressed_parameters(name: str, config: TransformerConfig, sequence_parallel: bool) -> CompressedParameters:
     """The parameters of the layer that the name says."""
     own, width = config.options(CompressedAttentionFlags), config.head_dim
-    kind, _, number, *_ = name.split(".")  # decoder.layers.3.self_attention, mtp.layers.0. ...
-    ratio = ratios(config)[int(number) + (config.num_layers if kind == "mtp" else 0)]
+    ratio = ratios(config)[number_in(name, config)]
     queries, rows = latent_linears(name, config), own.o_groups * own.o_lora_rank
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     of_output = config.add_bias_linear or config.add_attention_output_bias

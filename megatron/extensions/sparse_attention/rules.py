@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.parts import linear_format
+from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.sparse_attention.flags import (
     COMPRESSED,
@@ -14,6 +15,7 @@ from megatron.extensions.sparse_attention.flags import (
     has_indexer,
     listed_ratios,
     ratios,
+    selects,
 )
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
@@ -42,15 +44,36 @@ def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if given:
             yield Problem.exclusive(name, shown, other, why)
+    if own.dsa_indexer_topk_freq > 1:
+        yield from _shared_selections(c)
     if m.attention == MLA and own.dsa_indexer_head_dim < m.rotary_dim:
         rule = f"must be at least the {m.rotary_dim} channels that --qk-pos-emb-head-dim rotates"
         yield Problem("--dsa-indexer-head-dim", own.dsa_indexer_head_dim, rule, f"nearest: {m.rotary_dim}")
 
 
+def _shared_selections(c: RunConfig) -> Iterator[Problem]:
+    """Selected keys stay on their pipeline stage."""
+    m = c.model
+    if m.vocab_size is None:
+        return  # on which the stages depend: judged again when the tokenizer is known
+    try:
+        stages = pipeline_stages(m, c.parallel)
+        kinds = [each.linear == "dsa" for each in m.stated_layers] if m.stated_layers else m.linear_pattern
+    except (ArithmeticError, AssertionError, ValueError):
+        return  # another rule reports the stages, or the pattern of layers
+    first = (next((number for number in stage.layers if kinds[number]), None) for stage in stages)
+    if without := [number for number in first if number is not None and not selects(m, number)]:
+        rule = f"would leave layer {without[0]}, the first one of its pipeline stage, without keys that another selects"
+        ends = [number for number in range(m.num_layers) if kinds[number] and selects(m, number)]
+        shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
+        near = f"layers {shown} select: begin stages with some of them by --pipeline-model-parallel-layout"
+        yield Problem("--dsa-indexer-topk-freq", c.options(SparseAttentionFlags).dsa_indexer_topk_freq, rule, near)
+
+
 def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with compressed attention."""
     m, p, own, latent = c.model, c.parallel, c.options(CompressedAttentionFlags), c.options(LatentAttentionFlags)
-    text, ranks = own.csa_compress_ratios, p.tensor_model_parallel_size
+    text, ranks, of_index = own.csa_compress_ratios, p.tensor_model_parallel_size, c.options(SparseAttentionFlags)
     if m.attention != MLA:
         rule = "has the heads and the latent of queries of --multi-latent-attention"
         yield Problem(VARIANT, COMPRESSED, rule, "add --multi-latent-attention")
@@ -74,6 +97,7 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         (f"--no-rope-freq {m.no_rope_freq}", m.no_rope_freq, "positions of compressed keys are rotations"),
         ("--attention-temperature-coeff", m.attention_temperature_coeff, "its queries are normalized"),
         ("--mla-scale-latents", latent.mla_scale_latents, "it has no latent of keys"),
+        ("--dsa-indexer-topk-freq", of_index.dsa_indexer_topk_freq > 1, "each of its indexers selects"),
         ("--fp8-format", linear_format(p), "it multiplies by weights of linear layers itself"),
         ("--qk-clip", any(getattr(each, "qk_clip", False) for each in c.extension_options), "norms bound its scores"),
     ):
@@ -90,7 +114,7 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.yarn and m.rotary_scaling_factor > 1 and (m.mscale or m.mscale_all_dim):
         rule = "scales rotations of keys, which are values too, and would not be undone"
         yield Problem("--rotary-scaling-factor", m.rotary_scaling_factor, rule, "add --mscale 0 --mscale-all-dim 0")
-    width = c.options(SparseAttentionFlags).dsa_indexer_head_dim
+    width = of_index.dsa_indexer_head_dim
     if has_indexer(c) and width < latent.qk_pos_emb_head_dim:
         rule = f"must be at least the {latent.qk_pos_emb_head_dim} channels of --qk-pos-emb-head-dim"
         yield Problem("--dsa-indexer-head-dim", width, rule, f"nearest: {latent.qk_pos_emb_head_dim}")

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.attention.tile_kernels import TorchKernel
@@ -33,8 +34,8 @@ from megatron.core.tensor_parallel.parameters import sequence_partial
 from megatron.core.transformer.norm import LayerNorm
 from megatron.extensions.context_parallel.attention import from_rank_order
 from megatron.extensions.latent_attention.multi_latent_attention import Latents, MultiLatentAttention, rotated
-from megatron.extensions.sparse_attention.flags import SparseAttentionFlags
-from megatron.extensions.sparse_attention.parameters import indexer_linears, of_key_norm
+from megatron.extensions.sparse_attention.flags import SparseAttentionFlags, selects
+from megatron.extensions.sparse_attention.parameters import indexer_linears, number_in, of_key_norm
 from megatron.extensions.sparse_attention.selection import (
     CHUNK,
     AttachLoss,
@@ -92,6 +93,7 @@ class SelectedKeys(CoreAttention):
         super().__init__(name, config, ctx, sinks)
         own, self.width, self.tp, self.layer = config.options(SparseAttentionFlags), width, ctx.tp, ctx.layer
         self.topk, self.coeff = own.dsa_indexer_topk, own.dsa_indexer_loss_coeff
+        self.index_heads, self.shares = own.dsa_indexer_n_heads, own.dsa_indexer_topk_freq > 1
         self.sparse_loss = own.dsa_indexer_use_sparse_loss
         self.rows = ctx.tp if ctx.sequence_parallel else Axis()
         """The ranks that have other rows of the indexer's operands."""
@@ -100,34 +102,46 @@ class SelectedKeys(CoreAttention):
         self.tally = torch.zeros(2, dtype=torch.float64, device=ctx.device)
         """Sum of divergences and number of tokens in the step so far."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         q: Tensor,
         k: Tensor,
         up_value: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        context: BatchContext,
+        *index_and_context: Any,
     ) -> Tensor:
-        """q [s, b, heads/tp, w], k [s, b, w], up_value [heads/tp, v_head_dim, kv_lora_rank], index_q
-        [s, b, indexer heads, d], index_k [s, b, d], index_weights [s, b, indexer heads] ->
+        """q [s, b, heads/tp, w], k [s, b, w], up_value [heads/tp, v_head_dim, kv_lora_rank]; in a layer with an indexer
+        index_q [s, b, indexer heads, d], index_k [s, b, d], index_weights [s, b, indexer heads]; context ->
         [s, b, heads/tp * v_head_dim]. s/cp under context parallelism; the indexer's s/(cp * tp) under sequence
         parallelism."""
-        index_k = all_gather_sequence(index_k, self.rows)
-        cached = (
-            None if context.cache is None else context.cache.append(self.layer, k.unsqueeze(2), index_k.unsqueeze(2))
-        )
+        *operands, context = index_and_context
+        index = Index(*operands) if operands else None
+        keys = [k] if index is None else [k, all_gather_sequence(index.k, self.rows)]
+        cached = None if context.cache is None else context.cache.append(self.layer, *(x.unsqueeze(2) for x in keys))
         if cached is not None:
-            k, index_k = (x.squeeze(1).transpose(0, 1) for x in cached)
+            keys = [x.squeeze(1).transpose(0, 1) for x in cached]
         else:
-            k, index_k = (from_rank_order(all_gather_sequence(x, self.cp), self.cp.size) for x in (k, index_k))
-        queries = self._queries(q, k, index_q, None if cached is None else context.cache, context)
-        index = Index(index_q, index_k, index_weights)
-        seen = Keys(queries, self._select(index, queries))
-        out, _ = self._attend(q, (seen,), k)
-        out = self._with_loss(out, index, q, k, seen, context)
+            keys = [from_rank_order(all_gather_sequence(x, self.cp), self.cp.size) for x in keys]
+        k, queries = keys[0], self._queries(q, keys[0], None if cached is None else context.cache, context)
+        if index is None:
+            out, _ = self._attend(q, (Keys(queries, self._selected_before(queries, q.shape[1], context)),), k)
+        else:
+            index = index._replace(k=keys[1])
+            seen = Keys(queries, self._select(index, queries))
+            if self.shares:
+                context.left[self.layer] = seen.picked
+            out, _ = self._attend(q, (seen,), k)
+            out = self._with_loss(out, index, q, k, seen, context)
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
+
+    def _selected_before(self, queries: Queries, samples: int, context: BatchContext) -> Tensor | None:
+        """What the last layer before this one that selects keys has selected."""
+        if found := [number for number in context.left if number < self.layer]:
+            picked: Tensor | None = context.left[max(found)]
+            return picked
+        last = queries.last
+        assert last.is_meta or isinstance(last, FakeTensor), "a stage begins with a layer without an indexer"
+        every = max(chunk.keys for chunk in queries.chunks) <= self.topk  # a plan runs each layer by itself
+        return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 
     def _attend(self, q: Tensor, seen: tuple[Keys, ...], *k: Tensor) -> tuple[Tensor, Tensor]:
         note = None if self.max_logits is None else self._note
@@ -166,12 +180,10 @@ class SelectedKeys(CoreAttention):
         scale = None if context.aux_scale is None else context.aux_scale * self.coeff
         return AttachLoss.apply(out, loss, scale, self.tally, *index)
 
-    def _queries(
-        self, q: Tensor, k: Tensor, index_q: Tensor, cache: EarlierTokens | None, context: BatchContext
-    ) -> Queries:
+    def _queries(self, q: Tensor, k: Tensor, cache: EarlierTokens | None, context: BatchContext) -> Queries:
         """The keys that the queries of this rank's part of the sequence could see."""
         (n, b, heads, width), length = q.shape, len(k)
-        of_query = b * max(index_q.shape[2] * length, max(heads, width) * min(self.topk, length))
+        of_query = b * max(self.index_heads * length, max(heads, width) * min(self.topk, length))
         if cache is not None:
             chunks = chunks_of((range(n),), self.rows.size, max(1, CHUNK // of_query), length)
             return Queries(q.new_zeros((n, 1), dtype=torch.int64), cache.positions.t(), chunks)
@@ -199,22 +211,25 @@ class SparseAttention(MultiLatentAttention):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
-        self.indexer = Indexer(f"{name}.indexer", config, ctx)
+        chosen = selects(config, number_in(name, config))
+        self.indexer = Indexer(f"{name}.indexer", config, ctx) if chosen else None
         self.core = core = SelectedKeys(name, config, ctx, self.kv_rank)
         self.rows = core.rows
 
-    def _latents(self, x: Tensor) -> SparseLatents:  # type: ignore[override]
+    def _latents(self, x: Tensor) -> Latents | SparseLatents:  # type: ignore[override]
         latents = super()._latents(x)
-        return SparseLatents(*latents, *self.indexer(x, latents.q))
+        return latents if self.indexer is None else SparseLatents(*latents, *self.indexer(x, latents.q))
 
-    def _heads(self, latents: SparseLatents, context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def _heads(self, latents: Latents | SparseLatents, context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
         """The operands of `SelectedKeys`."""
         tables = self._tables(context)
-        own = tuple(local_slice(table, self.rows) for table in tables)
         q, up_value = self._absorbed(Latents(*latents[:3]), context)
         k = torch.cat((self.to_heads(latents.kv, self.tp), rotated(latents.key, *tables).squeeze(2)), dim=-1)
+        if not isinstance(latents, SparseLatents):
+            return q, k, up_value
+        own = tuple(local_slice(table, self.rows) for table in tables)
         index_k = rotated(latents.index_k.unsqueeze(2), *own).squeeze(2)
         return q, k, up_value, rotated(latents.index_q, *own), index_k, latents.index_weights
 
-    def _behind_cache(self, latents: SparseLatents, cache: EarlierTokens, context: BatchContext) -> Tensor:  # type: ignore[override]
+    def _behind_cache(self, latents: Latents | SparseLatents, cache: EarlierTokens, context: BatchContext) -> Tensor:
         return self._attend(latents, context)  # type: ignore[arg-type]

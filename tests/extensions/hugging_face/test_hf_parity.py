@@ -56,7 +56,7 @@ def test_families_of_one_case(family: str) -> None:
     assert sweep.verdict(family, sweep.tiny(family)) == (sweep.BOTH, "")
 
 
-RECURRENT = (
+CACHED = (
     "kimi_linear",
     "minimax",
     "mamba2",
@@ -66,10 +66,11 @@ RECURRENT = (
     "falcon_h1",
     "recurrent_gemma",
     "lfm2",
+    "glm_moe_dsa",
 )
 
 
-@pytest.mark.parametrize("family", [each for each in RECURRENT if each in ALONE])
+@pytest.mark.parametrize("family", [each for each in CACHED if each in ALONE])
 def test_greedy_text_behind_a_cache(family: str) -> None:
     """Token by token behind a cache, the text is that of transformers."""
     kv_cache = pytest.importorskip("megatron.extensions.inference.generation.kv_cache", reason="inference is deleted")
