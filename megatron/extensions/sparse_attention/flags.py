@@ -133,7 +133,7 @@ def indexer(config: TransformerConfig) -> str:
     own = config.options(SparseAttentionFlags)
     heads = f"{own.dsa_indexer_n_heads} indexer heads of {own.dsa_indexer_head_dim}"
     found = f", {own.dsa_indexer_topk} keys for each query by {heads}"
-    return found + (f", selected by each {own.dsa_indexer_topk_freq}th layer" if own.dsa_indexer_topk_freq > 1 else "")
+    return found + (f", selected by one layer in {own.dsa_indexer_topk_freq}" if own.dsa_indexer_topk_freq > 1 else "")
 
 
 def compressed_keys(config: TransformerConfig) -> str:
