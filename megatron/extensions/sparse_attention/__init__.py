@@ -3,8 +3,8 @@ Compressed attention of DeepSeek-V4 (CSA and HCA): queries see the last tokens, 
 
 Flags: --experimental-attention-variant dsa, on top of --multi-latent-attention, or D in --hybrid-layer-pattern. The
 indexer's shape is --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk, its loss
---dsa-indexer-loss-coeff and --dsa-indexer-use-sparse-loss; layers share what it selects with --dsa-indexer-topk-freq and
---dsa-indexer-skip-topk-offset. Compressed attention is --experimental-attention-variant dsv4_hybrid, with
+--dsa-indexer-loss-coeff and --dsa-indexer-use-sparse-loss; layers share what it selects with --dsa-indexer-topk-freq
+and --dsa-indexer-skip-topk-offset. Compressed attention is --experimental-attention-variant dsv4_hybrid, with
 --csa-compress-ratios, --csa-window-size, --csa-compress-rotary-base, --o-groups and --o-lora-rank.
 
 Read first: `sparse_attention.py`, the module; `selection.py`, selection, attention and loss in chunks of queries;
