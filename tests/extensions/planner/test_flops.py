@@ -79,14 +79,6 @@ def test_flops_of_published_runs() -> None:
     assert model_flops(llama).attention == full
 
 
-def test_layers_of_several_kinds_count_what_each_sees() -> None:
-    """Of four layers two have a window, one has chunks in its place: sums of single layers."""
-    base = TransformerConfig(**shape(1, 64, 4, 64, 128, 32), position_embedding_type="rope", add_bias_linear=False)
-    mixed = replace(base, num_layers=4, window_size=8, window_attn_skip_freq="([1]*2+[0]*2)", no_rope_freq="3")
-    alone = [model_flops(config) for config in (base, replace(base, window_size=8))]
-    assert model_flops(mixed).attention == pytest.approx(2 * alone[0].attention + 2 * alone[1].attention)
-
-
 @pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "experts"])
 def test_stages_are_split_by_flops(style: str) -> None:
     """What the modules cost in layers is their share of the FLOPs that torch counts."""
