@@ -12,7 +12,6 @@ from megatron.core.attention.tiles import (
     Tile,
     causal_tiles,
     chunk_order,
-    document_starts,
     halved,
     joined,
     rank_spans,
@@ -53,20 +52,12 @@ def brute_force(queries: Spans, keys: Spans, documents: Documents, window: int |
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_every_token_has_one_rank(size: int) -> None:
-    length = 2 * size * 5
-    spans = [rank_spans(length, rank, size) for rank in range(size)]
-    assert sorted(place for rank in spans for place in places(rank)) == list(range(length))
-    assert all(places(rank) == sorted(places(rank)) and len(places(rank)) == length // size for rank in spans)
-    if size > 1:
-        chunk = length // (2 * size)
-        assert [span.start // chunk for rank in spans for span in rank] == chunk_order(size)
-
-
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_ranks_have_equal_work_in_every_step(size: int) -> None:
+def test_every_token_has_one_rank_and_ranks_have_equal_work_in_every_step(size: int) -> None:
     spans = [rank_spans(16 * size, rank, size) for rank in range(size)]
+    assert sorted(place for rank in spans for place in places(rank)) == list(range(16 * size))
+    assert all(places(rank) == sorted(places(rank)) for rank in spans)
+    assert [span.start // 8 for rank in spans for span in rank] == chunk_order(size)
     for step in range(size):
         work = []
         for rank in range(size):
@@ -147,7 +138,3 @@ def test_far_documents_cost_nothing() -> None:
 def test_short_spans_are_the_same_positions() -> None:
     assert short_spans((range(3, 8), range(20, 22)), 2) == (range(3, 5), range(5, 7), range(7, 8), range(20, 22))
     assert short_spans((range(4), range(4, 4)), 9) == (range(4),)
-
-
-def test_document_starts() -> None:
-    assert document_starts([[4, 4, 5, 5, 5, 7], [0, 0, 0, 0, 0, 0]]) == ((0, 2, 5), (0,))

@@ -4,8 +4,6 @@ A run that becomes longer takes each token of an epoch as an input once."""
 import json
 from collections import Counter
 from contextlib import contextmanager
-from itertools import pairwise
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -131,30 +129,6 @@ def test_positions_past_2_31_tokens():
     assert plan.samples == 19
     assert index[:, 0].tolist() == [i // 4 for i in range(20)]
     assert index[:, 1].tolist() == [i % 4 * 2**28 for i in range(20)]
-
-
-@given(shares=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any), documents=st.integers(0, 5000))
-def test_splits_cut_the_documents(shares, documents):
-    found = indices.split_documents(indices.parse_split(",".join(map(str, shares))), documents)
-    assert found[0].start == 0 and found[-1].stop == documents
-    assert all(before.stop == after.start for before, after in pairwise(found))
-    for part, share in zip(found, shares, strict=True):
-        assert abs(len(part) - share / sum(shares) * documents) <= 1
-
-
-@given(sizes=st.lists(st.integers(1, 60), min_size=2, max_size=2), share=st.sampled_from([0.001, 0.3, 0.999]))
-@settings(max_examples=20)
-def test_a_weighted_blend_has_the_sizes_of_rule_6(tmp_path_factory, sizes, share):
-    config = DatasetConfig(
-        data_path=blend_flag(["alpha", "beta"], [share, 1 - share]),
-        split="50,50,0",
-        data_cache_path=str(tmp_path_factory.getbasetemp() / "rule6"),
-    )
-    datasets = build_datasets(config, seq_length=16, seed=3, sizes=(*sizes, 0))
-    for dataset, size in zip(datasets, sizes, strict=False):
-        assert len(dataset) == ceil(size * share) + ceil(size * (1 - share))
-        dataset[len(dataset) - 1]
-    assert datasets.test is None
 
 
 def test_without_weights_every_sample_appears_once(tmp_path):
