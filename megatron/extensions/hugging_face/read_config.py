@@ -37,6 +37,7 @@ from megatron.extensions.hugging_face.read_layers import (
 )
 from megatron.extensions.hybrid_layers.flags import EXPERTS
 from megatron.training.config.flags import dashed, flags_of, home_of, run_of, sections, value_of, with_fields
+from megatron.training.config.rules.fields import number_rule
 
 YARN_SCALING = {
     "factor": "rotary_scaling_factor",
@@ -122,6 +123,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
             hf |= pattern_from_hf(hf)
         problems = list(_problems(hf, family))
         config = None if problems else _config(hf, family)
+        problems += [] if config is None else _out_of_bounds(config)
         if config is not None and config.position_embedding_type == "rope" and config.rotary_dim == 1:
             problems = [f"1 of {config.head_dim} channels of a head is rotated, and two rotate together"]
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
@@ -129,6 +131,14 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     if problems or config is None:
         raise ValueError(f"config.json of model_type {family.model_type}: " + "; ".join(problems))
     return config
+
+
+def _out_of_bounds(config: TransformerConfig) -> list[str]:
+    """What the bounds of flags say of the values that were read."""
+    flags, values = {flag.field: flag for flag in flags_of("model")}, fields_of(config)
+    numbers = ((flags[name], value) for name, value in values.items() if name in flags and type(value) in (int, float))
+    found = ((flag.name, value, number_rule(flag, value)) for flag, value in numbers)
+    return [f"{name} {value:g} {rule[0]}" for name, value, rule in found if rule is not None]
 
 
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -174,6 +184,13 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
     own_scores = family.fixed.get("moe_router_score_function") == "sigmoid" and of_topk not in family.only
     if (own_scores or "scoring_func" in family.values) and normalized and hf.get(of_topk) == 1:
         yield f"{of_topk} = 1 with norm_topk_prob; supported: 2 or more"
+    groups = [key for key, ours in family.keys.items() if ours == "moe_router_num_groups"] + ["n_group"]
+    of_experts = next((key for key, ours in family.keys.items() if ours == "num_experts"), "")
+    count, best, topk, experts = (hf.get(key, 0) for key in (groups[0], "topk_group", of_topk, of_experts))
+    if not any(broken_rule(each, int) for each in (count, best, topk, experts)):
+        there = best * (experts // count)
+        if topk > there:
+            yield f"{of_topk} = {topk} is above the {there} experts of topk_group = {best} groups"
     if hf.get("moe_layer_end_index", -1) != -1 and hf["moe_layer_end_index"] != hf.get("num_hidden_layers", 0) - 1:
         yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
 
@@ -307,6 +324,8 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
         local_percent = float(local.get("partial_rotary_factor", usual_percent))
     kind = merged.get("rope_type", merged.get("type", "default"))
     percent = float(merged.get("partial_rotary_factor", usual_percent))
+    if percent != 1 and not {"partial_rotary_factor", "rotary_dim", "rope_local_base_freq"} & family.defaults.keys():
+        raise ValueError(f"config.json: partial_rotary_factor = {percent:g}, supported: 1, as all channels are rotated")
     fields: dict[str, Any] = {
         "rotary_base": float(merged.get("rope_theta", hf.get("rope_theta", 10000.0))),
         "rotary_percent": percent,

@@ -76,7 +76,7 @@ def window_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     window = hf.get("sliding_window")
     if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
         window = hf[family.earlier_tokens] + 1
-    if not window or not hf.get("use_sliding_window", True):
+    if window is None or not hf.get("use_sliding_window", True):
         return {"window_size": None}
     check_count("sliding_window", window)
     local = windows(hf, family)

@@ -48,7 +48,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(flag.name, value if given else None, rule, REQUIRED[flag.field] + _saved_values(config))
         elif flag.kind in (int, float) and value is not None:
             values = value if flag.takes_several else (value,)
-            broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)
+            broken = next(filter(None, (number_rule(flag, number) for number in values)), None)
             if broken:
                 yield Problem(flag.name, value, *broken)
         elif flag.spec.path == "local" and value is not None:
@@ -89,7 +89,7 @@ def _as_given(c: RunConfig, condition: Condition) -> str:
     return " ".join([name, *rest]) if value is None else f"{name} {value}"
 
 
-def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
+def number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
     """(rule, remedy) of a number that is out of bounds, else None."""
     default = "give another number, or remove it" if flag.default is None else f"the default is {flag.default}"
     if flag.field == "lr":
