@@ -103,7 +103,7 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if "|" in pattern and LAYOUT not in field_table():
         rule = "has |, a border of stages, which needs the extension pipeline_split"
         yield Problem(PATTERN, pattern, rule, "restore it, or remove |")
-    elif "|" in pattern:
+    elif "|" in pattern and named_value(c, LAYOUT) is not None:
         why = "both state the stages"
         yield Problem.exclusive(PATTERN, pattern, f"{field_table()[LAYOUT].name} {named_value(c, LAYOUT)}", why)
     try:
