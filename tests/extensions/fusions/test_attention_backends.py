@@ -231,6 +231,8 @@ def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> No
 def test_packed_kernels_of_one_width() -> None:
     qkv = tuple(x[:, :1].detach().requires_grad_() for x in operands_of(10, 6))
     expected = local_attention(*qkv, Causal(TorchKernel(SCALE)))
-    found = packed_attention(*qkv, None, None, EqualWidthsKernel(Twin()))
+    found = packed_attention(*qkv, None, None, EqualWidthsKernel(twin := Twin()))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv))
+    packed_attention(*qkv, None, None, EqualWidthsKernel(twin)).sum().backward()  # ones that share a place in memory
+    assert twin.contiguous

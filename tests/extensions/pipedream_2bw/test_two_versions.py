@@ -148,7 +148,7 @@ def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
     if "--fp64" in precision:
         ((_, losses),) = run_world(1, resumed, config_of("--fp64", 1), str(tmp_path))
         assert losses == pytest.approx(again[0][1], rel=1e-9)
-        folder = tmp_path / "one version"
+        folder = tmp_path / "one_version"
         run_world(2, goes_on, f"{MODEL} --fp64 --pp 2 --load {tmp_path} --save {folder}")
         run_world(2, goes_on, f"{MODEL} --fp64 --pp 2 --load {folder} {SCHEDULE}")
 
