@@ -103,6 +103,9 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
             hf["sliding_window"] = config.window_size or family.defaults["sliding_window"]
             hf["attention_types"] = [[["local" if local else "global" for local in config.local_pattern], 1]]
         usual = family.layer_types or "sliding_window_pattern" in family.defaults
+        if usual and config.window_size is None and family.rotary_layers == "all":
+            # Some classes want a number, which no layer looks at.
+            hf["sliding_window"] = family.defaults.get("sliding_window")
         if usual or 0 < sum(config.local_pattern) < config.num_layers:
             hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
     if "full_attention_interval" in family.defaults:
