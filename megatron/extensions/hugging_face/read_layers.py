@@ -125,16 +125,21 @@ def chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_chunk_size": chunk, "window_attn_skip_freq": pattern_text(local, usual=True)}
 
 
+def selecting(period: int, offset: int, layers: int) -> list[bool]:
+    """Whether each layer selects keys: the first `offset` ones do, and each `period`-th behind them."""
+    return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
+
+
 def selections_from_hf(hf: Mapping[str, Any]) -> dict[str, int]:
     """Which layers select keys: the first ones, and each N-th behind them."""
     period, offset, layers = hf["index_topk_freq"], hf["index_skip_topk_offset"], hf["num_hidden_layers"]
     check_count("index_topk_freq", period)
-    full = listed_layers(hf, "indexer_types", ("shared", "full"), lambda n: max(n + 1 - offset, 0) % period == 0)
+    full = listed_layers(hf, "indexer_types", ("shared", "full"), selecting(period, offset, layers).__getitem__)
     if all(full):
         return {}
     for offset in range(1, layers):
         for period in range(2, layers + 1):
-            if full == [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]:
+            if full == selecting(period, offset, layers):
                 return {"dsa_indexer_topk_freq": period, "dsa_indexer_skip_topk_offset": offset}
     raise ValueError("config.json: indexer_types has no 'full' in the first layers and then each N-th one")
 
