@@ -1,13 +1,13 @@
 """Hosts of a cluster on one machine: Linux namespaces, joined by veth cables to a bridge.
 
-    with hosts(2, rate="100mbit", cpus=[{0}, {1}]) as box:
+    with hosts(2, rate="100mbit") as box:
         processes = [box.start(host, ["bash", "scripts/train_gpt_elastic.sh", *FLAGS]) for host in range(2)]
         box.pull_cable(1)
         codes = [process.wait() for process in processes]
 
-Each host has network, host name, processes, mounts, /dev/shm and, if asked for, a disk and processors of its own; the
-other files are this machine's. Nothing gets a name outside the namespaces, so that several boxes run at once, and all
-is gone with the process that made it, however that process ends. `tc ... tbf` limits the rate of a cable, both ways.
+Each host has network, host name, processes, mounts, /dev/shm and, if asked for, a disk of its own; the other files are
+this machine's. Nothing gets a name outside the namespaces, so that several boxes run at once, and all is gone
+with the process that made it, however that process ends. `tc ... tbf` limits the rate of a cable, both ways.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -112,11 +112,9 @@ class Host:
 class Box:
     """Hosts on one network. Their names are host0, host1, ..., and their addresses 10.77.0.1, 10.77.0.2, ..."""
 
-    def __init__(self, count: int, rate: str | None, cpus: Sequence[Collection[int]] | None, disk: Path | None) -> None:
-        if not 1 <= count <= 200 or (cpus is not None and len(cpus) != count):
-            raise ValueError(
-                f"{count} hosts, processors of {len(cpus or [])}: 1 to 200 hosts, each with its processors"
-            )
+    def __init__(self, count: int, rate: str | None, disk: Path | None) -> None:
+        if not 1 <= count <= 200:
+            raise ValueError(f"{count} hosts: 1 to 200 have addresses")
         self.names = [f"host{number}" for number in range(count)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self.folder = Path(tempfile.mkdtemp(prefix="box-", dir="/tmp"))
@@ -126,7 +124,7 @@ class Box:
         """Where each host has its own disk: a folder that is empty at first and that no other host sees."""
 
         (self.folder / "owner").write_text(str(os.getpid()))
-        self._cpus, self._rates = cpus, [rate] * count
+        self._rates = [rate] * count
         self._hosts: dict[int, Host] = {}
         names = zip(self.addresses, self.names, strict=True)
         (self.folder / "hosts").write_text(
@@ -224,7 +222,7 @@ class Box:
     ) -> Process:
         """Starts a command on a host; `environ` are further variables. Its output is appended to `log`."""
         inside = ["nsenter", "--target", str(self._hosts[host].init), "--net", "--uts", "--ipc", "--mount", "--pid"]
-        inside += ["env", f"--chdir={cwd}", *self._pinned(host), *(str(word) for word in command)]
+        inside += ["env", f"--chdir={cwd}", *(str(word) for word in command)]
         outer = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
         log = log or self.folder / f"{self.names[host]}.log"
         return Process([*ENDED_WITH_PARENT, *inside], outer | self.environ(host) | environ, cwd, log)
@@ -258,8 +256,6 @@ class Box:
             os._exit(code)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.environ |= self.environ(host)
-        if self._cpus is not None:
-            os.sched_setaffinity(0, self._cpus[host])
 
     def environ(self, host: int) -> dict[str, str]:
         """Variables that programs on a host need to find each other."""
@@ -281,9 +277,6 @@ class Box:
         self._switch.wait()
         shutil.rmtree(self.folder)
 
-    def _pinned(self, host: int) -> list[str]:
-        return [] if self._cpus is None else ["taskset", "--cpu-list", ",".join(map(str, sorted(self._cpus[host])))]
-
     def _switch_command(self, line: str) -> None:
         _run(["nsenter", "--target", str(self._switch.pid), "--net", *line.split()])
 
@@ -297,16 +290,11 @@ NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/s
 
 
 @contextmanager
-def hosts(
-    count: int,
-    rate: str | None = None,
-    cpus: Sequence[Collection[int]] | None = None,
-    disk: Path | None = None,
-) -> Iterator[Box]:
-    """A box of `count` hosts whose cables have the rate `rate` of tc (None: unlimited) and whose processes run on the
-    processors `cpus[host]`. On each, the folder `disk` is a disk of its own. See `missing` for what it needs."""
+def hosts(count: int, rate: str | None = None, disk: Path | None = None) -> Iterator[Box]:
+    """A box of `count` hosts whose cables have the rate `rate` of tc (None: unlimited). On each, the folder `disk` is a
+    disk of its own. See `missing` for what it needs."""
     sweep()
-    with closing(Box(count, rate, cpus, disk)) as box:
+    with closing(Box(count, rate, disk)) as box:
         yield box
 
 

@@ -59,7 +59,7 @@ class SlurmBox:
 
 
 @contextmanager
-def slurm_box(nodes: int, rate: str | None = None, disk: Path | None = None) -> Iterator[SlurmBox]:
+def slurm_box(nodes: int) -> Iterator[SlurmBox]:
     """A box of `nodes` nodes and a controller."""
-    with hosts(nodes + 1, rate, disk=disk) as box:
+    with hosts(nodes + 1) as box:
         yield SlurmBox(box)

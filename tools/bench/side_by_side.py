@@ -70,12 +70,6 @@ def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) 
     return parser
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
     """Tokens per second of this many steps."""
 
