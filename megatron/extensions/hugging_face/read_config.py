@@ -38,6 +38,7 @@ from megatron.extensions.hugging_face.read_layers import (
 from megatron.extensions.hybrid_layers.flags import EXPERTS
 from megatron.training.config.flags import dashed, flags_of, home_of, run_of, sections, value_of, with_fields
 from megatron.training.config.rules.fields import number_rule
+from megatron.training.config.rules.moe import expert_groups
 
 YARN_SCALING = {
     "factor": "rotary_scaling_factor",
@@ -134,11 +135,12 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _out_of_bounds(config: TransformerConfig) -> list[str]:
-    """What the bounds of flags say of the values that were read."""
+    """Values outside the bounds of their flags, and groups of experts that have none to choose."""
     flags, values = {flag.field: flag for flag in flags_of("model")}, fields_of(config)
     numbers = ((flags[name], value) for name, value in values.items() if name in flags and type(value) in (int, float))
     found = ((flag.name, value, number_rule(flag, value)) for flag, value in numbers)
-    return [f"{name} {value:g} {rule[0]}" for name, value, rule in found if rule is not None]
+    broken = [f"{name} {value:g} {rule[0]}" for name, value, rule in found if rule is not None]
+    return broken or [f"{each.flag} {each.value} {each.rule}" for each in expert_groups(config)]
 
 
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -184,13 +186,6 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
     own_scores = family.fixed.get("moe_router_score_function") == "sigmoid" and of_topk not in family.only
     if (own_scores or "scoring_func" in family.values) and normalized and hf.get(of_topk) == 1:
         yield f"{of_topk} = 1 with norm_topk_prob; supported: 2 or more"
-    groups = [key for key, ours in family.keys.items() if ours == "moe_router_num_groups"] + ["n_group"]
-    of_experts = next((key for key, ours in family.keys.items() if ours == "num_experts"), "")
-    count, best, topk, experts = (hf.get(key, 0) for key in (groups[0], "topk_group", of_topk, of_experts))
-    if not any(broken_rule(each, int) for each in (count, best, topk, experts)):
-        there = best * (experts // count)
-        if topk > there:
-            yield f"{of_topk} = {topk} is above the {there} experts of topk_group = {best} groups"
     if hf.get("moe_layer_end_index", -1) != -1 and hf["moe_layer_end_index"] != hf.get("num_hidden_layers", 0) - 1:
         yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
 

@@ -93,7 +93,7 @@ def _router(c: RunConfig) -> Iterator[Problem]:
     if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
         rule = "the softmax over one expert is always 1, so the router receives no gradient"
         yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
-    yield from _groups(m)
+    yield from expert_groups(m)
     types, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
     if any(coefficients) and types == ("none",):
         none = "--moe-router-load-balancing-type none"
@@ -105,7 +105,7 @@ def _router(c: RunConfig) -> Iterator[Problem]:
         yield Problem("--moe-aux-loss-coeff", coefficients, rule, "give one for each")
 
 
-def _groups(m: MoEConfig) -> Iterator[Problem]:
+def expert_groups(m: MoEConfig) -> Iterator[Problem]:
     """A token's experts are chosen from some groups of experts."""
     groups, best, topk = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
     if groups is None or best is None:
