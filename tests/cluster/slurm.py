@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cluster.hosts import ROOT, Box, hosts
-from tests.limits import HANG
+from tests.limits import wait_for
 from tests.slurm.cluster import ENDED
 
 SCRIPT = ROOT / "tests/slurm/start_slurm.sh"
@@ -47,11 +46,8 @@ class SlurmBox:
 
     def ended(self, job: str) -> dict[str, str]:
         """Waits until a job has left the queue, and returns what SLURM knows of it."""
-        limit = time.monotonic() + HANG
-        while (fields := self._fields(job))["JobState"] not in ENDED:
-            assert time.monotonic() < limit, fields
-            time.sleep(0.2)
-        return fields
+        wait_for(lambda: self._fields(job)["JobState"] in ENDED)
+        return self._fields(job)
 
     def _fields(self, job: str) -> dict[str, str]:
         words = self.command("scontrol", "--oneliner", "show", "job", job).split()

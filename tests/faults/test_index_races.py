@@ -20,7 +20,7 @@ from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import index_cache
 from megatron.core.datasets.build import build_datasets
 from tests.corpus import write_documents
-from tests.limits import HANG
+from tests.limits import HANG, wait_for
 
 NOBODY = 65534
 FORK = mp.get_context("fork")
@@ -153,7 +153,7 @@ def killed_builder(folder: Path, rounds: int) -> None:
         cache = folder / f"cache{number}"
         victim: Any = FORK.Process(target=_build_slowly, args=(prefix, cache))
         victim.start()
-        _until(lambda cache=cache: any(cache.glob(".*.tmp")))
+        wait_for(lambda cache=cache: any(cache.glob(".*.tmp")))
         waiting: Any = FORK.Process(target=digest_of, args=(prefix, cache, 1))
         waiting.start()
         time.sleep(0.3)
@@ -175,13 +175,6 @@ def _build_slowly(prefix: Path, cache: Path) -> None:
 
     index_cache._save = half
     digest_of(prefix, cache, 1)
-
-
-def _until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANG
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.grid("rounds", [2], [20])

@@ -19,7 +19,7 @@ from tests.extensions import installed
 from tests.faults.broken_pretrain import slow_down
 from tests.faults.runs import MODEL, ROOT
 from tests.forked import forked_ranks, join
-from tests.limits import HANG
+from tests.limits import HANG, wait_for
 
 RESUME = ExitCode.TO_BE_RESUMED
 
@@ -46,10 +46,7 @@ class World:
         return int(found[1])
 
     def wait_for(self, said: str | Callable[[], object]) -> None:
-        deadline = time.monotonic() + HANG
-        while not (said in self.text if isinstance(said, str) else said()):
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.05)
+        wait_for(lambda: said in self.text if isinstance(said, str) else said(), screen=lambda: self.text)
 
     def send(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.ranks[rank].pid, number)

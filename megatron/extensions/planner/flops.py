@@ -44,7 +44,7 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
     modules = [kind.span.mean(length) for kind in config.mtp_layers]
-    # Plain causal attention is one kernel; dropout, windows, chunks, sinks, caps and ALiBi take others, tile by tile.
+    # Plain causal attention is one kernel; dropout, windows, chunks, caps and ALiBi take others, tile by tile.
     config = replace(
         config,
         seq_length=length,
@@ -53,8 +53,6 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
         window_size=config.window_size and length,
         attention_chunk_size=config.attention_chunk_size and length,
         position_embedding_type="none" if config.alibi else config.position_embedding_type,
-        softmax_type="vanilla",
-        window_softmax_type=None,
         attn_logit_softcapping=None,
         recompute_granularity="none",
     )

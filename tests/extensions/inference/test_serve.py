@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.forked import forked_ranks, join
-from tests.limits import HANG
+from tests.limits import HANG, wait_for
 from tools.common import run_tool
 from tools.serve import main
 
@@ -27,10 +26,8 @@ def serving(checkpoint: str, screen: Path, ranks: int, *flags: str) -> Iterator[
     """The URL of a server, and its ranks."""
     argv = ["--load", checkpoint, "--device", "cpu", "--port", "0", *flags]
     with forked_ranks(ranks, argv, screen, main=lambda argv: run_tool(partial(main, argv))) as processes:
-        until = time.monotonic() + HANG
-        while not (found := re.search(r"serving checkpoints at (http://\S+)/v1", screen.read_text())):
-            assert time.monotonic() < until and processes[0].is_alive(), screen.read_text()
-            time.sleep(0.02)
+        ready = re.compile(r"serving checkpoints at (http://\S+)/v1")
+        found = wait_for(lambda: ready.search(screen.read_text()), processes[:1], screen.read_text)
         yield found[1], processes
 
 

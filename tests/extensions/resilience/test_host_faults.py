@@ -16,7 +16,7 @@ from megatron.extensions.resilience import host_watch
 from megatron.training import training
 from tests.cluster.hosts import Box, hosts, missing
 from tests.forked import forked_ranks, join
-from tests.limits import HANG
+from tests.limits import wait_for
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -48,12 +48,9 @@ def datagrams(box: Box, host: int) -> tuple[int, int]:
 
 def await_heartbeats(box: Box) -> None:
     """Until each host knows that the other one hears it: it has read what that has sent since it heard of this one."""
-    limit = time.monotonic() + HANG
 
     def await_read(*numbers: int) -> None:
-        while any(datagrams(box, host)[0] < number for host, number in enumerate(numbers)):
-            assert time.monotonic() < limit
-            time.sleep(0.05)
+        wait_for(lambda: all(datagrams(box, host)[0] >= number for host, number in enumerate(numbers)))
 
     await_read(1, 1)
     await_read(*(datagrams(box, 1 - host)[1] + 1 for host in range(2)))
@@ -95,10 +92,8 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, earl
 
         with forked_ranks(2, [*MODEL, "--save", str(tmp_path / "save")], tmp_path / "screen", enter) as ranks:
             logs = [tmp_path / f"host{rank}.log" for rank in range(2)]
-            limit = time.monotonic() + HANG
-            while not (logs[0].exists() and " iteration " in logs[0].read_text() and (early or all_told())):
-                assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), logs[0].read_text()
-                time.sleep(0.05)
+            wait_for(logs[0].exists, ranks)
+            wait_for(lambda: " iteration " in logs[0].read_text() and (early or all_told()), ranks, logs[0].read_text)
             if not early:
                 await_heartbeats(box)
             strike(box)
@@ -135,11 +130,8 @@ def test_a_host_with_blocked_heartbeats_is_lost_only_without_connections(tmp_pat
 
         end = [] if pulled else ["--exit-interval", "14"]
         with forked_ranks(2, [*MODEL, *end], screen, enter) as ranks:
-            limit = time.monotonic() + HANG
-            while pulled and not all(line in screen.read_text() for line in lines):
-                assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), screen.read_text()
-                time.sleep(0.05)
             if pulled:
+                wait_for(lambda: all(line in screen.read_text() for line in lines), ranks, screen.read_text)
                 pull(box)
             assert join(ranks) == ([1, 1] if pulled else [0, 0])
     text = screen.read_text()

@@ -17,7 +17,7 @@ from megatron.extensions.resilience import save_folder
 from megatron.extensions.resilience.save_folder import LeaseError, SaveLease
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, run_forked
-from tests.limits import HANG
+from tests.limits import HANG, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -136,9 +136,7 @@ def test_a_second_run_on_this_machine_is_refused_until_the_first_is_killed(tmp_p
     save = tmp_path / "save"
     flags = [*MODEL, "--pp", "1", "--save", str(save), "--load", str(save)]
     with forked_ranks(2, [*flags, "--save-interval", "2"], tmp_path / "first") as first:
-        while not (save / "latest_checkpointed_iteration.txt").exists():
-            assert all(rank.is_alive() for rank in first), (tmp_path / "first").read_text()
-            time.sleep(0.05)
+        wait_for((save / "latest_checkpointed_iteration.txt").exists, first, (tmp_path / "first").read_text)
         text = run_forked(4, [*flags, "--train-iters", "2"], tmp_path / "second", code=1)
         assert text.count(f"another run saves to {save}: its rank 0 is process {first[0].pid} on ") == 1, text
         assert all(rank.is_alive() for rank in first) and '"end"' not in (save / "run_events.jsonl").read_text()
