@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def encoded(requests: list[dict[str, Any]]) -> list[bytes]:
     return [json.dumps(request).encode() for request in requests]
 
 
-def test_answers_stand_in_the_order_of_requests(checkpoint: str, tmp_path: Path) -> None:
+def test_answers_stand_in_the_order_of_requests_whatever_the_layout(checkpoint: str, tmp_path: Path) -> None:
     first, second, third, fourth, fifth, sixth = found = answers(checkpoint, tmp_path, encoded(REQUESTS))
     assert [each["finish_reason"] for each in found] == ["length"] * 6
     assert first["id"] == "first" and len(first["token_ids"]) == len(first["logprobs"]) == 5
@@ -131,7 +132,10 @@ def test_answers_stand_in_the_order_of_requests(checkpoint: str, tmp_path: Path)
     assert "token_ids" not in third and third["text"]
     assert fifth["text"] == "" and fifth["prompt_logprobs"] == []
     assert sixth["text"] != answers(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]  # its line number counts
-    assert_same(answers(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1"), found)
+    alone = answers(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1")
+    layout = answers(checkpoint, tmp_path, encoded(REQUESTS), "--tp", "2", "--pp", "2", ranks=4)
+    for others in (alone, layout):
+        assert_same(others, deepcopy(found))
 
 
 def test_a_wrong_line_has_its_error_and_keeps_no_other_from_its_text(checkpoint: str, tmp_path: Path) -> None:
@@ -140,13 +144,6 @@ def test_a_wrong_line_has_its_error_and_keeps_no_other_from_its_text(checkpoint:
     assert found[0]["id"] == 1 and found[0]["text"] and found[-1]["text"]
     for number, ((_, message), each) in enumerate(zip(WRONG, found[1:-1], strict=True), 2):
         assert message in each["error"] and each["line"] == number
-
-
-def test_answers_do_not_depend_on_the_layout(checkpoint: str, tmp_path: Path) -> None:
-    requests = encoded(REQUESTS)
-    expected = answers(checkpoint, tmp_path, requests)
-    found = answers(checkpoint, tmp_path, requests, "--tp", "2", "--pp", "2", ranks=4)
-    assert_same(found, expected)
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:

@@ -54,11 +54,6 @@ def plain(folder: Path) -> StandIn:
     return stand_in_for(saved(folder / "plain", around=False))
 
 
-def test_ids_equal_those_of_tokenizers(plain: StandIn) -> None:
-    for text in TEXTS:
-        assert plain._encode(text).tolist() == plain.reference.tokenize(text)
-
-
 @settings(max_examples=100)
 @given(text=UNICODE)
 def test_ids_of_any_text(plain: StandIn, text: str) -> None:
