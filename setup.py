@@ -11,6 +11,8 @@ DEV = [
     "pytest-xdist",
     "hypothesis",
     "transformers",
+    "lm_eval",
+    "accelerate",
     "gigatoken",
     "wandb",
     "pyarrow",

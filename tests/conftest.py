@@ -38,6 +38,7 @@ sys.dont_write_bytecode = False
 # Libraries that torch has compiled for wider vectors do not load where these are switched off.
 vectors = torch.backends.cpu.get_cpu_capability().replace(" ", "-").lower()
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{getpass.getuser()}-{vectors}")
+os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/datasets-{getpass.getuser()}")
 
 # A machine with a GPU may have no hypothesis, which only tests without one use.
 if importlib.util.find_spec("hypothesis") is not None:

@@ -71,8 +71,8 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     ),
     BuiltIn(
         "evaluation",
-        "Downstream tasks in lm-evaluation-harness' form, during training and on checkpoints.",
-        needs=("inference", "text_data"),
+        "Downstream tasks of lm-evaluation-harness, during training and on checkpoints.",
+        needs=("inference",),
     ),
     BuiltIn("inference", "Generation of text from checkpoints, and its server.", needs=("cpu_half", "tokenizers")),
     BuiltIn(

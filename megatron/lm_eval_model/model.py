@@ -1,33 +1,27 @@
-"""The class that lm-evaluation-harness calls. It gives every rank all requests, which the ranks score together."""
+"""A checkpoint as a model of lm-evaluation-harness."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
-from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.extensions.evaluation.in_loop import CachedGeneration
-from megatron.extensions.evaluation.rows import Row, continuation_row, rolling_rows
-from megatron.extensions.evaluation.scoring import Scorer, greedy_request, lengths_of_batches, scores_by
-from megatron.extensions.evaluation.suite import scores_by_row, together
-from megatron.extensions.evaluation.task_file import asks_for_sampling
+from megatron.extensions.evaluation.continuation import MOST_TOKENS, CachedGeneration
+from megatron.extensions.evaluation.harness import ParallelLM
+from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, scores_by
 from megatron.extensions.inference.model import LoadedModel, loaded_model
 from megatron.training.reliability.launch import Launch
-
-T = TypeVar("T")
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
 @register_model("megatron")
-class CheckpointLM(LM):
+class CheckpointLM(ParallelLM):
     """A checkpoint, saved at any layout, over the ranks that torchrun or srun started, or in one process.
 
     `checkpoint` is a folder of checkpoints, one of them, or the folder of a Hugging Face model. `tp`, `pp` and `ep` cut
@@ -48,12 +42,11 @@ class CheckpointLM(LM):
         device: str | None = None,
         max_length: int | None = None,
         batch_tokens: int = 8192,
-        max_gen_toks: int = 256,
+        max_gen_toks: int = MOST_TOKENS,
         batch_size: Any = None,
         max_batch_size: Any = None,
         **fields: Any,
     ) -> None:
-        super().__init__()
         unknown = [name for name in fields if name not in TOKENIZER]
         problems = [f"--model_args {name}: is unknown; use checkpoint, tp, pp, ep or {TOKENIZER}" for name in unknown]
         if checkpoint is None or not PATH_KINDS.facts(kind_of(checkpoint)).loaded_as:
@@ -79,47 +72,16 @@ class CheckpointLM(LM):
             raise ValueError(f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}")
         runner, state, tokenizer = self.loaded.runner, self.loaded.state, self.loaded.tokenizer
         executor = PipelineExecutor(runner.stages, runner.layout, runner.p2p)
-        self.scorer = Scorer(
+        scorer = Scorer(
             forward=scores_by(executor, self.loaded.layout, state),
             lengths=lengths_of_batches(longest, self.loaded.layout),
             budget=batch_tokens,
             state=state,
             device=runner.device,
         )
-        self.max_gen_toks = max_gen_toks
-        self.generation = CachedGeneration(runner.stages, state, runner.layout, tokenizer, batch_tokens, True)
+        generate = CachedGeneration(runner.stages, state, runner.layout, tokenizer, batch_tokens, True)
+        super().__init__(tokenizer, scorer, generate, max_gen_toks)
 
     @property
     def tokenizer_name(self) -> str:
         return str(self.loaded.tokenizer_config.tokenizer_type)
-
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is greedy) of each continuation."""
-        tokenizer, longest = self.loaded.tokenizer, self.scorer.longest
-        rows = [[continuation_row(tokenizer, each.args[0], each.args[1], longest)[0]] for each in requests]
-        return self._cached("loglikelihood", requests, self._scores(rows))
-
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each text."""
-        texts = [list(rolling_rows(self.loaded.tokenizer, each.args[0], self.scorer.longest)) for each in requests]
-        return self._cached("loglikelihood_rolling", requests, [log for log, _ in self._scores(texts)])
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The most likely continuation of each context. Raises ValueError if generation_kwargs ask for sampling."""
-        tokenizer, longest, asked = self.loaded.tokenizer, self.scorer.longest, []
-        for each in requests:
-            context, options = each.args[0], dict(each.args[1])
-            if asks_for_sampling(options):
-                raise ValueError("generation_kwargs ask for sampling, and decoding is greedy: remove do_sample")
-            asked.append(greedy_request(tokenizer, context, options, "", longest, self.max_gen_toks)[0])
-        return self._cached("generate_until", requests, self.generation(asked))
-
-    def _scores(self, texts: Sequence[Sequence[Row]]) -> list[tuple[float, bool]]:
-        found = scores_by_row(self.scorer, (row for rows in texts for row in rows))
-        return [together(found, rows) for rows in texts]
-
-    def _cached(self, kind: str, requests: Sequence[Any], results: list[T]) -> list[T]:
-        """The results, which the harness may keep."""
-        for each, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial(kind, each.args, result)
-        return results

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
@@ -11,6 +13,11 @@ from megatron.core.parts import CALLBACKS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
+
+
+def is_file(name: str) -> bool:
+    """Whether a word of --eval-tasks is a file or folder, not the name of a task that comes with the harness."""
+    return Path(name).exists() or name.endswith((".yaml", ".yml")) or "/" in name
 
 
 @extension_flags("downstream tasks", may_change=True)
@@ -21,7 +28,7 @@ class EvalTasksConfig:
     NO_EFFECT_WITHOUT: ClassVar = "--eval-tasks"
 
     eval_tasks: tuple[str, ...] | None = flag(None, many=True, path="local")
-    """Task files in lm-evaluation-harness' YAML form, or folders of them, whose data are local files."""
+    """Task files of lm-evaluation-harness, folders of them, or names of tasks that come with it."""
 
     eval_tasks_interval: int | None = flag(None, at_least=0)
     """Iterations between evaluations of --eval-tasks, 0 for one at the end only; default: --eval-interval."""
@@ -42,8 +49,6 @@ class EvalTasksConfig:
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
         if not self.eval_tasks:
             return
-        from megatron.extensions.evaluation.task_file import read_tasks
-
         flag, model = "--eval-tasks", config.model
         if config.tokenizer.tokenizer_type is None:
             yield Problem(flag, None, "reads text, which needs a tokenizer", "add --tokenizer-type and its files")
@@ -52,10 +57,11 @@ class EvalTasksConfig:
             rule = "experts with a capacity would drop tokens of a text for the filling behind it"
             enough = f"--moe-eval-capacity-factor {model.num_experts / model.moe_router_topk:g}"
             yield Problem(flag, None, rule, f"add {enough}, with which none is dropped")
-        try:
-            read_tasks(self.eval_tasks, self.eval_tasks_num_fewshot)
-        except ValueError as error:
-            yield from Problem.of_errors(flag, None, error)
+        if importlib.util.find_spec("lm_eval") is None:
+            yield Problem(flag, None, "needs lm-evaluation-harness", "pip install 'paritrain[lm-eval]', or lm_eval")
+        for name in self.eval_tasks:
+            if is_file(name) and not Path(name).exists():
+                yield Problem(flag, name, "there is no such file or folder", "correct the path")
 
 
 CALLBACKS.register(

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron.core.collectives import gather_objects
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from lm_eval.utils import handle_non_serializable, make_table
+
+from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.evaluation.continuation import CachedGeneration, continue_requests, next_tokens
 from megatron.extensions.evaluation.flags import EvalTasksConfig
-from megatron.extensions.evaluation.scoring import (
-    Scorer,
-    Stopped,
-    continue_requests,
-    lengths_of_batches,
-    next_tokens,
-    scores_by,
-    until_stop,
-)
-from megatron.extensions.evaluation.suite import ContinueRequests, Results, Suite, record_of, table
-from megatron.extensions.inference.generation import Engine, Request, StageRunner
+from megatron.extensions.evaluation.harness import ParallelLM, Suite, record_of
+from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, scores_by
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.sinks import Record
@@ -39,6 +30,8 @@ class EvalTasks(Callback):
         """Reads the tasks. Raises ValueError with every problem of their files."""
         options, model = self.config.options(EvalTasksConfig), self.config.model
         tokenizer = build_tokenizer(self.config.tokenizer, model.vocab_size)
+        if not runtime.is_main:
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)
         limit, num_fewshot = options.eval_tasks_limit, options.eval_tasks_num_fewshot
         self.suite = Suite.load(options.eval_tasks or (), tokenizer, model.seq_length, limit, num_fewshot)
         for line in self.suite.notes:
@@ -67,83 +60,49 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     start = time.perf_counter()
     try:
         with run.pipeline.evaluation_mode():
-            results = suite.evaluate(scorer_of(run), generation_of(run, suite.tokenizer))
+            results = suite.evaluate(model_of(run))
     except Stopped:
         return
     record: Record = {"iteration": iteration, "consumed_samples": run.progress.consumed_samples}
-    record |= record_of(results.scores) | {"eval_tasks_seconds": round(time.perf_counter() - start, 3)}
-    runtime.say(f" tasks after iteration {iteration} ({record['eval_tasks_seconds']:.1f} s)\n{table(results.scores)}")
+    record |= record_of(results) | {"eval_tasks_seconds": round(time.perf_counter() - start, 3)}
+    table = "\n".join(make_table(results, each) for each in ("results", "groups") if each in results)
+    runtime.say(f" tasks after iteration {iteration} ({record['eval_tasks_seconds']:.1f} s)\n{table}")
     samples = config.options(EvalTasksConfig).eval_tasks_samples
     if runtime.is_main and samples:
-        _write_samples(Path(samples), iteration, results)
+        _write_samples(Path(samples), iteration, results["samples"])
     log.write(record)
     for callback in run.callbacks:
         callback.on_evaluation(run, "tasks", record)
 
 
-def scorer_of(run: TrainingRun) -> Scorer:
-    """Scores rows on a run's model, at its layout."""
-    config, runtime = run.config, run.runtime
+def model_of(run: TrainingRun) -> ParallelLM:
+    """A run's model at its layout. It continues texts with cached keys and values, or under context parallelism, which
+    has no such cache, by passes over whole texts."""
+    config, runtime, pipeline, state = run.config, run.runtime, run.pipeline, run.runtime.state
+    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     budget = config.options(EvalTasksConfig).eval_tasks_batch_tokens
-    return Scorer(
-        forward=scores_by(run.pipeline.executor, config.parallel, runtime.state),
+    scorer = Scorer(
+        forward=scores_by(pipeline.executor, config.parallel, state),
         lengths=lengths_of_batches(config.model.seq_length, config.parallel),
         budget=budget or config.training.micro_batch_size * config.model.seq_length,
-        state=runtime.state,
+        state=state,
         device=runtime.device,
         go_on=partial(runtime.watchdog.requests.tick, save_later=True),
     )
-
-
-def generation_of(run: TrainingRun, tokenizer: Tokenizer) -> ContinueRequests:
-    """Continues prompts on a run's model, at its layout: with cached keys and values, or under context parallelism,
-    which has no such cache, by passes over whole texts."""
-    config, state, pipeline = run.config, run.runtime.state, run.pipeline
-    scorer = scorer_of(run)
     if state.cp.size > 1:
-        return partial(continue_requests, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
+        by_passes = partial(continue_requests, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
+        return ParallelLM(tokenizer, scorer, by_passes)
     together = state.axis("ep").size > 1 or config.ddp.shards_parameters
-    return CachedGeneration(run.stages, state, pipeline.layout, tokenizer, scorer.budget, together)
+    generate = CachedGeneration(run.stages, state, pipeline.layout, tokenizer, scorer.budget, together)
+    return ParallelLM(tokenizer, scorer, generate)
 
 
-def _write_samples(folder: Path, iteration: int, results: Results) -> None:
-    """One line of JSON for each document of each task."""
+def _write_samples(folder: Path, iteration: int, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """One line of JSON for each document of each task and filter."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in results.samples)
+    lines = (
+        json.dumps({"task": task, **sample}, ensure_ascii=False, default=handle_non_serializable) + "\n"
+        for task, of_task in samples.items()
+        for sample in of_task
+    )
     (folder / f"iteration_{iteration:07d}.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-ROWS = 64
-"""Texts that grow at once."""
-
-
-@dataclass(frozen=True)
-class CachedGeneration:
-    """Continues prompts at a layout without context parallelism."""
-
-    stages: Mapping[int, GPTModel]
-    state: ParallelState
-    layout: PipelineLayout
-    tokenizer: Tokenizer
-    prefill_tokens: int
-    """Tokens of prompts in one forward pass."""
-
-    together: bool = False
-    """Whether replicas of the model must run the same passes, because experts or parameters are spread over them. Else
-    they share the prompts."""
-
-    def __call__(self, requests: Sequence[Request]) -> list[str]:
-        """The most likely continuation of each prompt, on every rank. Collective."""
-        control = self.state.world if self.together else self.state.axis("mp")
-        first, step = (0, 1) if self.together else (self.state.dp.rank, self.state.dp.size)
-        runner = StageRunner(self.stages, self.state, self.layout, control)
-        found: dict[int, str] = {}
-        if runner.leads:
-            engine, numbers = Engine(runner, self.tokenizer.detokenize, ROWS, self.prefill_tokens), range(len(requests))
-            for number, each in zip(numbers[first::step], engine.run(requests[first::step]), strict=True):
-                found[number] = until_stop(self.tokenizer.detokenize(each.tokens), each.request)
-            engine.stop()
-        else:
-            runner.follow()
-        texts = {number: text for part in gather_objects(found, self.state.world) for number, text in part.items()}
-        return [texts[number] for number in range(len(requests))]

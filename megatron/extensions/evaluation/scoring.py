@@ -1,10 +1,9 @@
-"""Log-likelihoods of rows of tokens, and greedy continuations, by the model as it is laid out over the ranks."""
+"""Log-likelihoods of rows of tokens, by the model as it is laid out over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import local_rows
-from megatron.core.tokenizers import Tokenizer
-from megatron.extensions.evaluation.rows import Round, Row, Score, batch_lengths, plan_rounds, prefix_token
-from megatron.extensions.inference.generation import Request, eos_ids
+from megatron.extensions.evaluation.rows import Round, Row, Score, batch_lengths, plan_rounds
 
 
 class Stopped(Exception):
@@ -104,12 +101,6 @@ def _batch(rows: Sequence[Row], shape: Round) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, torch.arange(shape.size))
 
 
-def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
-    """The most likely token after each text, of the longest part of it that the model can read. Collective."""
-    rows = [Row((*text[-scorer.longest :], 0), 0) for text in texts]
-    return [score.next_token for score in scorer(rows)]
-
-
 def scores_by(
     executor: PipelineExecutor, parallel: ModelParallelConfig, state: ParallelState
 ) -> Callable[[list[Batch]], list[Tensor]]:
@@ -151,58 +142,3 @@ def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
         best[0], best[1] = values, ids + start
     values, ids = all_gather(best[None], tp).unbind(1)  # each [tp, s, b]
     return ids.masked_fill(values < values.amax(0), torch.inf).amin(0).long()
-
-
-MOST_TOKENS = 256
-"""lm-evaluation-harness' default of max_gen_toks."""
-
-
-def greedy_request(
-    tokenizer: Tokenizer,
-    context: str,
-    options: Mapping[str, Any],
-    default_until: str,
-    longest: int,
-    most_tokens: int = MOST_TOKENS,
-) -> tuple[Request, int]:
-    """(the continuation of a context, tokens of it that are cut on the left), by generation_kwargs of
-    lm-evaluation-harness. An empty context begins a document. Raises ValueError if there is no room for any of it."""
-    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    new = next((int(options[name]) for name in names if options.get(name) is not None), most_tokens)
-    if (room := longest - new) < 1:
-        raise ValueError(f"max_gen_toks {new} leaves no room for a prompt in the {longest} tokens that the model reads")
-    until = options.get("until", default_until) or []
-    stop = tuple(filter(None, [until] if isinstance(until, str) else until))
-    tokens = tokenizer.tokenize(context) or [prefix_token(tokenizer)]
-    return Request(tokens[-room:], new, stop=stop, eos_ids=eos_ids(tokenizer)), max(0, len(tokens) - room)
-
-
-def until_stop(text: str, request: Request) -> str:
-    """A text up to the first of the strings that end it."""
-    for each in request.stop:
-        text = text.partition(each)[0]
-    return text
-
-
-def continue_requests(
-    requests: Sequence[Request], tokenizer: Tokenizer, next_tokens: Callable[[Sequence[Sequence[int]]], list[int]]
-) -> list[str]:
-    """The most likely continuation of each prompt, until one of its strings, an end-of-document token, or its number
-    of tokens. All texts grow together, by one forward pass over each for each token: any layout can compute that.
-
-    `next_tokens`: texts in tokens -> the next token of each."""
-    new: list[list[int]] = [[] for _ in requests]
-    growing = [number for number, request in enumerate(requests) if request.max_new_tokens]
-    while growing:
-        texts = [[*requests[number].prompt, *new[number]] for number in growing]
-        still = []
-        for number, token in zip(growing, next_tokens(texts), strict=True):
-            request = requests[number]
-            if token in request.eos_ids:
-                continue
-            new[number].append(token)
-            text = tokenizer.detokenize(new[number])
-            if text == until_stop(text, request) and len(new[number]) < request.max_new_tokens:
-                still.append(number)
-        growing = still
-    return [until_stop(tokenizer.detokenize(tokens), each) for each, tokens in zip(requests, new, strict=True)]

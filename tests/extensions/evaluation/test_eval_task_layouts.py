@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from megatron.core.collectives import all_reduce_
-from megatron.extensions.evaluation.in_loop import EvalTasks, generation_of, scorer_of
+from megatron.extensions.evaluation.harness import record_of
+from megatron.extensions.evaluation.in_loop import EvalTasks, model_of
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
@@ -45,9 +47,15 @@ def evaluated(
             if evaluate and step == 0:
                 (suite,) = (callback.suite for callback in run.callbacks if isinstance(callback, EvalTasks))
                 with run.pipeline.evaluation_mode():
-                    results = suite.evaluate(scorer_of(run), generation_of(run, suite.tokenizer))
-                scores, samples = {score.key: score.value for score in results.scores}, results.samples
+                    results = suite.evaluate(model_of(run))
+                scores, samples = record_of(results), list(chain(*results["samples"].values()))
     return scores, samples, losses
+
+
+def numbers(document: dict[str, Any]) -> tuple[list[float], list[Any]]:
+    """(log-likelihoods, greedy flags and texts) of a document."""
+    flat = [each for (answer,) in document["resps"] for each in (answer if isinstance(answer, tuple) else (answer,))]
+    return [each for each in flat if isinstance(each, float)], [each for each in flat if not isinstance(each, float)]
 
 
 def assert_same_results(found: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float = 1e-9) -> None:
@@ -55,10 +63,9 @@ def assert_same_results(found: tuple[Any, ...], expected: tuple[Any, ...], toler
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     assert len(found[1]) == len(expected[1]) > 0
     for one, other in zip(found[1], expected[1], strict=True):
-        assert one.keys() == other.keys()
-        for key, value in other.items():
-            numbers = key == "log_likelihoods" or isinstance(value, float)
-            assert one[key] == (pytest.approx(value, rel=tolerance) if numbers else value), (key, one)
+        (logs, decisions), (expected_logs, expected_decisions) = numbers(one), numbers(other)
+        assert one["doc_hash"] == other["doc_hash"] and one["arguments"] == other["arguments"]
+        assert logs == pytest.approx(expected_logs, rel=tolerance) and decisions == expected_decisions
 
 
 FLAGS = f"--eval-tasks {TASKS} --eval-tasks-limit 2 "

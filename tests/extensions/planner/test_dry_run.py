@@ -254,13 +254,13 @@ OUTPUTS = [
     ("--help", "> /dev/full", FULL),
     ("--help", ">&-", "standard output: cannot be written: Bad file descriptor"),
     (RIGHT, ">&-", "standard output: cannot be written: Bad file descriptor"),
-    (f"{RIGHT} --json plan.json", "> /dev/null; status=$?; cat plan.json; exit $status", None),
+    (f"{RIGHT} --json plan.json", "> /dev/null", None),
 ]
 
 
 @pytest.mark.parametrize(("flags", "redirected", "said"), OUTPUTS)
 def test_output_that_is_full_or_closed(flags: str, redirected: str, said: str | None, tmp_path: Path) -> None:
-    limit = "ulimit -f 0; " if said is None else ""  # of files; devices and pipes have none
+    limit = "ulimit -f 1; " if said is None else ""  # 512 bytes, of files; devices and pipes have none
     command = f"{limit}{sys.executable} {pretrain_gpt.__file__} {flags} {redirected}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
