@@ -121,6 +121,8 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
     """One training step, and the fragments of the loss, gradients, weights and moments on this rank."""
     interval = run.interval = Interval()
     found: list[Fragment] = []
+    for buffer in run.ddp.buffers:
+        buffer.grad_data.fill_(torch.nan)  # gradients of the step before count for nothing
 
     def before_update() -> None:
         # The gradient of the step, before clipping scales it.
