@@ -3,6 +3,7 @@ program in python's place writes down."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -59,6 +60,45 @@ def test_a_part_without_a_gpu(tmp_path: Path) -> None:
     assert "| layer | forward and backward |" in text and "failed:" not in text
     assert "- headline-fp8.json: as many layers as fit, fp8" in text and "- micro.json" not in text
     assert "layer      forward and backward" in (tmp_path / "parts.log").read_text()
+    write_figures_of_a_gpu(tmp_path)
+    text = "\n".join(page(read_folder(tmp_path), ["llama-fp8.json: layers"]))
+    for line in (
+        "NVIDIA H100; Python 3.12, torch 2.11.0",
+        "| gpu.json | NVIDIA H100 | tiny bf16 | 8 | 2 x 2 | 10,000 (9,000 to 11,000) | 600.0 | 60.6% | 80.0% | 7.00 "
+        "| 7.00 | 1.000 |",
+        "| GEMM | 200.00 | 80.0% | 9 | nvjet/a; b |",
+        "| gpu.json | h100 | 625 | 600 | 0.960 |",
+        "| attention | cudnn | 10,000.000 (9,000.000 to 11,000.000) | 0.5 | 0 |",
+        "| attention | flash3 | failed: ImportError: none |  |  |",
+        "| as it is | 10,000 (9,000 to 11,000) | 1.000 |",
+        "| --fp8-recipe rowwise | failed: RuntimeError: no / kernel |  |",
+        "1 failed, 9 passed in 9s",
+        "- FAILED tests/gpu/test_fp8.py::test_a - AssertionError",
+        "- llama-fp8.json: layers",
+        "- headline-bf16.json: JSONDecodeError",
+    ):
+        assert line in text, f"{line}\n\n{text}"
+
+
+def write_figures_of_a_gpu(folder: Path) -> None:
+    """Those of the tiny model with what a GPU has more, other rows, half a file, and the end of pytest's output."""
+    (run,) = json.loads((folder / "tiny.json").read_text())["rows"]
+    spread = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
+    run |= {"layers": 8, "tokens_per_second": spread, "tflops": 600.0, "mfu": 0.606, "of_products": 0.8}
+    run |= {"planned": [2**32, 2**31, 2**30], "allocated": 7 * 2**30, "planner": {"h100": 625.0}}
+    run["groups"] = [{"name": "GEMM", "microseconds": 2e5, "share": 0.8, "count": 9, "longest": ["nvjet|a", "b"]}]
+    part = {"group": "attention", "name": "cudnn", "milliseconds": spread, "tflop": 5.0, "gigabytes": 2.0}
+    rows = [
+        *(run, part, part | {"name": "flash3", "milliseconds": None, "failed": "ImportError: none"}),
+        {"contestant": "as it is", "result": spread, "failed": None, "times": {}},
+        {"contestant": "--fp8-recipe rowwise", "failed": "RuntimeError: no | kernel", "times": {}},
+    ]
+    machine = {"gpu": "NVIDIA H100", "python": "3.12", "versions": {"torch": "2.11.0"}}
+    (folder / "gpu.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    (folder / "headline-bf16.json").write_text('{"rows": [')
+    (folder / "tests.txt").write_text(
+        "FAILED tests/gpu/test_fp8.py::test_a - AssertionError\n= 1 failed, 9 passed in 9s ="
+    )
 
 
 @dataclass(frozen=True)
