@@ -212,11 +212,8 @@ def test_the_plan_of_a_run_whose_tokenizer_is_gone(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="absent is missing: there is no such file or folder"):
+    with pytest.raises(ValueError, match=r"absent is missing: .*; name the --save folder of a run"):
         main([str(tmp_path / "absent")])
-    (tmp_path / "metrics").mkdir()
-    with pytest.raises(ValueError, match="is a folder without a model, a run or text; name the --save folder"):
-        main([str(tmp_path)])
     write_metrics(tmp_path / "a" / "checkpoints", 1)
     with pytest.raises(ValueError, match=f"did you mean {tmp_path}/a/checkpoints"):
         main([str(tmp_path / "a")])

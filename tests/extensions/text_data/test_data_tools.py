@@ -287,9 +287,7 @@ def test_dump_equals_the_samples_of_megatron_lm(tmp_path):
     """Of a blend; `tests/pure/test_data_order.py` has all cases."""
     case = next(case for case in CASES if case["blend"][1])
     prefixes, weights = case["blend"]
-    paths = [str(FIXTURES / prefix) for prefix in prefixes]
-    if weights:
-        paths = [value for pair in zip(map(str, weights), paths, strict=True) for value in pair]
+    paths = [value for weight, prefix in zip(weights, prefixes, strict=True) for value in (weight, FIXTURES / prefix)]
     counts = zip(("train", "valid", "test"), case["sizes"], strict=True)
     tool(
         "inspect_dataset.py",
