@@ -123,11 +123,11 @@ def test_options_of_an_extension_that_is_not_installed_name_it(capsys: pytest.Ca
 def test_utilization_needs_a_count_of_flops() -> None:
     config, device = parse_args(RUN.split()), torch.device("cpu")
     MODEL_FLOPS._entries.clear()
-    assert utilization(config, device, 10.0, 2) == {}
+    assert utilization(config, device, 10.0) == {}
     MODEL_FLOPS.register("two layers", lambda model: 1e12 * model.num_layers)
-    assert utilization(config, device, 10.0, 2) == {"tflops_per_device": 10.0, "mfu": None}
+    assert utilization(config, device, 10.0) == {"tflops_per_device": 10.0, "mfu": None}
     with_peak = parse_args([*RUN.split(), "--peak-tflops", "40"])
-    assert utilization(with_peak, device, 10.0, 2) == {"tflops_per_device": 10.0, "mfu": 0.25}
+    assert utilization(with_peak, device, 10.0) == {"tflops_per_device": 10.0, "mfu": 0.25}
 
 
 def test_failure_hooks_are_called_for_their_errors_and_hide_none() -> None:

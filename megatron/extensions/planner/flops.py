@@ -12,12 +12,12 @@ from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron.core.attention import core_attention
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.extensions.planner import as_on_gpus
 from megatron.extensions.planner.as_on_gpus import FakeKernel, replaced
 from megatron.extensions.planner.fake_stage import MicroBatch, Part, PlannerCache, StageParts, Unit
 from megatron.extensions.planner.time.events import Attention, Product
@@ -56,10 +56,10 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
         attn_logit_softcapping=None,
         recompute_granularity="none",
     )
-    parts = StageParts(MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu"), PlannerCache())
+    parts = StageParts(MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda"), PlannerCache())
     layers = [Part((Unit((number,)),)) for number in range(config.num_layers)]
     kernels = FakeKernel(), FakeKernel()  # no other tells a launch, or multiplies keys and values of their own widths
-    with replaced((core_attention, "kernels_of", lambda *settings: kernels)):
+    with replaced((as_on_gpus, "planned_kernels_of", lambda *settings: kernels)):
         found = parts.of([Part(first=True, last=True), *layers])
     products = [each for part in found for each in part.every if isinstance(each, Product) and not each.again]
     attention = 0.0

@@ -23,10 +23,12 @@ def summarize(run: TrainingRun) -> Record:
     device, interval = run.runtime.device, run.interval
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=device)]).flatten()
     taken = [(meter, sums) for meter in run.meters if (sums := meter.take()) is not None]
-    parts = [losses, *(sums for _, sums in taken)]
+    # The first rank counts for all, as that takes up to seconds at the first time.
+    flops = [MODEL_FLOPS[name](run.config.model) for name in [*MODEL_FLOPS][-1:] if run.runtime.launch.rank == 0]
+    parts = [losses, losses.new_full((1,), sum(flops)), *(sums for _, sums in taken)]
     summed = all_reduce_(torch.cat(parts), run.runtime.state.world).split([part.numel() for part in parts])
-    record = _of_steps(run, summed[0].view(-1, 2)[:-1])
-    for (meter, _), sums in zip(taken, summed[1:], strict=True):
+    record = _of_steps(run, summed[0].view(-1, 2)[:-1], summed[1].item())
+    for (meter, _), sums in zip(taken, summed[2:], strict=True):
         own = meter.report(sums, interval)
         if clash := sorted(record.keys() & own.keys()):
             raise ValueError(f"metric {clash[0]}: every record has a value of this name; register it under another one")
@@ -34,8 +36,9 @@ def summarize(run: TrainingRun) -> Record:
     return record
 
 
-def _of_steps(run: TrainingRun, losses: Tensor) -> Record:
-    """Values that every run logs; `losses` [steps, 2] are loss sums and tokens over the world."""
+def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
+    """Values that every run logs; `losses` [steps, 2] are loss sums and tokens over the world, `flops` those of a token
+    in the model."""
     config, interval, progress = run.config, run.interval, run.progress
     results, steps = interval.results, len(interval.results)
     total, tokens = losses[[not result.skipped for result in results]].sum(dim=0).tolist()
@@ -56,7 +59,7 @@ def _of_steps(run: TrainingRun, losses: Tensor) -> Record:
         "nan_iterations": sum(map(is_nan, results)),
         "spike_iterations": sum(result.spike for result in results),
         "tokens_per_second": tokens_per_second,
-        **utilization(config, run.runtime.device, tokens_per_second, run.runtime.launch.world_size),
+        **utilization(config, run.runtime.device, tokens_per_second * flops / run.runtime.launch.world_size / 1e12),
         "step_time": seconds / max(steps, 1),
         "seconds_left": samples_left * config.model.seq_length / tokens_per_second if tokens_per_second else None,
     }
@@ -76,11 +79,10 @@ def peak_tflops(
     return next((peak for key, peak in peaks.items() if key in name), None)
 
 
-def utilization(config: RunConfig, device: torch.device, tokens_per_second: float, world_size: int) -> Record:
-    """TFLOP/s of one device and MFU of a run; nothing where nobody counts FLOPs."""
+def utilization(config: RunConfig, device: torch.device, tflops: float) -> Record:
+    """A run's record of TFLOP/s of one device, and MFU; nothing where nobody counts FLOPs."""
     if not MODEL_FLOPS:
         return {}
-    tflops = tokens_per_second * MODEL_FLOPS[[*MODEL_FLOPS][-1]](config.model) / world_size / 1e12
     dtype = getattr(torch, config.parallel.params_dtype)
     peak = peak_tflops(config.logging, device, dtype, linear_format(config.parallel))
     return {"tflops_per_device": tflops, "mfu": tflops / peak if peak else None}
