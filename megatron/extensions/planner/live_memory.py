@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
@@ -93,4 +92,8 @@ class LiveMemory(TorchDispatchMode):
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Those among an operation's arguments or results."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        return tensors_of(tuple(values.values()))
+    return [x for value in values for x in tensors_of(value)] if isinstance(values, (list, tuple)) else []
