@@ -19,6 +19,7 @@ DEV = [
     "s3fs",
     "moto[s3]",
     "fastapi",
+    "openai",
     "uvicorn",
     "flask",
     "flask-cors",
