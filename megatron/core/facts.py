@@ -6,6 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+NO_PARAMETERS = "megatron.core.param_meta:no_parameters"
+"""States of a part that it has no parameters."""
+
+
+@dataclass(frozen=True)
+class ListedFacts:
+    """For parts of which only the parameters must be known before they are imported."""
+
+    parameters: str | None = None
+    """Where its parameters are listed, "module:function" of a module without torch, in the form of the library's own
+    parts; `NO_PARAMETERS` for none. None: not stated, so plans build the model on fake tensors to see them."""
+
 
 @dataclass(frozen=True)
 class ActivationFacts:
@@ -16,8 +28,8 @@ class ActivationFacts:
     """Whether --activation-func-clamp-value and --glu-linear-offset apply to it."""
 
     parameters: str | None = None
-    """Where its parameters are listed, "module:function" of a module without torch: (name, config) -> their ParamMetas.
-    None for a built-in one without any."""
+    """Where its parameters are listed, "module:function" of a module without torch: (name, config) -> their ParamMetas;
+    `NO_PARAMETERS` for none. None: plans build the model on fake tensors to see them."""
 
 
 class HeadWidths(NamedTuple):
@@ -128,9 +140,13 @@ class RouterFacts:
     states: str = "megatron.core.moe.parameters:router_states"
     """Where its buffers are listed, in the form of the default."""
 
+    parameters: str | None = None
+    """Where its parameters are listed, "module:function" of a module without torch: (name, config, sequence_parallel)
+    -> their ParamMetas. None: plans build the model on fake tensors to see them."""
+
 
 @dataclass(frozen=True)
-class LossFacts:
+class LossFacts(ListedFacts):
     multi_token: bool = False
     """Whether it may be called with the labels of a later token (--mtp-num-layers): each loss follows from its logits
     and its label alone."""
@@ -226,10 +242,11 @@ class ResidualFacts(WhenFacts):
 
     parameters: str | None = None
     """Where the parameters at a sublayer are listed, "module:function" of a module without torch: (name of the
-    sublayer, config, sequence_parallel) -> their ParamMetas. None for no parameters."""
+    sublayer, config, sequence_parallel) -> their ParamMetas; `NO_PARAMETERS` for none. None: plans build the model on
+    fake tensors to see them."""
 
     end_parameters: str | None = None
-    """The same for the stream's end: (name of the norm behind it, config, sequence_parallel)."""
+    """The same for the stream's end: (name of the norm behind it, config, sequence_parallel). None for none."""
 
     experts_apart: bool = False
     """Whether a layer of experts gives it the outputs of the shared expert and of the chosen ones side by side."""

@@ -14,12 +14,15 @@ from typing import Any, Protocol, TypeVar, cast
 from megatron.core import facts
 from megatron.core.registry import NoFacts, Registry
 
-NORMALIZATIONS: Registry[Any, NoFacts] = Registry("--normalization", NoFacts, "name, size, config, ctx, partial_over")
+NORMALIZATIONS: Registry[Any, facts.ListedFacts] = Registry(
+    "--normalization", facts.ListedFacts, "name, size, config, ctx, partial_over"
+)
 """`Norm(name, size, config, ctx, partial_over)`: a module over the last dim, `size` wide. `partial_over` is that of its
 parameters' ParamMeta."""
 
-NORMALIZATIONS.register("LayerNorm", "megatron.core.transformer.norm:LayerNorm")
-NORMALIZATIONS.register("RMSNorm", "megatron.core.transformer.norm:RMSNorm")
+_NORM, _NORM_PARAMETERS = "megatron.core.transformer.norm", "megatron.core.transformer.parameters"
+NORMALIZATIONS.register("LayerNorm", f"{_NORM}:LayerNorm", parameters=f"{_NORM_PARAMETERS}:layer_norm_metas")
+NORMALIZATIONS.register("RMSNorm", f"{_NORM}:RMSNorm", parameters=f"{_NORM_PARAMETERS}:rms_norm_metas")
 
 ACTIVATIONS: Registry[Any, facts.ActivationFacts] = Registry(
     "--activation-func", facts.ActivationFacts, "name, config, ctx"
@@ -29,9 +32,11 @@ part of the width, so its parameters have `partial_over=("tp",)`."""
 
 _ACTIVATIONS = "megatron.core.transformer.activations"
 for _plain in ("gelu", "gelu_tanh", "relu", "squared_relu"):
-    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain")
+    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain", parameters=facts.NO_PARAMETERS)
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
-    ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
+    ACTIVATIONS.register(
+        _gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True, parameters=facts.NO_PARAMETERS
+    )
 
 ATTENTIONS: Registry[Any, facts.AttentionFacts] = Registry(
     "--attention-module", facts.AttentionFacts, "name, config, ctx"
@@ -84,15 +89,20 @@ LINEARS: Registry[Any, NoFacts] = Registry("linear layer", NoFacts, "linear, ctx
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")
 
-MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
+_MODEL_PARAMETERS = "megatron.core.models.gpt.parameters"
+MLPS: Registry[Any, facts.ListedFacts] = Registry("--mlp-module", facts.ListedFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
 
-MLPS.register("mlp", "megatron.core.transformer.mlp:MLP")
+MLPS.register("mlp", "megatron.core.transformer.mlp:MLP", parameters=f"{_MODEL_PARAMETERS}:mlp_metas")
 
-LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts, "name, config, ctx")
+LAYERS: Registry[Any, facts.ListedFacts] = Registry("--layer-module", facts.ListedFacts, "name, config, ctx")
 """`Layer(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]; `ctx.layer` is its number."""
 
-LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
+LAYERS.register(
+    "transformer_layer",
+    "megatron.core.transformer.layer:TransformerLayer",
+    parameters=f"{_MODEL_PARAMETERS}:layer_metas",
+)
 
 LAYER_PATTERNS: Registry[Any, facts.WhenFacts] = Registry("pattern of layers", facts.WhenFacts, "config")
 """`layers(config)`: the `megatron.core.config.layers.Sublayers` of each layer and of each module of multi-token
@@ -112,7 +122,7 @@ hidden states of a stream, `name` being that of the norm behind it. `when` is of
 ROUTERS: Registry[Any, facts.RouterFacts] = Registry("router", facts.RouterFacts, "name, config, ctx")
 """`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`. The last one that says so routes a layer."""
 
-ROUTERS.register("top_k", "megatron.core.moe.router:TopKRouter")
+ROUTERS.register("top_k", "megatron.core.moe.router:TopKRouter", parameters="megatron.core.moe.parameters:router_metas")
 
 
 def router_of(config: Any, number: int) -> str:
@@ -159,7 +169,12 @@ LOSSES: Registry[Any, facts.LossFacts] = Registry(
 )
 """`Loss(config, ctx)`: see `megatron.core.models.gpt.loss.TokenLoss`."""
 
-LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
+LOSSES.register(
+    "cross_entropy",
+    "megatron.core.models.gpt.loss:CrossEntropy",
+    multi_token=True,
+    parameters=facts.NO_PARAMETERS,
+)
 
 OPTIMIZERS: Registry[Any, facts.OptimizerFacts] = Registry(
     "--optimizer", facts.OptimizerFacts, lambda known: "config, shards" + ", exchange" * known.whole_matrices

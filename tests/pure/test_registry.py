@@ -7,12 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from megatron.core import parts
 from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import extension_parts, is_declared, parameter_metas
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.pipeline_parallel.stage_parameters import (
+    built_metas,
+    check_declared,
+    count_parameters,
+    stage_metas,
+)
+from megatron.core.pipeline_parallel.stages import whole_model
 from megatron.core.registry import NoFacts, Registry
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from tests.gpt_cases import GPT
 
 
@@ -104,6 +114,56 @@ def test_an_attention_of_an_extension_says_what_its_parameters_are(monkeypatch: 
         parts.ATTENTIONS.register("own", lambda name, config, ctx: None, parameters=listed)
         assert is_declared(own) == (listed is not None) and extension_parts(own) == ["--attention-module own"]
     assert "decoder.layers.1.self_attention.scale" in [meta.name for meta in parameter_metas(own)]
+
+
+def test_a_part_counts_by_what_it_lists_wherever_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm with a parameter of its own, moved among the built-in extensions, must not be counted as an RMSNorm."""
+    for registry in (parts.NORMALIZATIONS, parts.ROUTERS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    library: dict[str, Any] = {"__name__": "megatron.extensions.own.flags", "parts": parts, "Norm": ScaledNorm}
+    exec("parts.NORMALIZATIONS.register('own', Norm)", library)
+    own = replace(GPT, normalization="own")
+    norms, width = 2 * own.num_layers + 1, own.hidden_size
+    assert parts.NORMALIZATIONS.built_in("own") and not is_declared(own)
+    assert extension_parts(own) == ["--normalization own"]
+    assert count_parameters(own).norms == count_parameters(replace(GPT, normalization="RMSNorm")).norms + norms * width
+
+    parts.NORMALIZATIONS._entries.pop("own")
+    parts.NORMALIZATIONS.register("own", ScaledNorm, parameters=f"{__name__}:scaled_norm_metas")
+    assert is_declared(own) and built_metas(own, whole_model(own), False, ()) == stage_metas(own)
+
+    exec("parts.ROUTERS.register('own', lambda name, config, ctx: None)", library)
+    experts = replace(GPT, num_experts=4, moe_router_topk=2)
+    assert is_declared(GPT) and not is_declared(experts), "of the routers, those of layers with experts count"
+
+
+def test_parameters_that_are_not_those_listed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.NORMALIZATIONS, "_entries", dict(parts.NORMALIZATIONS._entries))
+    listed = parts.NORMALIZATIONS.facts("RMSNorm").parameters
+    parts.NORMALIZATIONS.register("wrongly listed", ScaledNorm, parameters=listed)
+    own = replace(GPT, normalization="wrongly listed")
+    stage = whole_model(own)
+    model = GPTModel(own, device="meta", initialize=False)
+    with pytest.raises(ValueError, match=r"layernorm.scale: the model has .* with shape \[.*, and its part"):
+        check_declared(model.parameters(), own, stage)
+    check_declared(GPTModel(GPT, device="meta", initialize=False).parameters(), GPT, whole_model(GPT))
+
+
+class ScaledNorm(nn.Module):
+    """An RMSNorm with a second parameter."""
+
+    def __init__(
+        self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        metas = scaled_norm_metas(name, size, partial_over, config)
+        self.weight, self.scale = (make_parameter(meta, ctx) for meta in metas)
+
+
+def scaled_norm_metas(
+    name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig
+) -> list[ParamMeta]:
+    return [ParamMeta(f"{name}.{key}", (size,), {}, Init("ones"), partial_over) for key in ("weight", "scale")]
 
 
 def own_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:

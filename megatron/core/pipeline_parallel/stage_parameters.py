@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
@@ -57,6 +59,22 @@ def built_metas(
             initialize=False,
         )
     return [parameter.meta for parameter in model.parameters() if parameter.requires_grad]  # type: ignore[attr-defined]
+
+
+def check_declared(built: Iterable[Any], config: TransformerConfig, stage: Stage) -> None:
+    """Raises ValueError if `built`, the parameters of a stage, are not those that its parts list. Plans, checkpoints
+    and conversions read the list."""
+    if not is_declared(config):
+        return  # plans build the model too
+    shapes = {meta.name: meta.global_shape for meta in (parameter.meta for parameter in built)}
+    listed = {meta.name: meta.global_shape for meta in stage_metas(config, stage)}
+    wrong = next((name for name in {**shapes, **listed} if shapes.get(name) != listed.get(name)), None)
+    if wrong is not None:
+        found, stated = (list(of[wrong]) if wrong in of else "absent" for of in (shapes, listed))
+        raise ValueError(
+            f"{wrong}: the model has this parameter with shape {found}, and its part lists it with shape {stated}; "
+            "correct what parameters= names in the registration of the part, or leave parameters= out"
+        )
 
 
 @dataclass(frozen=True)

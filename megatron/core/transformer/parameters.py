@@ -10,6 +10,8 @@ from math import prod
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
+from megatron.core.parts import NORMALIZATIONS
+from megatron.core.registry import imported
 from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear, metas_of
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")
@@ -17,7 +19,7 @@ HEAD_NORM_PARTIAL_OVER = ("tp",)
 """One weight for all heads. A rank has some of them: its gradient is partial, sequence parallel or not."""
 
 
-def query_key_norm_metas(name: str, config: TransformerConfig, *, bias: bool) -> list[ParamMeta]:
+def query_key_norm_metas(name: str, config: TransformerConfig) -> list[ParamMeta]:
     """The norms of queries and keys in the attention of this name."""
     if not config.qk_layernorm:
         return []
@@ -25,7 +27,7 @@ def query_key_norm_metas(name: str, config: TransformerConfig, *, bias: bool) ->
         return [
             meta
             for norm in HEAD_NORMS
-            for meta in norm_metas(f"{name}.{norm}", config.head_dim, HEAD_NORM_PARTIAL_OVER, config, bias=bias)
+            for meta in model_norm_metas(f"{name}.{norm}", config.head_dim, HEAD_NORM_PARTIAL_OVER, config)
         ]
     counts = config.num_attention_heads, config.query_groups
     return [heads_norm_meta(f"{name}.{norm}", heads, config) for norm, heads in zip(HEAD_NORMS, counts, strict=True)]
@@ -42,6 +44,24 @@ def norm_metas(
     if config.norm_parameters == "weight":
         inits.pop("bias", None)
     return [ParamMeta(f"{name}.{key}", (size,), {}, init, partial_over) for key, init in inits.items()]
+
+
+def layer_norm_metas(name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig) -> list[ParamMeta]:
+    """The parameters of a `LayerNorm`."""
+    return norm_metas(name, size, partial_over, config, bias=True)
+
+
+def rms_norm_metas(name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig) -> list[ParamMeta]:
+    """The parameters of an `RMSNorm`."""
+    return norm_metas(name, size, partial_over, config, bias=False)
+
+
+def model_norm_metas(name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig) -> list[ParamMeta]:
+    """The parameters of the model's norm (--normalization) over `size` channels; an RMSNorm's for a norm that lists
+    none."""
+    listed = NORMALIZATIONS.facts(config.normalization).parameters
+    metas: list[ParamMeta] = list(imported(listed or rms_norm_metas)(name, size, partial_over, config))
+    return metas
 
 
 def sinks_metas(name: str, config: TransformerConfig) -> list[ParamMeta]:
@@ -104,7 +124,7 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
 def self_attention_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of self-attention."""
     qkv, proj = attention_linears(name, config)
-    norms = query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
+    norms = query_key_norm_metas(name, config)
     return metas_of((qkv, *norms, *sinks_metas(name, config), proj), sequence_parallel)
 
 

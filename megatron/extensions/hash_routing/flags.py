@@ -56,4 +56,5 @@ ROUTERS.register(
     f"{__package__}.hash_router:HashRouter",
     when=lambda config, number: number < config.options(HashRoutingFlags).moe_n_hash_layers,
     states=f"{__name__}:table_states",
+    parameters="megatron.core.moe.parameters:router_metas",
 )

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.parameters import (
     metas_of,
     sequence_partial,
 )
-from megatron.core.transformer.parameters import norm_metas, sinks_metas
+from megatron.core.transformer.parameters import model_norm_metas, sinks_metas
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 
 
@@ -63,9 +63,9 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
 
 def latent_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of multi-latent attention."""
-    linears, bias = latent_linears(name, config), config.normalization == "LayerNorm"
+    linears = latent_linears(name, config)
     yield from metas_of((linears.q_down, linears.q, linears.kv_down, linears.kv_up), sequence_parallel)
     for norm, width in linears.norms.items():
-        yield from norm_metas(norm, width, sequence_partial(sequence_parallel), config, bias=bias)
+        yield from model_norm_metas(norm, width, sequence_partial(sequence_parallel), config)
     yield from linears.proj.metas(sequence_parallel)
     yield from sinks_metas(name, config)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear, RowLinear, metas_of, sequence_partial
-from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, norm_metas, sinks_metas
+from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, model_norm_metas, norm_metas, sinks_metas
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.latent_attention.parameters import LatentLinears, latent_linears, latent_metas
 from megatron.extensions.sparse_attention.flags import (
@@ -167,15 +167,15 @@ def compressed_parameters(name: str, config: TransformerConfig, sequence_paralle
 
 def compressed_attention_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of compressed attention."""
-    found, bias = compressed_parameters(name, config, sequence_parallel), config.normalization == "LayerNorm"
+    found = compressed_parameters(name, config, sequence_parallel)
 
     def compressor(of: CompressorParameters) -> Iterator[ParamMeta]:
         yield from metas_of((of.ape, of.kv, of.gate), sequence_parallel)
-        yield from norm_metas(*of.norm, of.partial_over, config, bias=bias)
+        yield from model_norm_metas(*of.norm, of.partial_over, config)
 
     yield from metas_of((found.queries.q_down, found.queries.q, found.kv), sequence_parallel)
     for norm, width in found.norms.items():
-        yield from norm_metas(norm, width, sequence_partial(sequence_parallel), config, bias=bias)
+        yield from model_norm_metas(norm, width, sequence_partial(sequence_parallel), config)
     if found.compressor is not None:
         yield from compressor(found.compressor)
     if found.index is not None:

@@ -29,7 +29,7 @@ from megatron.core.registry import Registry, imported
 from megatron.core.tensor_parallel.parameters import ColumnLinear, metas_of, sequence_partial
 from megatron.core.transformer.parameters import (
     mlp_linears,
-    norm_metas,
+    model_norm_metas,
     self_attention_metas,
 )
 
@@ -49,22 +49,31 @@ EMBEDDING_NORM = "embedding.layernorm"
 
 
 def extension_parts(config: TransformerConfig) -> list[str]:
-    """The parts of a model's function that extensions register, each as `--flag name`: no other format can express
-    them. A loss is none of them."""
-    return [f"{registry.flag} {name}" for registry, name in _extension_parts(config)]
+    """The parts of a model's function that no other format can express, each as `--flag name`: those that a user's
+    extensions register, and those whose parameters are listed nowhere. A loss is none of them."""
+    return [
+        f"{registry.flag} {name}"
+        for registry, name in _parts_of(config)
+        if not (registry.built_in(name) and registry.facts(name).parameters)
+    ]
 
 
 def is_declared(config: TransformerConfig) -> bool:
-    """Whether `parameter_metas` lists all parameters that are trained, those of a loss included: parts of extensions
-    may say where theirs are listed."""
-    declared = (getattr(registry.facts(name), "parameters", None) for registry, name in _extension_parts(config))
-    return LOSSES.built_in(config.loss_func) and all(declared)
+    """Whether `parameter_metas` lists all parameters that are trained, those of a loss included: whether each part of
+    the model states where its parameters are listed. Where a part is registered does not count."""
+    parts = [*_parts_of(config), (LOSSES, config.loss_func)]
+    return all(registry.facts(name).parameters for registry, name in parts)
 
 
-def _extension_parts(config: TransformerConfig) -> list[tuple[Registry[Any, Any], str]]:
+def _parts_of(config: TransformerConfig) -> list[tuple[Registry[Any, Any], str]]:
+    """Registry and name of each part of a model's function."""
     named = [(registry, getattr(config, field)) for field, registry in FUNCTION.items()]
     named += [(LINEAR_ATTENTIONS, name) for name in config.linear_attentions]
-    return [(registry, name) for registry, name in named if name is not None and not registry.built_in(name)]
+    named += [(RESIDUALS, name) for name in RESIDUALS.wanted(config)]
+    kinds = (*config.layers, *config.mtp_layers)
+    routers = (router_of(config, number) for number, kind in enumerate(kinds) if kind.experts)
+    named += [(ROUTERS, name) for name in dict.fromkeys(routers)]
+    return [(registry, name) for registry, name in named if name is not None]
 
 
 def parameter_metas(
@@ -175,7 +184,7 @@ def position_embedding_meta(config: TransformerConfig, sequence_parallel: bool) 
 
 
 def _norm(name: str, size: int, config: TransformerConfig, partial_over: tuple[str, ...]) -> list[ParamMeta]:
-    return norm_metas(name, size, partial_over, config, bias=config.normalization == "LayerNorm")
+    return model_norm_metas(name, size, partial_over, config)
 
 
 def _end(norm: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
@@ -187,7 +196,14 @@ def _end(norm: str, config: TransformerConfig, sequence_parallel: bool) -> Itera
 
 
 def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    """The parameters, under `name`, of a layer of the kind of layer `number`."""
+    """The parameters, under `name`, of a layer of the kind of layer `number`, as the model's kind of layer lists
+    them."""
+    listed = LAYERS.facts(config.layer_module).parameters or layer_metas
+    yield from imported(listed)(name, number, config, sequence_parallel)
+
+
+def layer_metas(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    """The parameters of a `TransformerLayer`, under `name`, of the kind of layer `number`."""
     config = config.of_layer(number)
     partial_over = sequence_partial(sequence_parallel)
 
@@ -214,9 +230,10 @@ def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel:
 
 def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     if not config.layer(number).experts:
-        yield from _mlp(name, config, config.ffn_size, sequence_parallel)
+        yield from imported(MLPS.facts(config.mlp_module).parameters or mlp_metas)(name, config, sequence_parallel)
         return
-    yield from router_metas(f"{name}.router", config, sequence_parallel)
+    listed = ROUTERS.facts(router_of(config, number)).parameters or router_metas
+    yield from imported(listed)(f"{name}.router", config, sequence_parallel)
     for metas in expert_metas(f"{name}.experts", config):
         yield from metas
     yield from _activation(f"{name}.experts.activation", config)
@@ -228,6 +245,11 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
         yield from _mlp(f"{name}.shared_experts", config, shared, sequence_parallel)
     if config.moe_output_norm:
         yield from _norm(f"{name}.output_layernorm", config.hidden_size, config, sequence_partial(sequence_parallel))
+
+
+def mlp_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    """The parameters of an `MLP` in a layer without experts."""
+    return _mlp(name, config, config.ffn_size, sequence_parallel)
 
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> Iterator[ParamMeta]:
