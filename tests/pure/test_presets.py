@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
-from megatron.training.config.arguments import parse_args, read_flags, with_flags
+from megatron.training.config.arguments import command_line, parse_args, with_flags
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
 
@@ -43,14 +43,28 @@ def test_presets_go_from_10m_to_405b() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_preset_is_legal_and_has_its_size(path: Path) -> None:
     ranks, parameters, vocabulary = stated(path)
-    reader = read_flags(["--config", str(path)])
-    assert reader.problems == [] and reader.notes == []
-    config = with_flags(RunConfig(), ["--config", str(path), "--mock-data", "--vocab-size", str(vocabulary)])
+    planned = command_line(["--config", str(path), "--dry-run", "--world-size", str(ranks)])
+    assert planned.notes == ("no data are named: planned with synthetic data, as by --mock-data",)
+    config = planned.config
+    assert config.model.default_vocab_size == vocabulary and config.model.vocab_size is None
     assert validate(config, ranks) == [] and notices(config, ranks) == []
     config = resolve(config, ranks)
+    assert config.model.vocab_size == vocabulary
     assert count_parameters(config.model).total == parameters
     assert parameters == pytest.approx(size_of(path.stem), rel=0.25)
     assert not {"data-path", "tokenizer-model", "vocab-size", "save", "load"} & yaml.safe_load(path.read_text()).keys()
+
+
+def test_a_named_vocabulary_or_tokenizer_wins_over_that_of_a_preset() -> None:
+    preset = ["--config", str(CONFIGS[0])]
+    named = resolve(with_flags(RunConfig(), [*preset, "--mock-data", "--vocab-size", "700"]), 1)
+    assert named.model.vocab_size == 700
+    of_bytes = with_flags(RunConfig(), [*preset, "--data-path", "x.txt", "--tokenizer-type", "ByteTokenizer"])
+    assert resolve(of_bytes, 1, 257).model.vocab_size == 257
+    ids = with_flags(RunConfig(), [*preset, "--data-path", "x.txt", "--tokenizer-type", "NullTokenizer"])
+    assert resolve(ids, 1).model.vocab_size == ids.model.default_vocab_size
+    without_data = [problem.flag for problem in validate(with_flags(RunConfig(), preset), 1)]
+    assert without_data == ["--data-path"], "a run must name its data, a plan need not"
 
 
 def some(items: Iterable[T], most: int) -> list[T]:

@@ -195,6 +195,9 @@ class TransformerConfig(
     vocab_size: int | None = None
     """Tokens in the vocabulary before padding; default: the tokenizer's."""
 
+    default_vocab_size: int | None = flag(None, at_least=1)
+    """The --vocab-size of a run that names neither one nor a tokenizer, such as a plan of a preset."""
+
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this, at every layout."""
 

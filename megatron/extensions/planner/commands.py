@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
@@ -95,6 +96,8 @@ def _device_memory(given: GivenOptions) -> float | None:
 class DryRun(Command):
     """Prints the plan of a run, or the best layouts for it."""
 
+    reads_data: ClassVar[bool] = False
+
     device: str | None = None
     """The device that the time of a step is predicted for."""
 
@@ -156,6 +159,8 @@ class DryRun(Command):
 @dataclass(frozen=True)
 class Rehearsal(Command):
     """Rehearses ranks of a world that is not there."""
+
+    reads_data: ClassVar[bool] = False
 
     ranks: str = DISTINCT
     device_memory: float | None = None

@@ -32,7 +32,7 @@ from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.fields import REQUIRED
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import names_data, resolve, validate
 from megatron.training.extensions import ExtensionError, load_extensions, without_moved
 from megatron.training.reliability.launch import Launch
 
@@ -82,6 +82,9 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     config = _with_model_flags(config_of(reader.values), reader)
     world_size = reader.world_size
     command = asked_command(reader, world_size)
+    if command is not None and not command.reads_data and not names_data(config):
+        config = replace(config, data=replace(config.data, mock_data=True))
+        reader.notes.append("no data are named: planned with synthetic data, as by --mock-data")
     json_file = json_file_of({name: texts[-1] for name, texts in reader.options.items()})
     if world_size is not None and command is None and world_size != launch.world_size:
         others = "".join(f", or add {' or '.join(names)}" for names in [switches()] if names)

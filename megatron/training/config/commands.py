@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from megatron.core.registry import Registry
 from megatron.training.config.flags import load_built_in, parse_int
@@ -93,6 +93,9 @@ class Prepared:
 
 class Command:
     """Base of commands that run instead of training."""
+
+    reads_data: ClassVar[bool] = True
+    """Whether flags must say which data; else they are synthetic by default."""
 
     def note(self, world_size: int) -> str | None:
         """Printed if the number of ranks follows from the layout: neither flags nor a launcher say it."""

@@ -156,12 +156,18 @@ def _without_training(config: RunConfig) -> RunConfig:
     """The configuration of an evaluation with values for what only training needs and flags leave out: a learning rate,
     a length and, where only callbacks evaluate, data."""
     training, data = config.training, config.data
-    named = data.data_path or data.per_split or listed(config) or data.valid or plan_class(config) is not RunPlan
-    if not named and data.dataset == "gpt" and callbacks_evaluate(config) and not training.full_validation:
+    if not names_data(config) and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)
     if data.dataset == "mock" and training.train_samples is None and training.train_tokens is None:
         training = _filled(training, train_iters=1)
     return replace(config, data=data, training=training, optimizer=_filled(config.optimizer, lr=1.0))
+
+
+def names_data(config: RunConfig) -> bool:
+    """Whether the flags say on which data a run trains or is evaluated."""
+    data = config.data
+    files = data.data_path or data.per_split or listed(config) or data.valid
+    return bool(files) or data.dataset != "gpt" or plan_class(config) is not RunPlan
 
 
 def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
@@ -171,8 +177,9 @@ def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
     model = config.model
-    if vocab_size is None and config.data.dataset == "mock" and config.tokenizer.tokenizer_type is None:
-        vocab_size = model.vocab_size or MOCK_VOCAB_SIZE
+    if vocab_size is None and config.tokenizer.tokenizer_type in (None, "NullTokenizer"):
+        made_up = config.data.dataset == "mock" and config.tokenizer.tokenizer_type is None
+        vocab_size = model.vocab_size or model.default_vocab_size or (MOCK_VOCAB_SIZE if made_up else None)
     if vocab_size is not None:
         model = replace(model, vocab_size=max(vocab_size, model.vocab_size or 0))
     if model.hidden_size <= 0 or model.num_attention_heads <= 0:
