@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,31 @@ def byte_level(texts: Sequence[str] = (), special: Sequence[str] = (), size: int
     else:
         made.add_special_tokens(list(special))
     return made
+
+
+FOX = "The quick brown fox jumps over the lazy dog.\n    def f(x):\n        return x + 1  # café\n"
+
+
+def hf_folder(folder: Path, files: Mapping[str, Any] | None = None, special: Sequence[str] = (), **changes: Any) -> str:
+    """A folder with a byte-level tokenizer.json, whose parts are changed as given, and further JSON files. Its first
+    special token is <|endoftext|>. Returns its path."""
+    folder.mkdir(exist_ok=True)
+    content = json.loads(byte_level([FOX], ["<|endoftext|>", *special], size=300).to_str())
+    model = content["model"] | changes.pop("model", {})
+    (folder / "tokenizer.json").write_text(json.dumps(content | changes | {"model": model}))
+    for name, values in (files or {}).items():
+        (folder / name).write_text(json.dumps(values))
+    return str(folder)
+
+
+def ending_texts(folder: Path, before: Sequence[str] = ()) -> str:
+    """A folder with a tokenizer that adds <|endoftext|> after each text, and `before`, such as <|begin|>, before it."""
+    ids = {"<|endoftext|>": 0, "<|begin|>": 1}
+    pieces = [{"SpecialToken": {"id": name, "type_id": 0}} for name in (*before, "<|endoftext|>")]
+    pieces.insert(len(before), {"Sequence": {"id": "A", "type_id": 0}})  # type: ignore[dict-item]
+    tokens = {name: {"id": name, "ids": [id], "tokens": [name]} for name, id in ids.items()}
+    processor = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": tokens}
+    return hf_folder(folder / "ends", special=["<|begin|>"], post_processor=processor)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.inference.generation import Engine, Generation, Request
 from megatron.extensions.inference.model import LoadedModel
 from megatron.extensions.tokenizers.huggingface import tokenizer_file
+from megatron.extensions.tokenizers.special_tokens import role_texts
 
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."} and so on."""
@@ -56,8 +57,7 @@ def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTempla
     """The template in `file`, of --chat-template, or the one that comes with the tokenizer. Raises ValueError if there
     is none."""
     settings, folder = _settings(config)
-    tokens = {role: _content(settings.get(role)) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    known = {role: token for role, token in tokens.items() if token is not None}
+    known = {} if folder is None else role_texts(folder)
     if file is not None:
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), known, str(file))
@@ -118,11 +118,6 @@ def _settings(config: TokenizerConfig) -> tuple[dict[str, Any], Path | None]:
     folder = tokenizer_file(config.tokenizer_model).parent
     file = folder / "tokenizer_config.json"
     return (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}), folder
-
-
-def _content(token: Any) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 def _raise(message: str) -> None:

@@ -11,12 +11,13 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.fsync import whole_file
 from megatron.extensions.tokenizers.huggingface import tokenizer_file
+from megatron.extensions.tokenizers.special_tokens import FILES
 from megatron.training.hooks import Callback
 
 FOLDER = "tokenizer"
 """Name of the folder beside the checkpoints."""
 
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+BESIDE = (*FILES, "chat_template.jinja")
 """Files beside a tokenizer.json that name its special tokens and have its chat template."""
 
 FIELDS = ("tokenizer_model", "vocab_file", "merge_file")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.extensions.tokenizers.file_kinds import described
+from megatron.extensions.tokenizers.special_tokens import read_special_tokens
+
+logger = logging.getLogger(__name__)
 
 # Names of the end-of-document token, tried if no configuration file names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "<|im_end|>")
@@ -79,18 +84,20 @@ def tokenizer_file(name: str) -> Path:
 class HuggingFaceTokenizer(_OverTokenizers):
     """Result of `tokenizer_file`.
 
-    EOD is the EOS token of tokenizer_config.json or special_tokens_map.json in the same folder. Text is encoded as the
-    file specifies, including special tokens.
+    Special and added tokens are those of `read_special_tokens`, and EOD is the EOS token. Text is encoded as the file
+    specifies, including special tokens. Truncation, padding and random segmentation that it stores are off.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         file = tokenizer_file(str(config.tokenizer_model))
         self._tokenizer = _from_file(file)
+        _encode_whole_texts(self._tokenizer, file)
+        special = read_special_tokens(file.parent, self._tokenizer)
+        special.add_to(self._tokenizer)
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocab.values()) + 1
-        named = _special_names(file.parent)
-        self.bos = self._vocab.get(named.get("bos_token", ""))
-        self.eos = self._vocab.get(named.get("eos_token", ""))
+        self.bos = self._vocab.get(special.role("bos_token") or "")
+        self.eos = self._vocab.get(special.role("eos_token") or "")
         if self.eos is None:
             self.eos = next((self._vocab[name] for name in END_NAMES if name in self._vocab), None)
         self.eod = self.eos
@@ -130,27 +137,25 @@ def _from_file(file: Path) -> Any:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception
-        raise ValueError(f"--tokenizer-model {file}: not a tokenizer.json ({error})") from None
+        raise ValueError(f"--tokenizer-model {file}: {described(file, 'a tokenizer.json', error)}") from None
 
 
-def _special_names(folder: Path) -> dict[str, str]:
-    """Special tokens by role, read from the configuration files of a folder."""
-    names: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / file).is_file():
-            for role, token in _object(folder / file).items():
-                content = token.get("content") if isinstance(token, dict) else token
-                if role in ("bos_token", "eos_token") and isinstance(content, str):
-                    names[role] = content
-    return names
+def _encode_whole_texts(tokenizer: Any, file: Path) -> None:
+    """Turns off what a tokenizer.json may store beside the encoding: truncation, padding, and random segmentation."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    for setting in ("dropout", "alpha"):  # of BPE and Unigram
+        if getattr(tokenizer.model, setting, None):
+            _say_deterministic(file, setting, getattr(tokenizer.model, setting))
+            setattr(tokenizer.model, setting, None)
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError that names it if there is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--tokenizer-model {file.parent}: {file} is not JSON ({error}); get the file again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--tokenizer-model {file.parent}: {file} is not a JSON object; get the file again")
-    return found
+@cache
+def _say_deterministic(file: Path, setting: str, value: float) -> None:
+    logger.warning(
+        "%s: %s %g of its model, which segments text at random, is off, so that the same text always gives the same "
+        "tokens",
+        file,
+        setting,
+        value,
+    )

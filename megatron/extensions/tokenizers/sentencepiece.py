@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.extensions.tokenizers.file_kinds import described
 
 # Appended in this order to a model without <EOD>, so that ids equal those of Megatron-LM's data.
 APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
@@ -21,10 +23,10 @@ class _OverModel:
         try:
             self._model: Any = SentencePieceProcessor(model_file=model)
         except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes what it cannot read
-            raise ValueError(
-                f"--tokenizer-model {model}: not a SentencePiece model ({error}); "
-                "train one with tools/train_tokenizer.py, or use another --tokenizer-type"
-            ) from None
+            wrong = described(Path(model), "a SentencePiece model", error)
+            if wrong.startswith("not "):
+                wrong += "; train one with tools/train_tokenizer.py, or use another --tokenizer-type"
+            raise ValueError(f"--tokenizer-model {model}: {wrong}") from None
         self.vocab_size: int = self._model.get_piece_size()
         self.bos, self.eos = (id if id >= 0 else None for id in (self._model.bos_id(), self._model.eos_id()))
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers import added_after, build_tokenizer, tokenize_beginning
+from megatron.extensions.tokenizers.special_tokens import role_texts
+from tests.corpus import ending_texts, hf_folder
 
 ROOT = Path(__file__).parents[3]
 TEXT = "The quick brown fox jumps over the lazy dog.\n    def f(x):\n        return x + 1  # café\n"
@@ -180,3 +182,126 @@ def test_mistakes_are_named(kind, kwargs, messages):
         build(kind, **kwargs)
     for message in messages:
         assert message in str(caught.value)
+
+
+# Files of a Hugging Face folder
+
+CUT = {
+    "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 2},
+    "padding": {
+        **{"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0},
+        **{"pad_type_id": 0, "pad_token": "<|endoftext|>"},
+    },
+}
+
+
+def test_stored_truncation_padding_and_dropout_are_off(tmp_path, caplog):
+    plain = build("HuggingFaceTokenizer", tokenizer_model=hf_folder(tmp_path / "plain")).tokenize(TEXT)
+    changed = hf_folder(tmp_path / "changed", model={"dropout": 0.5}, **CUT)
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=changed)
+    assert len(plain) > 5 and all(tokenizer.tokenize(TEXT) == plain for _ in range(5))
+    assert tokenizer.tokenize("fox") == build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "plain")).tokenize(
+        "fox"
+    )
+    assert caplog.text.count("dropout 0.5 of its model, which segments text at random, is off") == 1
+    assert '"truncation":null,"padding":null' in tokenizer.to_json().replace(" ", "").replace("\n", "")
+
+
+def named(content, **flags):
+    return {"__type": "AddedToken", "content": content, "lstrip": False, "rstrip": False, **flags}
+
+
+def listed(content, **flags):
+    return {"content": content, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False, **flags}
+
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+FOLDERS = {
+    "a role adds its token": {CONFIG: {"eos_token": "<|im_end|>"}},
+    "a role of properties": {CONFIG: {"eos_token": named("<|im_end|>", rstrip=True), "bos_token": "<|endoftext|>"}},
+    "decoder": {CONFIG: {"eos_token": "</s>", "added_tokens_decoder": {"301": listed("</s>"), "300": listed("<|a|>")}}},
+    "decoder hides the map": {
+        CONFIG: {"eos_token": "<|a|>", "added_tokens_decoder": {"300": listed("<|a|>", special=True)}},
+        MAP: {"eos_token": "<|b|>"},
+        ADDED: {"<|b|>": 301},
+    },
+    "map over config": {CONFIG: {"eos_token": "<|a|>"}, MAP: {"eos_token": listed("<|im_end|>", lstrip=True)}},
+    "added tokens": {CONFIG: {"eos_token": "<|im_end|>"}, ADDED: {"<|im_end|>": 301, "<|a|>": 300}},
+    "further special tokens": {CONFIG: {"eos_token": "</s>", "additional_special_tokens": ["<|a|>", "<|b|>"]}},
+    "in the map": {CONFIG: {"eos_token": "</s>"}, MAP: {"additional_special_tokens": ["<|a|>"]}},
+    "by names": {CONFIG: {"eos_token": "</s>", "extra_special_tokens": {"image_token": "<|a|>"}, "x_token": "<|b|>"}},
+    "a token of the vocabulary": {CONFIG: {"eos_token": "fox", "add_bos_token": True}},
+    "split": {CONFIG: {"eos_token": "</s>", "split_special_tokens": True}},
+}
+SPELLED = "x <|im_end|> y </s> the fox<|a|> <|b|> <|endoftext|>"
+
+
+@pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
+def test_special_tokens_are_those_of_transformers(tmp_path, files):
+    transformers = pytest.importorskip("transformers")
+    folder = hf_folder(tmp_path / "hf", files)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = build("HuggingFaceTokenizer", tokenizer_model=folder)
+    assert ours.tokenize(SPELLED) == theirs(SPELLED).input_ids
+    assert (ours.vocab_size, ours.bos, ours.eos) == (len(theirs), theirs.bos_token_id, theirs.eos_token_id)
+    assert role_texts(Path(folder)).items() <= theirs.special_tokens_map.items()
+
+
+NOT_TOKENS = [
+    ({CONFIG: {"eos_token": 5}}, "eos_token in {file} is 5, but must be the text of a token"),
+    ({CONFIG: {"eos_token": ["</s>"]}}, 'eos_token in {file} is ["</s>"], but must be'),
+    ({CONFIG: {"eos_token": {"text": "</s>"}}}, 'eos_token in {file} is {{"text": "</s>"}}, but must be'),
+    ({CONFIG: {"eos_token": ""}}, 'eos_token in {file} is "", but must be'),
+    ({CONFIG: {"added_tokens_decoder": {"x": {}}}}, "added_tokens_decoder.x in {file} is {{}}, but must be"),
+    ({CONFIG: {"added_tokens_decoder": []}}, "added_tokens_decoder in {file} is [], but must be an object"),
+    ({MAP: {"eos_token": True}}, "eos_token in {file} is true, but must be"),
+    ({ADDED: {"</s>": "7"}}, '</s> in {file} is "7", but must be an id'),
+    ({CONFIG: {"extra_special_tokens": "</s>"}}, "extra_special_tokens in {file} is"),
+]
+
+
+@pytest.mark.parametrize(("files", "said"), NOT_TOKENS)
+def test_a_token_that_cannot_be_understood_is_refused(tmp_path, files, said):
+    folder = hf_folder(tmp_path / "hf", files)
+    with pytest.raises(ValueError, match="--tokenizer-model") as caught:
+        build("HuggingFaceTokenizer", tokenizer_model=folder)
+    assert said.format(file=tmp_path / "hf" / next(iter(files))) in str(caught.value)
+
+
+@pytest.mark.parametrize("before", [[], ["<|begin|>"], ["<|endoftext|>"]])
+def test_a_text_that_continues_has_no_eos(tmp_path, before):
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=ending_texts(tmp_path, before))
+    ids = tokenizer.tokenize("the fox")
+    assert added_after(tokenizer) == [tokenizer.eod] == ids[-1:]
+    assert tokenize_beginning(tokenizer, "the fox") == ids[:-1]
+    assert added_after(build("ByteTokenizer")) == added_after(build("NullTokenizer", 9)) == []
+
+
+def test_a_file_of_another_kind_is_named(tmp_path, gpt2_files, foreign_model):
+    hf = hf_folder(tmp_path / "hf", {CONFIG: {"eos_token": "</s>"}})
+    files = {
+        "a.tiktoken": "IQ== 0\nIg== 1\n",
+        "tekken.json": json.dumps({"config": {"pattern": "x"}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}),
+        "pointer": "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n",
+        "page.json": "<!DOCTYPE html><html></html>",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    others = [foreign_model, *gpt2_files.values(), f"{hf}/tokenizer.json", f"{hf}/{CONFIG}"]
+    kinds = {
+        "a.tiktoken": "is a tiktoken vocabulary",
+        "tekken.json": "is a tekken vocabulary of Mistral",
+        "pointer": "is a pointer of Git LFS",
+        "page.json": "is a web page",
+        "foreign.model": "is a SentencePiece model",
+        "vocab.json": "is the vocab.json of a BPE",
+        "merges.txt": "is the merges.txt of a BPE",
+        "tokenizer.json": "is a tokenizer.json",
+        CONFIG: "is a configuration of a tokenizer",
+    }
+    for file in (*(str(tmp_path / name) for name in files), *others):
+        for kind, own in (("HuggingFaceTokenizer", "tokenizer.json"), ("SentencePieceTokenizer", "foreign.model")):
+            if Path(file).name != own:
+                with pytest.raises(ValueError, match=r"; (give|use|get|download) ") as caught:
+                    build(kind, tokenizer_model=file)
+                assert f"--tokenizer-model {file}: {kinds[Path(file).name]}, not a" in str(caught.value)

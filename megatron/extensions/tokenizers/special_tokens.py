@@ -1,0 +1,216 @@
+"""Special and added tokens of a Hugging Face folder, read from the files that transformers reads, with its precedence.
+
+- tokenizer_config.json names special tokens by role (`eos_token`), further ones, and in `added_tokens_decoder` all
+  tokens that are added to the vocabulary.
+- Without `added_tokens_decoder`, special_tokens_map.json overrides the roles, and added_tokens.json adds tokens.
+- Tokens that none of them lists and tokenizer.json lacks get the next free ids.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+FILES = (CONFIG, MAP, ADDED)
+"""Files beside a tokenizer.json that change its tokens."""
+
+DECODER, EXTRA, LEGACY_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
+"""Keys of tokenizer_config.json."""
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""Properties of an added token."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens that the files beside a tokenizer.json name."""
+
+    roles: dict[str, Any] = field(default_factory=dict)
+    """Role, such as "eos_token" -> AddedToken, or its text."""
+
+    extra: list[Any] = field(default_factory=list)
+    """Special tokens without a role, as AddedToken or text."""
+
+    added: dict[int, Any] = field(default_factory=dict)
+    """Id -> AddedToken. New tokens are added in the order of these ids."""
+
+    split: bool = False
+    """Whether special tokens that a text spells are encoded as ordinary text."""
+
+    def role(self, name: str) -> str | None:
+        """Text of the token with a role; None if the files name none."""
+        token = self.roles.get(name)
+        return None if token is None else _text(token)
+
+    def add_to(self, tokenizer: Any) -> None:
+        """Adds the tokens that a `tokenizers.Tokenizer` lacks, in transformers' order."""
+        from tokenizers import AddedToken
+
+        known = tokenizer.get_added_tokens_decoder().values()
+        same = {_identity(token) for token in known}
+        new = [token for _, token in sorted(self.added.items()) if _identity(token) not in same]
+        names = {str(token.content) for token in (*known, *new)}
+        by_role = set(filter(None, map(self.role, self.roles)))
+        for token in (*self.roles.values(), *self.extra):
+            if _text(token) not in names and token not in new:
+                new.append(token)  # the last of several with one text holds
+        new = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
+        for token in new:
+            token.special = token.special or token.content in by_role
+        if new:
+            tokenizer.add_tokens(new)
+        tokenizer.encode_special_tokens = self.split
+
+
+def read_special_tokens(folder: Path, tokenizer: Any) -> SpecialTokens:
+    """The tokens that the files of a folder name; `tokenizer` is the `tokenizers.Tokenizer` of its tokenizer.json.
+
+    Raises ValueError that names the file and the key if a value is not a token.
+    """
+    config = _Settings.of(folder)
+    added: dict[int, Any] = {}
+    if DECODER in config:
+        added |= _decoder(folder / CONFIG, config[DECODER])
+    else:
+        named = [token for role, token in config.roles().items() if role in ROLES]
+        named += config.extra() if EXTRA in config else []
+        added |= _listed(folder / ADDED, {_text(token) for token in named}) | tokenizer.get_added_tokens_decoder()
+    by_text = {str(token.content): token for token in added.values()}
+    roles = {role: by_text.get(_text(token), token) for role, token in config.roles().items()}
+    return SpecialTokens(roles, config.extra(), added, bool(config.get("split_special_tokens", False)))
+
+
+def role_texts(folder: Path) -> dict[str, str]:
+    """Role, such as "eos_token" -> text of its token, for the roles that the files of a folder name."""
+    return {role: _text(token) for role, token in _Settings.of(folder).roles().items() if role in ROLES}
+
+
+class _Settings(dict[str, Any]):
+    """Values of the configuration files by their keys, and the file of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[str, Path] = {}
+
+    @classmethod
+    def of(cls, folder: Path) -> _Settings:
+        config = cls()
+        config.update(folder / CONFIG)
+        if LEGACY_EXTRA in config and not config.get(EXTRA):
+            config[EXTRA], config.files[EXTRA] = config.pop(LEGACY_EXTRA), folder / CONFIG
+        config.name_extra()
+        if DECODER not in config:
+            config.update(folder / MAP)
+            config.name_extra()
+        return config
+
+    def update(self, file: Path) -> None:  # type: ignore[override]
+        """Overrides values with those of a file, if there is one."""
+        found = _object(file)
+        super().update(found)
+        self.files |= dict.fromkeys(found, file)
+
+    def name_extra(self) -> None:
+        """Gives the further special tokens that are an object of names and tokens roles of their names."""
+        if isinstance(self.get(EXTRA), dict):
+            file = self.files[EXTRA]
+            for name, value in self.pop(EXTRA).items():
+                key = f"{EXTRA}.{name}"
+                self[key], self.files[key] = _token(file, key, value), file
+
+    def roles(self) -> dict[str, Any]:
+        """Role -> token."""
+        from tokenizers import AddedToken
+
+        found = {role: _token(self.files[role], role, self[role]) for role in ROLES if self.get(role) is not None}
+        for key, value in self.items():
+            if key in ROLES or not (key.endswith("_token") or key.startswith(f"{EXTRA}.")):
+                continue
+            if isinstance(value, dict) and "__type" in value:
+                found[key] = _token(self.files[key], key, value)
+            elif isinstance(value, str | AddedToken):  # "add_bos_token": true is no token
+                found[key] = value
+        return found
+
+    def extra(self) -> list[Any]:
+        """Special tokens without a role."""
+        key = "extra_special_tokens" if EXTRA in self else LEGACY_EXTRA
+        found = self.get(key) or []
+        if not isinstance(found, list):
+            raise _refusal(self.files[key], key, found, "a list of tokens")
+        return [_token(self.files[key], key, each) for each in found]
+
+
+def _decoder(file: Path, found: Any) -> dict[int, Any]:
+    if not isinstance(found, dict):
+        raise _refusal(file, DECODER, found, "an object of ids and tokens")
+    made: dict[int, Any] = {}
+    for id, value in found.items():
+        if not (id.isascii() and id.isdigit() and len(id) < 10 and isinstance(value, dict)):
+            raise _refusal(file, f"{DECODER}.{id}", value, "a token, under its id")
+        made[int(id)] = _token(file, f"{DECODER}.{id}", value)
+    return made
+
+
+def _listed(file: Path, special: set[str]) -> dict[int, Any]:
+    """Tokens of added_tokens.json, an object of texts and ids."""
+    from tokenizers import AddedToken
+
+    made: dict[int, Any] = {}
+    for text, id in _object(file).items():
+        if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+            raise _refusal(file, text, id, "an id")
+        made[id] = AddedToken(text, normalized=text not in special, special=text in special)
+    return made
+
+
+def _token(file: Path, key: str, value: Any) -> Any:
+    """A token as text or AddedToken, of text or of an object with its "content"."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, str) and value:
+        return value
+    content = value.get("content") if isinstance(value, dict) else None
+    flags = {name: value[name] for name in FLAGS if name in value} if isinstance(value, dict) else {}
+    if not isinstance(content, str) or not content or not all(isinstance(flag, bool) for flag in flags.values()):
+        raise _refusal(file, key, value, 'the text of a token, or an object with its "content"')
+    if file.name == MAP:
+        flags["special"] = True
+    return AddedToken(content, **flags)
+
+
+def _text(token: Any) -> str:
+    return str(getattr(token, "content", token))
+
+
+def _identity(token: Any) -> tuple[Any, ...]:
+    return (token.content, *(getattr(token, name) for name in FLAGS))
+
+
+def _refusal(file: Path, key: str, value: Any, rule: str) -> ValueError:
+    return ValueError(
+        f"--tokenizer-model {file.parent}: {key} in {file} is {_shown(value)}, but must be {rule}; correct the file, "
+        "or get it again"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file. Raises ValueError if it holds anything else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--tokenizer-model {file.parent}: {file} is not JSON ({error}); get the file again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--tokenizer-model {file.parent}: {file} is not a JSON object; get the file again")
+    return found
