@@ -82,6 +82,24 @@ class ByteTokenizer:
         return token.encode()[0] if len(token.encode()) == 1 else None
 
 
+def added_after(tokenizer: Tokenizer) -> list[int]:
+    """Ids that a tokenizer appends to each text, such as EOS."""
+    around = getattr(tokenizer, "added_around", None)
+    if around is not None:
+        return list(around()[1])
+    try:
+        ids = list(tokenizer.tokenize("0"))
+    except ValueError:
+        return []
+    return ids[-1:] if len(ids) > 1 and ids[-1] in (tokenizer.eos, tokenizer.eod) else []
+
+
+def tokenize_beginning(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text that continues: without those that the tokenizer appends to each text."""
+    ids = list(tokenizer.tokenize(text))
+    return ids[: len(ids) - len(added_after(tokenizer))]
+
+
 def null(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
     if vocab_size is None or vocab_size < 2:
         raise ValueError(

@@ -10,7 +10,7 @@ from megatron.core.collectives import gather_objects
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.layout import PipelineLayout
-from megatron.core.tokenizers import Tokenizer
+from megatron.core.tokenizers import Tokenizer, tokenize_beginning
 from megatron.extensions.evaluation.rows import Row, prefix_token
 from megatron.extensions.evaluation.scoring import Scorer
 from megatron.extensions.inference.generation import Engine, Request, StageRunner, eos_ids
@@ -34,7 +34,7 @@ def greedy_request(
         raise ValueError(f"max_gen_toks {new} leaves no room for a prompt in the {longest} tokens that the model reads")
     until = options.get("until") or []
     stop = tuple(filter(None, [until] if isinstance(until, str) else until))
-    tokens = tokenizer.tokenize(context) or [prefix_token(tokenizer)]
+    tokens = tokenize_beginning(tokenizer, context) or [prefix_token(tokenizer)]
     return Request(tokens[-room:], new, stop=stop, eos_ids=eos_ids(tokenizer)), max(0, len(tokens) - room)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 
-from megatron.core.tokenizers import Tokenizer
+from megatron.core.tokenizers import Tokenizer, tokenize_beginning
 
 SHORTEST = 16
 """Batches are not made shorter than this."""
@@ -66,10 +66,10 @@ def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, long
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
-        before, whole = tokenizer.tokenize(context), tokenizer.tokenize(context + continuation)
+        before, whole = (tokenize_beginning(tokenizer, text) for text in (context, context + continuation))
         after = whole[len(before) :]
     else:
-        before, after = [prefix_token(tokenizer)], tokenizer.tokenize(continuation)
+        before, after = [prefix_token(tokenizer)], tokenize_beginning(tokenizer, continuation)
         after = after[1:] if after[:1] == before else after
     if not before:
         before = [prefix_token(tokenizer)]
@@ -84,7 +84,7 @@ def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, long
 def rolling_rows(tokenizer: Tokenizer, text: str, longest: int) -> Iterator[Row]:
     """Rows that score each token of a text once: the first begins with the prefix token, each further one with the last
     token of the one before, and the last reaches back to be full, so that it has context."""
-    tokens: Sequence[int] = [prefix_token(tokenizer), *tokenizer.tokenize(text)]
+    tokens: Sequence[int] = [prefix_token(tokenizer), *tokenize_beginning(tokenizer, text)]
     for start in range(0, len(tokens) - 1, longest):
         end = min(start + longest, len(tokens) - 1)
         yield Row(tuple(tokens[max(0, end - longest) : end + 1]), end - start)

@@ -16,7 +16,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers import Tokenizer, build_tokenizer, tokenize_beginning
 from megatron.extensions.cpu_half.products import choose_products
 from megatron.extensions.inference.generation import Engine, StageRunner
 from megatron.extensions.inference.kept_files import found_tokenizer
@@ -64,7 +64,7 @@ class LoadedModel:
         there is no token for that."""
         if not isinstance(prompt, str):
             return prompt
-        ids = self.tokenizer.tokenize(prompt)
+        ids = tokenize_beginning(self.tokenizer, prompt)
         start = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
         if not ids and start is None:
             raise ValueError("the prompt is empty, and the tokenizer has no token that begins a document")

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers import added_after, build_tokenizer
 from megatron.extensions.datasets.indexed_writer import best_dtype
 from megatron.extensions.text_data.fast_tokenizer import stand_in_for
 from megatron.extensions.text_data.formats import Chunk, Reading, is_blank, texts_of
@@ -66,7 +66,8 @@ class Encoder:
         self.tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
         self.stand_in = stand_in_for(self.tokenizer) if job.stand_in else None
         self.dtype = best_dtype(self.tokenizer.vocab_size)
-        self.ending = [self.tokenizer.eod] if job.append_eod else []
+        ends_itself = added_after(self.tokenizer)[-1:] == [self.tokenizer.eod]
+        self.ending = [self.tokenizer.eod] if job.append_eod and not ends_itself else []
 
     def __call__(self, chunk: Chunk) -> Encoded:
         reading = self.job.reading

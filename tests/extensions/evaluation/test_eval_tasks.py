@@ -12,14 +12,16 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.parallel_state import Axis
-from megatron.core.tokenizers import ByteTokenizer
+from megatron.core.tokenizers import ByteTokenizer, build_tokenizer
 from megatron.extensions.evaluation.continuation import continue_requests, greedy_request
 from megatron.extensions.evaluation.harness import ParallelLM, Suite, record_of
 from megatron.extensions.evaluation.rows import Row, Score, batch_lengths, continuation_row, plan_rounds, rolling_rows
 from megatron.extensions.evaluation.scoring import most_likely
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
+from tests.corpus import ending_texts
 from tests.extensions.evaluation.test_eval_task_layouts import MODEL, TASKS
 from tests.rules import problems
 
@@ -104,6 +106,17 @@ def test_texts_that_are_too_long_are_cut_on_the_left(tmp_path: Path) -> None:
     assert continuation_row(TOKENIZER, "", "ab", 6)[0] == Row((256, *b"ab"), 2)
     (note,) = suite(written(tmp_path), longest=10).notes
     assert note == "task good: 12 of 12 requests are too long and are cut on the left"
+
+
+def test_rows_and_prompts_of_a_tokenizer_that_ends_texts_lack_its_eos(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", ending_texts(tmp_path, ["<|begin|>"])))
+    ids = tokenizer.tokenize("the fox")
+    row, cut = continuation_row(tokenizer, "the", " fox", 99)
+    assert (list(row.tokens), cut) == (ids[:-1], 0)
+    assert tokenizer.detokenize(row.tokens[-row.scored :]) == " fox"
+    assert greedy_request(tokenizer, "the fox", {}, 999)[0].prompt == ids[:-1]
+    (rolling,) = rolling_rows(tokenizer, "the fox", 99)
+    assert rolling.tokens[-1] == ids[-2]
 
 
 def test_a_rolling_text_has_each_token_scored_once() -> None:

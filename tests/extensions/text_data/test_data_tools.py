@@ -11,11 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.text_data import encoding
 from tests.cli.test_extension import EXTENSION, FLAGS
+from tests.corpus import ending_texts
 from tests.forked import ROOT, run_program
 from tests.limits import HANG, wait_for
+from tools.preprocess_data import main as preprocess_data
 
 FIXTURES = ROOT / "tests" / "fixtures" / "megatron_order"
 CASES = json.loads((FIXTURES / "manifest.json").read_text())
@@ -319,3 +323,19 @@ def test_inspect_describes_and_finds_damage(tmp_path):
         *("--data-path", 1, FIXTURES / "alpha", "--seq-length", 8, "--dump", tmp_path / "x.npz"),
         code=2,
     )
+
+
+@pytest.mark.parametrize("before", [[], ["<|begin|>"], ["<|endoftext|>"]])
+@pytest.mark.parametrize("backend", ["tokenizers", "gigatoken"])
+def test_a_document_ends_with_one_eod(tmp_path, before, backend):
+    """The tokenizer adds EOD itself."""
+    if backend == "gigatoken":
+        pytest.importorskip("gigatoken")
+    (tmp_path / "a.jsonl").write_text('{"text": "the fox"}\n')
+    model = ending_texts(tmp_path, before)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--bpe-backend", backend]
+    expected = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", model)).tokenize("the fox")
+    for more in ([], ["--append-eod"]):
+        prefix = str(tmp_path / f"out{len(more)}")
+        assert preprocess_data(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", prefix, *flags, *more]) == 0
+        assert IndexedDataset(f"{prefix}_text_document")[0].tolist() == expected
