@@ -66,7 +66,7 @@ def check_declared(built: Iterable[Any], config: TransformerConfig, stage: Stage
     and conversions read the list."""
     if not is_declared(config):
         return  # plans build the model too
-    shapes = {meta.name: meta.global_shape for meta in (parameter.meta for parameter in built)}
+    shapes = {meta.name: meta.global_shape for meta in (each.meta for each in built if each.requires_grad)}
     listed = {meta.name: meta.global_shape for meta in stage_metas(config, stage)}
     wrong = next((name for name in {**shapes, **listed} if shapes.get(name) != listed.get(name)), None)
     if wrong is not None:
