@@ -49,6 +49,7 @@ class RunSaver:
 
         self.exporters: list[Exporter] = []
         if self.writer is not None:
+            self.writer.check = runtime.watchdog.check_save_folder
             wanted = EXPORTERS.wanted(checkpointer.config)
             self.exporters = [EXPORTERS[name](checkpointer.config, self.writer.held) for name in wanted]
 

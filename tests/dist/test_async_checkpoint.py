@@ -18,7 +18,7 @@ import torch
 from megatron.core.dist_checkpointing import storage
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.path_kind import read_latest, saved_folders
+from megatron.core.dist_checkpointing.path_kind import LATEST, read_latest, saved_folders
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis, initialize_model_parallel
@@ -39,6 +39,21 @@ def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointSaver, torch
     saver = CheckpointSaver(root, state.world, **options)
     saver.pause = 0.0
     return saver, part, tensors
+
+
+def test_the_latest_checkpoint_of_another_run_is_not_taken_back(tmp_path: Path) -> None:
+    """The other run has saved to the folder while this one stood still."""
+    saver, tensors = CheckpointSaver(tmp_path, Axis()), {"model.a": ShardedBoxes((3,), [((0,), torch.zeros(3))])}
+    saver.pause = 0.0
+    for iteration, others in ((1, None), (2, "40"), (50, None)):
+        if others is not None:
+            (tmp_path / LATEST).write_text(others)
+        saver.save(iteration, tensors, {})
+        saver.wait()
+    first, *refused, last = saver.reports()
+    assert first.error is None and last.error is None and read_latest(tmp_path) == 50
+    assert len(refused) == saver.attempts and not (tmp_path / "iter_0000002").exists()
+    assert "names iteration 40, which this run has not saved: another run" in str(refused[0].error)
 
 
 def save_until_killed(rank: int, world_size: int, root: Path, victim: int, delay: float, saved: int) -> None:

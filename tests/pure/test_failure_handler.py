@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
+from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import MODEL_LOADERS
 from megatron.training.checkpointing import Checkpointer, ModelLoader, load_stages
 from megatron.training.config.run_config import CheckpointConfig
@@ -161,3 +163,21 @@ def test_the_kernels_killer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "megatron.training.reliability.stack_dump"
     monkeypatch.setattr(f"{module}.out_of_memory_kills", lambda: out_of_memory_kills() + 2)
     assert "the kernel's out-of-memory killer has ended 2 processes of this machine" in stacks.last_words(1)
+
+
+def of_disk() -> Iterator[tuple[BaseException, bool]]:
+    """(error, whether it is reported without a traceback)."""
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/cache/a.npy")
+    yield CheckpointError("checkpoint of iteration 4 was not saved"), True
+    yield full, True
+    yield OSError(errno.ENOSPC, "No space left on device"), False
+    broken = CheckpointError("cannot write checkpoint")
+    broken.__cause__ = TypeError("an error of ours")
+    yield broken, False
+
+
+@pytest.mark.parametrize(("error", "told"), of_disk())
+def test_a_full_disk_is_reported_in_a_sentence(error: BaseException, told: bool) -> None:
+    failure = Failure.of(error, 0, "rank 0", "saving", CheckpointConfig())
+    assert str(error) in failure.what and ("make room on the disk" in failure.advice) == told
+    assert failure.text().count("not saved") <= 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -81,4 +83,39 @@ def test_metrics_of_a_full_device_end_no_run(
     monkeypatch.setattr(sink, "_file", FullDevice())
     for iteration in (1, 2):
         sink.write({"iteration": iteration})
-    assert capsys.readouterr().err.count("cannot write metrics to full for now: [Errno 28] No space") == 1
+    assert capsys.readouterr().err.count("metrics.jsonl for now: [Errno 28] No space") == 1
+
+
+def test_metrics_continue_where_their_file_was_deleted_or_renamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "save"
+    path = folder / "metrics.jsonl"
+    sink = JsonLinesSink(path, 0)
+    sink.write({"iteration": 1})
+    path.rename(folder / "old.jsonl")
+    sink.write({"iteration": 2})
+    shutil.rmtree(folder)
+    sink.write({"iteration": 3})
+    assert not folder.exists()
+    folder.mkdir()
+    sink.write({"iteration": 4})
+    sink.close()
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [3, 4]
+    said = capsys.readouterr().err
+    assert said.count("records continue in a new file") == 2 and said.count("cannot write metrics to") == 1
+
+
+def test_metrics_are_not_written_to_a_folder_that_the_run_has_lost(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise OSError("lost")
+
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLinesSink(path, 0, refuse)
+    sink.write({"iteration": 1})
+    other = tmp_path / "other"
+    other.write_text("another run's")
+    other.rename(path)
+    sink.write({"iteration": 2})
+    sink.close()
+    assert path.read_text() == "another run's"

@@ -2,7 +2,8 @@
 
 A save blocks training only for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
 training never uses. `storage.save` raises on every rank or on none, so all ranks retry a failed save together, and all
-know the reason. Earlier checkpoints stay untouched whatever happens.
+know the reason. Earlier checkpoints stay untouched whatever happens, and the number of the latest checkpoint never goes
+back behind one that another run has written since this one started.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.path_kind import LATEST, latest_text
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
@@ -47,6 +49,7 @@ class CheckpointSaver:
 
     `cleanups` delete older checkpoints after a save, on one rank: functions of `root`, the iteration that was saved,
     and the checkpoints `held`, such as the one that the run was loaded from, which they keep. They may raise OSError.
+    `check` may be set to a function that raises OSError, on one rank, if the run must not write to `root` now.
     """
 
     attempts = 3
@@ -56,6 +59,9 @@ class CheckpointSaver:
     def __init__(self, root: Path, world: Axis, *, background: bool = True, cleanups: Sequence[Cleanup] = ()) -> None:
         self.root, self.background = root, background
         self.cleanups, self.held = cleanups, list[Path]()
+        self.check: Callable[[], None] = lambda: None
+        self._own_latest = {latest_text(root)}
+        """What the text file of the latest checkpoint has held by this run, or held when it started."""
         self._world = world
         if world.size > 1:  # a group of its own, as two threads must not share one
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))
@@ -120,13 +126,26 @@ class CheckpointSaver:
             seconds = time.perf_counter() - began
             self._reports.put(SaveReport(iteration, seconds, error, left, complete))
 
+        check = partial(self._check_writable, iteration)
         for left in range(self.attempts - 1, -1, -1):
-            if problem := _failure(partial(save, self.root, iteration, tensors, payload, self._world)):
+            if problem := _failure(partial(save, self.root, iteration, tensors, payload, self._world, check=check)):
                 report(problem, left, complete=False)
                 time.sleep(self.pause if left else 0)
                 continue
             report(_failure(partial(on_first_rank, partial(self._clean, iteration), self._world)))
             return
+
+    def _check_writable(self, iteration: int) -> None:
+        """Raises OSError if this run must not write to `root`, or if another run has saved a later iteration there."""
+        self.check()
+        latest = latest_text(self.root)
+        is_number = latest.isascii() and latest.isdigit() and len(latest) <= 18
+        if is_number and latest not in self._own_latest and int(latest) > iteration:
+            raise OSError(
+                f"{self.root / LATEST} names iteration {latest}, which this run has not saved: another run has "
+                "saved to this folder since this one started. End one of the two, or give them different folders"
+            )
+        self._own_latest.add(str(iteration))
 
     def _clean(self, newest: int) -> None:
         for cleanup in self.cleanups:

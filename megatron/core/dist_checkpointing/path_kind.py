@@ -140,6 +140,14 @@ def is_checkpoint(path: Path) -> bool:
     return (path / METADATA).exists() or (path / MANIFEST).exists()
 
 
+def latest_text(root: Path) -> str:
+    """Content of the text file that names the newest checkpoint in `root`; empty if it cannot be read."""
+    try:
+        return (root / LATEST).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def read_latest(root: Path) -> int | None:
     """Iteration of the newest complete checkpoint in `root`, from its text file; None without that file. Raises
     ValueError if the file holds no number."""

@@ -68,14 +68,22 @@ def save(
     payload: dict[str, Any],
     world: Axis,
     writer: Writer = dcp.FileSystemWriter,
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Saves a checkpoint and makes it the latest. Collective over `world`; returns its folder.
+
+    `check` raises OSError if this run must not write to `root` now. The first rank calls it before anything there is
+    changed, and again before the checkpoint is published.
 
     When it returns, on any rank, the checkpoint is complete on disk. When it raises CheckpointError, it raises on every
     live rank, the latest checkpoint is still the previous one, and what was written is deleted.
     """
     try:
-        return _save(root, iteration, tensors, payload, world, writer)
+        on_first_rank(check, world)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot write checkpoint {checkpoint_folder(root, iteration)}: {error}") from error
+    try:
+        return _save(root, iteration, tensors, payload, world, writer, check)
     except CheckpointError as error:
         if world.first:
             with suppress(OSError):
@@ -105,7 +113,15 @@ def _scratch(root: Path, iteration: int) -> Path:
     return checkpoint_folder(root, iteration).with_suffix(".tmp")
 
 
-def _save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis, kind: Writer) -> Path:
+def _save(
+    root: Path,
+    iteration: int,
+    tensors: StateDict,
+    payload: dict[str, Any],
+    world: Axis,
+    kind: Writer,
+    check: Callable[[], None],
+) -> Path:
     final = checkpoint_folder(root, iteration)
     scratch = _scratch(root, iteration)
     on_first_rank(lambda: _clear(root, scratch), world)
@@ -122,7 +138,12 @@ def _save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any
             no_dist=world.size == 1,
         )
     sums = {name: entry for part in gather_objects(files.sums, world) for name, entry in part.items()}
-    on_first_rank(lambda: _publish(root, iteration, scratch, payload, sums), world)
+
+    def publish() -> None:
+        check()
+        _publish(root, iteration, scratch, payload, sums)
+
+    on_first_rank(publish, world)
     return final
 
 

@@ -5,6 +5,6 @@ Flags: --host-heartbeat-timeout-seconds, --trigger-path, --kill-switch-path. scr
 by `torchrun`, the module here.
 
 Read `host_watch` first: the part of a rank's watchdog that starts the host's `heartbeat`, a process of its own, and
-ends the rank when other hosts are lost. `save_folder` lets only one of two runs, or halves of one, save to a folder,
-checks that all hosts see it, and looks for files in it that stop the run.
+ends the rank when other hosts are lost. `save_lease` lets only one of two runs, or halves of one, save to a folder.
+`save_folder` checks that all hosts see it, and looks for files in it that stop the run.
 """

@@ -60,7 +60,7 @@ WATCHES.register(
 )
 WATCHES.register(
     "save lease",
-    f"{__package__}.save_folder:LeaseWatch",
+    f"{__package__}.save_lease:LeaseWatch",
     when=lambda config, launch: launch.rank == 0 and config.checkpoint.save is not None,
 )
 CALLBACKS.register(

@@ -6,12 +6,13 @@ import importlib.util
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG, saved_folders
 from megatron.training.config.arguments import save_config
+from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Meter
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.reliability.run_status import record_event
@@ -34,6 +35,7 @@ class RunLog:
         self._runtime, self._lines = runtime, run.lines
         self._sinks: list[Sink] = []
         self._bar: Any = None  # tqdm's
+        self._config_file: list[tuple[RunConfig, Path]] = []  # at most one, and its content
         if not runtime.is_main:
             return
         save = config.checkpoint.save
@@ -41,8 +43,10 @@ class RunLog:
             Path(save).mkdir(parents=True, exist_ok=True)
             if not (config.training.skip_train and saved_folders(Path(save))):  # an evaluation leaves the run as it was
                 save_config(config, Path(save) / RUN_CONFIG)
+                self._config_file.append((config, Path(save) / RUN_CONFIG))
+                resources.callback(self._restore_config)
             record_event(save, "start", iteration=iteration, world_size=runtime.launch.world_size)
-        self._sinks = open_sinks(config, iteration)
+        self._sinks = open_sinks(config, iteration, runtime.watchdog.check_save_folder)
         for sink in self._sinks:
             resources.callback(sink.close)
             runtime.watchdog.failures.at_exit.append(sink.close)
@@ -60,12 +64,21 @@ class RunLog:
 
     def report(self, record: Record, meters: Sequence[Meter]) -> None:
         """Writes the record of an interval and prints it, with what meters add."""
+        self._restore_config()
         for meter in meters if self._runtime.is_main else ():
             meter.write(self)
         self.write(record)
         self.say("\n".join([self._lines.progress(record), *(line for meter in meters for line in meter.lines(record))]))
         if self._bar is not None and record["lm_loss"] is not None:
             self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
+
+    def _restore_config(self) -> None:
+        """Writes the configuration again if --save was deleted during the run and a save has created it again."""
+        for config, file in self._config_file:
+            with suppress(OSError):
+                if file.parent.is_dir() and not file.exists():
+                    self._runtime.watchdog.check_save_folder()
+                    save_config(config, file)
 
     def say(self, line: str) -> None:
         """Prints a line, above the progress bar if there is one."""

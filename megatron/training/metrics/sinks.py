@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -34,9 +35,13 @@ class JsonLinesSink:
     A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run
     had never stopped. A new run renames an existing file instead of overwriting it. If a write fails, for example on
     a full disk, one warning is printed and the record is written together with a later one.
+
+    If the file is deleted, renamed or replaced during the run, records continue in the file that then has its name.
+    `check` raises OSError if the run must not create files there now.
     """
 
-    def __init__(self, path: Path, resume_iteration: int) -> None:
+    def __init__(self, path: Path, resume_iteration: int, check: Callable[[], None] = lambda: None) -> None:
+        self._path, self._check = path, check
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             if resume_iteration:
@@ -44,7 +49,8 @@ class JsonLinesSink:
             else:
                 os.replace(path, self._free_name(path))
         self._file = path.open("ab", buffering=0)
-        self._end = path.stat().st_size
+        self._opened = os.fstat(self._file.fileno())
+        self._end = self._opened.st_size
         self._unwritten = b""
         self._failing = False
 
@@ -69,20 +75,45 @@ class JsonLinesSink:
 
     def write(self, record: Record) -> None:
         self._unwritten += (json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n").encode()
+        self._write_pending()
+
+    def _write_pending(self) -> None:
         try:
-            if self._file.write(self._unwritten) < len(self._unwritten):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._follow_path()
+            self._append(self._unwritten)
         except OSError as error:
-            with suppress(OSError):  # of a device, which has no length
-                self._file.truncate(self._end)  # remove a partly written line
             if not self._failing:
-                print(f"cannot write metrics to {self._file.name} for now: {error}", file=sys.stderr, flush=True)
+                print(f"cannot write metrics to {self._path} for now: {error}", file=sys.stderr, flush=True)
             self._failing = True
             return
         self._end += len(self._unwritten)
         self._unwritten, self._failing = b"", False
 
+    def _follow_path(self) -> None:
+        """Opens the file again if another file, or none, has its name now. Raises OSError."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._opened, self._path.stat()):
+                return
+        self._check()
+        file = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file, self._opened = file, os.fstat(file.fileno())
+        self._end = self._opened.st_size
+        print(f"{self._path} was deleted or replaced: records continue in a new file", file=sys.stderr, flush=True)
+
+    def _append(self, lines: bytes) -> None:
+        """Writes lines whole or not at all. Raises OSError."""
+        try:
+            if self._file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):  # of a device, which has no length
+                self._file.truncate(self._end)  # remove a partly written line
+            raise
+
     def close(self) -> None:
+        if self._unwritten and not self._file.closed:
+            self._write_pending()
         self._file.close()
 
 
@@ -98,8 +129,8 @@ def metrics_file(config: RunConfig) -> Path:
     return Path(config.logging.metrics_file or Path(config.checkpoint.save or ".") / METRICS_FILE)
 
 
-def open_sinks(config: RunConfig, iteration: int) -> list[Sink]:
+def open_sinks(config: RunConfig, iteration: int, check: Callable[[], None] = lambda: None) -> list[Sink]:
     """Opens every sink that the configuration asks for, in a run that starts after `iteration`. Call it on one rank
-    only."""
+    only. `check`: as for `JsonLinesSink`."""
     wanted = SINKS.wanted(config)
-    return [JsonLinesSink(metrics_file(config), iteration), *(SINKS[name](config, iteration) for name in wanted)]
+    return [JsonLinesSink(metrics_file(config), iteration, check), *(SINKS[name](config, iteration) for name in wanted)]

@@ -14,6 +14,8 @@ from types import FrameType
 import torch
 
 from megatron.core.dist_checkpointing.path_kind import LATEST, kind_of
+from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.core.fsync import NO_ROOM
 from megatron.core.parts import MODEL_LOADERS
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import place_in_extension
@@ -65,6 +67,9 @@ class Failure:
             return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
         if hasattr(error, "advice"):  # its message says all
             return cls(rank, who, phase, title, str(error), str(error.advice))
+        if is_of_disk(error):
+            why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+            return cls(rank, who, phase, title, why, ADVICE["disk"].format(again=start_again(options)))
         what = "".join(traceback.format_exception(error))
         if is_out_of_memory(error):
             return cls(rank, who, phase, title, what, ADVICE["memory"])
@@ -134,6 +139,13 @@ def is_users(error: BaseException) -> bool:
 def is_consequence(error: BaseException) -> bool:
     """Whether the failure of another rank may have caused this error."""
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Whether a file could not be written: a save that was given up, or no room for a file that the error names."""
+    if isinstance(error, CheckpointError):
+        return isinstance(error.__cause__, (OSError, type(None))) and not is_consequence(error)
+    return isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

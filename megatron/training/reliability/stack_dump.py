@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -41,10 +42,26 @@ class StackDump:
         if self._file is None or self.folder is None:
             return
         with suppress(OSError):
+            self._open_again_if_deleted()
             self._file.write(f"{title}\n")
             self._file.flush()
             faulthandler.dump_traceback(self._file)
             beside(self.folder, self._rank)
+
+    def _open_again_if_deleted(self) -> None:
+        """Opens the file of this rank again if it was deleted or renamed during the run, and its --save folder is
+        there."""
+        assert self._file is not None and self.folder is not None
+        path = Path(self._file.name)
+        if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+            return
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError:
+            self.folder = None
+            raise
+        self._file = path.open("w")
+        faulthandler.enable(self._file)
 
     def last_words(self, rank: int) -> str:
         """Facts about the end of another rank: kills by the kernel, and what its interpreter wrote in a crash."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
@@ -52,6 +52,9 @@ class Watchdog:
         self.complaint = ""
         """The error of a callback after the run had ended."""
 
+        self.save_guards: list[Callable[[], None]] = []
+        """Functions of extensions that raise OSError, on the first rank, if the run must not write to --save now."""
+
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
         self._watches: list[Watch] = []
@@ -90,6 +93,11 @@ class Watchdog:
         if self.requests.resumes:
             return ExitCode.TO_BE_RESUMED
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
+
+    def check_save_folder(self) -> None:
+        """Raises OSError if the run must not write to --save now. On the first rank."""
+        for guard in self.save_guards:
+            guard()
 
     def doing(self, phase: str) -> None:
         """Names the phase that begins, for the report of a failure."""

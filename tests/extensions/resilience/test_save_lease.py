@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,17 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extensions.resilience import save_folder
-from megatron.extensions.resilience.save_folder import LeaseError, SaveLease
+from megatron.core.dist_checkpointing.path_kind import read_latest
+from megatron.extensions.resilience import save_lease
+from megatron.extensions.resilience.save_lease import LeaseError, SaveLease
+from tests.apart import read_records
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, run_forked
 from tests.limits import HANG, wait_for
+from tests.tiny import TINY
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_folder, "RENEWAL", 0.02)
-    monkeypatch.setattr(save_folder, "STALE", 1.0)
+    monkeypatch.setattr(save_lease, "RENEWAL", 0.02)
+    monkeypatch.setattr(save_lease, "STALE", 1.0)
 
 
 def of_another_machine(folder: Path) -> None:
@@ -37,7 +41,7 @@ def never(error: LeaseError) -> None:
 
 
 def test_a_lease_that_is_renewed_is_refused_until_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_folder, "STALE", HANG)
+    monkeypatch.setattr(save_lease, "STALE", HANG)
     first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
     first.acquire()
     named = rf"another run saves to {tmp_path}: its rank 0 is process {os.getpid()} on \S+, started 2\d{{3}}-"
@@ -50,7 +54,7 @@ def test_a_lease_that_is_renewed_is_refused_until_released(tmp_path: Path, monke
 
 
 def test_a_lease_that_is_given_back_as_it_is_renewed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_folder, "DISK", HANG)
+    monkeypatch.setattr(save_lease, "DISK", HANG)
     lease, begun = SaveLease(tmp_path, never), threading.Event()
     lease.acquire()
     write = lease._write
@@ -71,7 +75,7 @@ def test_a_lease_that_is_given_back_as_it_is_renewed_is_gone(tmp_path: Path, mon
 
 
 def test_a_lease_of_a_killed_process_is_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_folder, "STALE", 1e6)
+    monkeypatch.setattr(save_lease, "STALE", 1e6)
     if not (child := os.fork()):
         SaveLease(tmp_path, never).acquire()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -112,7 +116,7 @@ def test_of_two_over_a_dead_lease_one_is_refused(tmp_path: Path, monkeypatch: py
         first.acquire()
         yield
 
-    monkeypatch.setattr(save_folder, "folder_lock", late)
+    monkeypatch.setattr(save_lease, "folder_lock", late)
     with pytest.raises(LeaseError, match="another run saves to"):
         second.acquire()
     first.release()
@@ -132,6 +136,90 @@ def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_hears_of_it(tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def held(tmp_path: Path) -> tuple[SaveLease, Path, list[LeaseError]]:
+    """A lease that only `check` renews, its folder, and what it has lost the lease by."""
+    folder, errors = tmp_path / "save", list[LeaseError]()
+    lease = SaveLease(folder, errors.append)
+    lease.acquire()
+    lease._closed.set()
+    for thread in threading.enumerate():
+        if thread.name == "save lease":
+            thread.join(HANG)
+    return lease, folder, errors
+
+
+Held = tuple[SaveLease, Path, list[LeaseError]]
+
+
+def test_a_lease_that_is_gone_from_its_folder_is_lost(held: Held) -> None:
+    """Another run has taken it, finished, and given it back."""
+    lease, folder, errors = held
+    lease.check()
+    (folder / ".lease").unlink()
+    with pytest.raises(LeaseError, match=r"the lease of this run, .*, is gone: another run has taken over"):
+        lease.check()
+    assert len(errors) == 1 and "resumes from the latest checkpoint" in errors[0].advice
+    assert not (folder / ".lease").exists()
+
+
+def test_a_damaged_lease_is_written_again(held: Held) -> None:
+    lease, folder, _ = held
+    (folder / ".lease").write_text("{")
+    lease.check()
+    assert json.loads((folder / ".lease").read_text())["token"] == lease._owner["token"]
+
+
+@pytest.mark.parametrize("fate", ["deleted", "renamed"])
+def test_a_folder_that_is_gone_is_told_once_and_taken_again(
+    fate: str, held: Held, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lease, folder, errors = held
+    if fate == "deleted":
+        shutil.rmtree(folder)
+    else:
+        folder.rename(folder.with_name("elsewhere"))
+    for _ in range(2):
+        lease.check()
+    assert capsys.readouterr().err.count(f"--save {folder} is gone: it was deleted, renamed or unmounted") == 1
+    folder.mkdir()
+    lease.check()
+    assert capsys.readouterr().err == f"--save {folder} is there again\n"
+    assert json.loads((folder / ".lease").read_text())["token"] == lease._owner["token"] and not errors
+
+
+def test_a_lease_that_a_deletion_of_the_folder_removes_first_is_not_lost(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rm -r` takes a while."""
+    lease, folder, errors = held
+    (folder / "iter_0000001").mkdir()
+    (folder / ".lease").unlink()
+    entries = save_lease._entries
+
+    def deleting(path: Path) -> set[str]:
+        found = entries(path)
+        shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(save_lease, "_entries", deleting)
+    lease.check()
+    assert not errors and not folder.exists()
+
+
+def test_a_folder_on_another_file_system_gets_no_checkpoint(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its disk was unmounted: saves would fill the disk of the mount point."""
+    lease, folder, errors = held
+    assert lease._place is not None
+    lease._place.file_system += 1
+    lease.check()  # mounted again, with the lease in it
+    shutil.rmtree(folder)
+    for _ in range(2):
+        with pytest.raises(OSError, match="is on another file system than at the start: mount its disk again"):
+            lease.check()
+    assert capsys.readouterr().err.count("its disk was unmounted") == 1 and not errors
+
+
 def test_a_second_run_on_this_machine_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     save = tmp_path / "save"
     flags = [*MODEL, "--pp", "1", "--save", str(save), "--load", str(save)]
@@ -144,3 +232,40 @@ def test_a_second_run_on_this_machine_is_refused_until_the_first_is_killed(tmp_p
     assert (save / ".lease").exists()
     text = run_forked(2, [*flags, "--train-iters", "1"], tmp_path / "again")
     assert "loaded checkpoint of iteration " in text and not (save / ".lease").exists()
+
+
+DELETES = """
+import shutil
+from pathlib import Path
+from megatron.core.parts import CALLBACKS
+from megatron.training.hooks import Callback
+
+@CALLBACKS.register("deletes")
+class Deletes(Callback):
+    def on_step_end(self, run):
+        if run.progress.iteration == 3:
+            path = Path(run.config.checkpoint.save)
+            {what}
+"""
+
+
+def run_that_deletes(what: str, tmp_path: Path, code: int) -> str:
+    """Six iterations, saved every two, of which the third executes `what` with the folder as `path`."""
+    (tmp_path / "deletes.py").write_text(DELETES.format(what=what))
+    flags = f"{TINY} --train-iters 6 --log-interval 1 --save {tmp_path / 'save'} --save-interval 2 --no-async-save"
+    return run_forked(1, [*flags.split(), "--extension", str(tmp_path / "deletes.py")], tmp_path / "screen", code)
+
+
+def test_a_run_whose_folder_is_deleted_saves_all_it_has_again(tmp_path: Path) -> None:
+    save, text = tmp_path / "save", run_that_deletes("shutil.rmtree(path)", tmp_path, 0)
+    assert text.count(f"--save {save} is gone") == 1 and "cannot write metrics to" in text
+    assert read_latest(save) == 6 and [record["iteration"] for record in read_records(save / "metrics.jsonl")] == [
+        *range(3, 7)
+    ]
+    assert (save / "run_config.yaml").is_file() and not (save / ".lease").exists()
+
+
+def test_a_run_whose_lease_is_gone_ends_before_it_saves(tmp_path: Path) -> None:
+    text = run_that_deletes("(path / '.lease').unlink()", tmp_path, 1)
+    assert "is gone: another run has taken over while this one stood still" in text and "Traceback" not in text
+    assert read_latest(tmp_path / "save") == 2

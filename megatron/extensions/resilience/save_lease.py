@@ -1,0 +1,258 @@
+"""The lease on the --save folder: of two runs, or two halves of a cluster without contact, only one continues.
+
+Rank 0 holds the file SAVE/.lease, written again every two seconds. A start that finds another's lease takes it over if
+its process is gone from this machine, or, where the process is elsewhere or stopped, if it has not been renewed for a
+while, which is judged by this host's clock alone. Else the start is refused.
+
+A run ends when it finds that its lease was taken over, or that the lease is gone from the folder: while the run stood
+still, another one may have taken the lease, finished, and given it back. The run looks before it saves, too.
+
+If the folder itself is gone, because it was deleted or renamed, the run says so and continues: its state is then the
+only copy. The next save creates the folder again. If the folder's disk is unmounted, saves fail until it is mounted.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.index_cache import folder_lock
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.rank_store import Peer
+from megatron.training.reliability.watchdog import Watch, Watchdog
+
+GONE = (
+    "is gone: it was deleted, renamed or unmounted during the run. Training continues, and the next save creates it "
+    "again, without what was in it; put it back before that to keep both"
+)
+UNMOUNTED = (
+    "is on another file system than at the start of the run: its disk was unmounted. Training continues; saves fail "
+    "until it is mounted again"
+)
+
+RENEWAL = 2.0
+"""Seconds between two renewals."""
+
+STALE = 12.0
+"""Seconds without renewal after which a lease is free."""
+
+DISK = 1.0
+"""Seconds in which a disk that answers has written a lease."""
+
+
+class LeaseError(RuntimeError):
+    """Another run saves to the folder, or has done so since this one started."""
+
+    advice = (
+        "end one of the two runs, or give them different folders; if hosts of one run have lost sight of each other, "
+        "the other half continues: join it when they see each other again, as scripts/train_gpt_elastic.sh does"
+    )
+
+
+class LostLeaseError(LeaseError):
+    """The lease is gone from the folder of a run that lives."""
+
+    advice = "start the same command again: it resumes from the latest checkpoint in the folder, whichever run saved it"
+
+
+class LeaseWatch(Watch):
+    """Holds the lease while a watchdog runs, on rank 0."""
+
+    def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
+        assert config.checkpoint.save is not None
+        self._lease = SaveLease(Path(config.checkpoint.save), watchdog.failures.fail)
+        self._outcome = watchdog.outcome
+        watchdog.failures.at_exit.append(self._lease.release)
+        watchdog.save_guards.append(self._lease.check)
+
+    def start(self) -> None:
+        try:
+            self._lease.acquire()
+        except LeaseError:
+            self._outcome.recorded = False
+            raise
+
+    def close(self) -> None:
+        self._lease.release()
+
+
+class SaveLease:
+    """The lease of this process, rank 0 of its run. `lost` is called, on a thread, with a LeaseError if another run has
+    taken it, or if it is gone from the folder."""
+
+    def __init__(self, folder: Path, lost: Callable[[LeaseError], object]) -> None:
+        self._file, self._folder, self._lost = folder / ".lease", folder, lost
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._owner = asdict(Peer.here()) | {"token": os.urandom(8).hex(), "since": since}
+        self._count = 0
+        self._closed, self._writing = threading.Event(), threading.Lock()
+        self._place: _OpenFolder | None = None
+        """The folder that holds the lease, whatever its path names later."""
+
+        self._told = ""
+        """What was printed last about the folder."""
+
+    def acquire(self) -> None:
+        """Takes the lease, after up to `STALE` seconds. Raises LeaseError if another run renews it."""
+        limit, found = time.monotonic() + STALE, self._read()
+        while found is not None and (state := self._state(found)) != "":
+            if time.monotonic() > limit:
+                if state not in ("T", "t", None):
+                    raise LeaseError(self._of(found))
+                break
+            time.sleep(RENEWAL / 4)
+            self._refuse_unless(found)
+            found = self._read()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with folder_lock(self._folder):  # of two that start at once, the second one finds the lease of the first
+            self._refuse_unless(found)
+            self._write()
+        self._refuse_unless(self._owner | {"renewals": self._count})
+        self._place = _OpenFolder(self._folder)
+        threading.Thread(target=self._renew, name="save lease", daemon=True).start()
+
+    def release(self) -> None:
+        """Gives the lease back, if it still is this run's."""
+        self._closed.set()
+        ended = self._writing.acquire(timeout=DISK)  # a renewal under way would bring the file back
+        with suppress(OSError):
+            if (found := self._read()) is not None and found["token"] == self._owner["token"]:
+                self._file.unlink()
+        if ended:
+            self._writing.release()
+
+    def check(self) -> None:
+        """Raises OSError if the folder is on another file system than at the start. If the lease is lost, calls `lost`,
+        then raises LeaseError."""
+        with self._writing:
+            error = self._update()
+        if error is not None:
+            self._lost(error)
+            raise error
+        if self._is_unmounted():
+            raise OSError(f"--save {self._folder} is on another file system than at the start: mount its disk again")
+
+    def _renew(self) -> None:
+        while not self._closed.wait(RENEWAL):
+            error = None
+            with suppress(OSError), self._writing:  # the disk is full or away: saves tell of that
+                if not self._closed.is_set():
+                    error = self._update()
+            if error is not None:
+                self._lost(error)
+                return
+
+    def _update(self) -> LeaseError | None:
+        """Renews the lease if it is this run's, or takes one in a folder that was created again. Returns why the lease
+        is lost, if it is. Raises OSError if the disk does not answer."""
+        found, here = self._read(), self._is_in_place()
+        while found is None and here and self._is_being_deleted():
+            found, here = self._read(), self._is_in_place()
+        if found is not None and found["token"] != self._owner["token"]:
+            return LeaseError(f"{self._of(found)}, and has taken over: this run stood still")
+        if found is not None or (here and self._file.exists()):  # the second: it is damaged
+            self._write()
+            self._tell("")
+        elif here:
+            return LostLeaseError(
+                f"the lease of this run, {self._file}, is gone: another run has taken over while this one stood still "
+                "and has finished, or somebody has deleted the file"
+            )
+        elif not self._folder.exists() or self._is_unmounted():
+            self._tell(f"--save {self._folder} {UNMOUNTED if self._is_unmounted() else GONE}")
+        else:
+            with folder_lock(self._folder):
+                if (found := self._read()) is not None:
+                    return LeaseError(f"{self._of(found)}, in a folder that has taken the place of this run's")
+                self._write()
+            self._place = _OpenFolder(self._folder)
+            self._tell("")
+        return None
+
+    def _is_in_place(self) -> bool:
+        """Whether the path still names the folder in which this run has taken its lease."""
+        return self._place is not None and self._place.is_at(self._folder)
+
+    def _is_being_deleted(self) -> bool:
+        """Whether entries of the folder are disappearing: `rm -r` has removed the lease before the folder."""
+        before = _entries(self._folder)
+        time.sleep(RENEWAL / 4)
+        return not before <= _entries(self._folder)
+
+    def _is_unmounted(self) -> bool:
+        """Whether the folder, or where it would be created, is on another file system than at the start."""
+        if self._place is None or self._read() is not None:
+            return False
+        nearest = next(folder for folder in (self._folder, *self._folder.absolute().parents) if folder.exists())
+        return os.stat(nearest).st_dev != self._place.file_system
+
+    def _tell(self, problem: str) -> None:
+        """Prints a problem of the folder once, and one line when it has passed."""
+        if problem != self._told:
+            print(problem or f"--save {self._folder} is there again", file=sys.stderr, flush=True)
+        self._told = problem
+
+    def _refuse_unless(self, expected: dict[str, Any] | None) -> None:
+        """Raises LeaseError if there is a lease other than the expected one."""
+        if (now := self._read()) is not None and now != expected:
+            raise LeaseError(self._of(now))
+
+    def _state(self, found: dict[str, Any]) -> str | None:
+        """`Peer.state` of the process that holds it; None if that is not on this machine."""
+        peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
+        return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
+
+    def _of(self, found: dict[str, Any]) -> str:
+        who = f"process {found['pid']} on {found['host']}, started {found.get('since', 'at an unknown time')}"
+        return f"another run saves to {self._folder}: its rank 0 is {who}"
+
+    def _read(self) -> dict[str, Any] | None:
+        """The present lease; None where there is none, or none that can be read."""
+        try:
+            found = json.loads(self._file.read_text())
+            return found if isinstance(found, dict) and "token" in found else None
+        except (OSError, ValueError):
+            return None
+
+    def _write(self) -> None:
+        self._count += 1
+        new = self._file.with_name(f".lease-{self._owner['token']}")
+        try:
+            new.write_text(json.dumps(self._owner | {"renewals": self._count}))
+            new.replace(self._file)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+class _OpenFolder:
+    """A folder that is held open, so that no later folder gets its inode number. Raises OSError if it is not there."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.file_system = os.fstat(self._descriptor).st_dev
+
+    def is_at(self, path: Path) -> bool:
+        """Whether `path` names this folder now. Raises OSError if the disk does not answer."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):  # the last: deleted on another host
+                return False
+            raise
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+def _entries(folder: Path) -> set[str]:
+    """Paths of all files and folders in a folder."""
+    return {os.path.join(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files)}
