@@ -43,7 +43,7 @@ from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.training.config.flags import config_of_sections, named_value, values_by_section
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import changed_fields, changed_lengths, free_choices
+from megatron.training.config.saved_flags import changed_fields, changed_lengths, free_choices, past_batches
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.hooks import Callback
 from megatron.training.plan import RunPlan
@@ -90,6 +90,9 @@ class Checkpointer:
         `metrics`: what was measured at this iteration, for cleanups to choose by.
         """
         config, optimizer, zero = self.config, self.optimizer, self.config.optimizer.use_distributed_optimizer
+        if self.plan is not None:
+            past = self.plan.sizes.points(progress.iteration, progress.consumed_samples)
+            progress = replace(progress, past_batches=past)
         optimizer.finish_param_sync()
         tensors = model_state(self.stages.values(), self.state, optimizer.ddp.sharded_params())
         if config.checkpoint.save_optim:
@@ -158,6 +161,9 @@ class Checkpointer:
         progress = Progress() if options.anew else saved_progress(checkpoint.payload)
         if not options.load_lr_state:
             progress.scheduled_samples = 0
+        elif self.plan is not None and not options.anew:
+            saved = saved_config(checkpoint)
+            progress.scheduled_samples = self.plan.schedule_position(progress.scheduled_samples, saved)
         progress.data_fingerprint = (data(0) if options.anew else data_fingerprint) or progress.data_fingerprint
         progress.loaded_from = str(checkpoint.folder)
         what, how = ("checkpoint", "") if load_optimizer else ("weights", " with a fresh optimizer")
@@ -166,9 +172,15 @@ class Checkpointer:
         if not options.anew:
             _load_callbacks(checkpoint.payload.get("callbacks", {}), self.callbacks, say)
         goes_on = not (options.anew or converted(checkpoint) or config.training.skip_train)
-        if goes_on and (line := changed_lengths(saved_config(checkpoint), self.config)):
-            say(f" {line}")
+        if goes_on:
+            self._tell_of_other_lengths(saved_config(checkpoint), progress, say)
         return progress
+
+    def _tell_of_other_lengths(self, saved: RunConfig, progress: Progress, say: Callable[[str], None]) -> None:
+        if line := changed_lengths(saved, self.config):
+            say(f" {line}")
+        if self.plan is not None and (line := self.plan.changed_batch(saved, progress.past_batches)):
+            say(f" {line}")
 
 
 @dataclass(frozen=True)
@@ -458,4 +470,5 @@ def saved_progress(values: dict[str, Any]) -> Progress:
     position followed consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values["consumed_samples"])
-    return replace(Progress(**known), running_means=tuple(known.get("running_means", ())))
+    known["running_means"] = tuple(known.get("running_means", ()))
+    return Progress(**known | {"past_batches": past_batches(values)})

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from megatron.core.dist_checkpointing.path_kind import kind_of
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
-from megatron.core.parts import MODEL_LOADERS, PLANS
-from megatron.training.config.batch_size import BatchSizes, legal_sizes, samples_of_run
+from megatron.core.parts import PLANS
+from megatron.training.config.batch_size import START, BatchSizes, legal_sizes, samples_of_run
 from megatron.training.config.flags import config_of_sections, field_table, value_of
 from megatron.training.config.problem import Problem
-from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import saved_metadata
+from megatron.training.config.run_config import CheckpointConfig, Point, RunConfig
+from megatron.training.config.saved_flags import resumed_metadata
 
 
 @dataclass(frozen=True)
@@ -170,12 +168,43 @@ class RunPlan:
             rule = f"the checkpoint's run has begun phase {missing}, which is missing"
             yield f"{self.flag}: {rule}; {history.remedy}"
 
+    @property
+    def schedule_sizes(self) -> BatchSizes:
+        """Batch sizes that convert iterations to positions in the schedule of learning rate and weight decay.
+
+        A run given in iterations has its schedule by iteration: another batch size, at a resume, leaves the rest of it
+        as it was. So the schedule counts samples as if the run had had its batch sizes of now from the beginning."""
+        return self.sizes if self.base.training.train_iters is None else replace(self.sizes, past=START)
+
     def schedule(self) -> OptimizerParamScheduler:
         """Learning rate and weight decay over the whole run. Raises ValueError where a length does not fit the run."""
         config, training = self.base.optimizer, self.base.training
-        assert training.global_batch_size is not None
-        length = ScheduleLength.of(config, training.global_batch_size, self.iterations, training.train_samples)
+        if training.train_samples is not None or training.train_tokens is not None:
+            length = ScheduleLength.in_samples(config, self.samples)
+        else:
+            length = ScheduleLength.in_iterations(config, self.iterations, self.schedule_sizes.samples)
         return OptimizerParamScheduler(config, length)
+
+    def schedule_position(self, scheduled_samples: int, saved: RunConfig) -> int:
+        """The position in the schedule of this plan, for a position in that of the run of a checkpoint."""
+        begun = saved.training.train_iters is not None and plan_class(saved) is RunPlan
+        before, now = replace(legal_sizes(saved), past=START) if begun else self.sizes, self.schedule_sizes
+        return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))
+
+    def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> str | None:
+        """What is left of a run from where it resumes, the last position of `past`, if its batch sizes are others than
+        those of its checkpoint."""
+        fresh = replace(legal_sizes(self.base), past=START)
+        if fresh == replace(legal_sizes(saved), past=START):
+            return None
+        sizes, given = fresh.resumed(past), self.base.training.train_iters
+        end = sizes.iterations(self.samples) if given is None else given
+        iterations, samples = end - past[-1][0], sizes.samples(end) - past[-1][1]
+        return (
+            f"another batch size from here on: {max(0, iterations):,} iterations and {max(0, samples):,} samples "
+            f"remain until iteration {end:,}; the learning rate depends on "
+            f"{'the samples' if given is None else 'the iteration'}, as before"
+        )
 
     def lines(self, phase: Phase) -> Iterator[str]:
         """Lines of plans and logs about a phase."""
@@ -213,12 +242,9 @@ def read_history(options: CheckpointConfig) -> History | None:
     """That of the checkpoint a run resumes from; None if it starts at sample 0, or with other data.
 
     Raises ValueError if no checkpoint can be read."""
-    if options.load is None or options.anew or options.override_data_fingerprint:
+    if options.override_data_fingerprint:
         return None
-    load = Path(options.load)
-    if kind_of(load) in MODEL_LOADERS:
-        load = Path(options.save or options.load)
-    metadata = saved_metadata(load)
+    metadata = resumed_metadata(options)
     if metadata is None or not metadata.get("consumed_samples"):
         return None
     config = config_of_sections(metadata["config"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron.training.config.batch_size import BatchSizes
+from megatron.training.config.run_config import Point
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,8 @@ class Progress:
 
     scheduled_samples: int = 0
     """Samples of the steps that updated the weights: learning rate and weight decay follow from it, so that they do not
-    advance in skipped steps."""
+    advance in skipped steps. In a run given in iterations, all are counted at the batch sizes of now
+    (`RunPlan.schedule_sizes`)."""
 
     skipped_iterations: int = 0
     """Iterations so far without an update: not finite, a spike, or left out by --iterations-to-skip."""
@@ -53,6 +55,9 @@ class Progress:
 
     running_means: tuple[float, ...] = ()
     """Mean loss, mean gradient norm, and the number of steps in them, if spikes are checked for."""
+
+    past_batches: tuple[Point, ...] = field(default=(), compare=False)
+    """Positions at which the batch size has changed, and this one, as of the last save; empty at the start."""
 
     data_fingerprint: str | None = None
     """Identifies the training data: with an equal fingerprint the same sample number is the same sample."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,15 +22,17 @@ from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
 from megatron.training.checkpointing import Checkpointer, load_start
+from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward, Pipeline
 from megatron.training.hooks import Meter, Parts
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.meters import MultiTokenLosses, PeakMemory, UserMetrics
-from megatron.training.plan import plan_of, read_history
-from megatron.training.progress import StepTimers
+from megatron.training.plan import RunPlan, plan_of, read_history
+from megatron.training.progress import Progress, StepTimers
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
 from megatron.training.step_guard import StepGuard
@@ -79,6 +82,20 @@ def host_threads(device: torch.device) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
 
+def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
+    """Whether a run resumes at another position than the plan was made for: the newest checkpoint is damaged, or nobody
+    has looked into it before."""
+    at = progress.iteration, progress.consumed_samples
+    return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)
+
+
+def _counted_from(progress: Progress, config: RunConfig, runtime: Runtime) -> RunConfig:
+    """The configuration with lengths that are counted from where the run resumes."""
+    given = with_named(replace(config, past_batches=progress.past_batches), dict(config.given))
+    found = resolve(given, runtime.launch.world_size, config.model.vocab_size)
+    return replace(config, training=found.training, optimizer=found.optimizer, past_batches=progress.past_batches)
+
+
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
@@ -125,6 +142,11 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("checkpoint"):
         checkpointer = Checkpointer(config, state, stages, optimizer, plan, parts.callbacks)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
+        if _is_elsewhere(plan, progress):
+            config = _counted_from(progress, config, runtime)
+            data.close()
+            data, plan = build_data(plan_of(config).continued(read_history(config.checkpoint)), runtime)
+            checkpointer = replace(checkpointer, config=config, plan=plan)
         lines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
         saver = RunSaver(checkpointer, runtime, progress, lines)
     pipeline = Pipeline(config, runtime, stages, queue, casts, pair)

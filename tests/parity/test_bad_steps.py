@@ -197,7 +197,9 @@ def spiky(
         run.guard.store_means()
         if run.saver.writer is not None:
             save(run)
-        progress = {key: value for key, value in vars(run.progress).items() if key != "loaded_from"}
+        progress = {
+            key: value for key, value in vars(run.progress).items() if key not in ("loaded_from", "past_batches")
+        }
         return tensors(run), progress, [result.spike for result in interval.results]
 
 

@@ -17,7 +17,9 @@ PEAK, LOW = 3e-4, 3e-5
 
 def scheduler(train_iters=100, train_samples=None, **flags):
     config = OptimizerConfig(lr=PEAK, min_lr=LOW, **flags)
-    return OptimizerParamScheduler(config, ScheduleLength.of(config, BATCH, train_iters, train_samples))
+    if train_samples is not None:
+        return OptimizerParamScheduler(config, ScheduleLength.in_samples(config, train_samples))
+    return OptimizerParamScheduler(config, ScheduleLength.in_iterations(config, train_iters, lambda n: n * BATCH))
 
 
 def lr_of(s, iteration):

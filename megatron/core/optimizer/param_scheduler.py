@@ -1,8 +1,8 @@
 """Learning rate and weight decay as functions of progress.
 
 Progress is counted in samples of steps that updated the weights, also where a run is given in iterations: an iteration
-then counts as one full global batch, so a batch-size ramp stretches the schedule in iterations, not in samples. The
-formulas are Megatron-LM's.
+then counts as its global batch, so a batch-size ramp stretches the schedule in iterations, not in samples. The formulas
+are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -44,21 +44,27 @@ class ScheduleLength:
     """Length of the run, over which weight decay ramps."""
 
     @classmethod
-    def of(
-        cls, config: OptimizerConfig, global_batch_size: int, train_iters: int, train_samples: int | None
+    def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:
+        """Reads the flags in samples, for a run of `samples` samples."""
+        decay = samples if config.lr_decay_samples is None else config.lr_decay_samples
+        return cls._of(config, config.lr_warmup_samples, decay, config.lr_wsd_decay_samples or 0, samples)
+
+    @classmethod
+    def in_iterations(
+        cls, config: OptimizerConfig, iterations: int, samples_at: Callable[[int], int]
     ) -> ScheduleLength:
-        """Reads the flags in samples if the run is given in samples or tokens, else those in iterations."""
-        if train_samples is None:
-            total, size = float(train_iters * global_batch_size), global_batch_size
-            flags = config.lr_decay_iters, config.lr_warmup_iters, config.lr_wsd_decay_iters
-        else:
-            total, size = float(train_samples), 1
-            flags = config.lr_decay_samples, config.lr_warmup_samples, config.lr_wsd_decay_samples
-        decay, warmup, anneal = (None if value is None else float(value * size) for value in flags)
-        decay = total if decay is None else decay
+        """Reads the flags in iterations, for a run of `iterations` iterations. `samples_at` returns the samples that a
+        number of iterations consumes."""
+        last = iterations if config.lr_decay_iters is None else config.lr_decay_iters
+        decay = samples_at(last)
+        anneal = decay - samples_at(last - (config.lr_wsd_decay_iters or 0))
+        return cls._of(config, samples_at(config.lr_warmup_iters), decay, anneal, samples_at(iterations))
+
+    @classmethod
+    def _of(cls, config: OptimizerConfig, warmup: float, decay: int, anneal: int, total: int) -> ScheduleLength:
         if config.lr_warmup_fraction is not None:
-            warmup = config.lr_warmup_fraction * decay
-        return cls(warmup=warmup or 0.0, decay=decay, anneal=anneal or 0.0, total=total)
+            warmup = config.lr_warmup_fraction * float(decay)
+        return cls(warmup=float(warmup), decay=float(decay), anneal=float(anneal), total=float(total))
 
 
 LrSchedule = Callable[[float, ScheduleLength, OptimizerConfig], float]

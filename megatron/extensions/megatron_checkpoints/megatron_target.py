@@ -24,6 +24,7 @@ from megatron.extensions.megatron_checkpoints.flags import COMMON
 from megatron.extensions.megatron_checkpoints.legacy_states import BUFFER_KINDS
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.extensions.megatron_checkpoints.megatron_names import EXTRA_STATE, LAYERS, names_in, their_shape
+from megatron.training.config.batch_size import legal_sizes
 from megatron.training.config.flags import flat_values, named_value
 from megatron.training.config.run_config import RunConfig
 
@@ -221,7 +222,10 @@ def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, Any
     state: dict[str, Any] = {"num_steps": training.progress.scheduled_samples}
     if (run.train_iters is None) == (run.train_samples is None) or run.global_batch_size is None:
         return state
-    length = ScheduleLength.of(options, run.global_batch_size, run.train_iters or 0, run.train_samples)
+    if run.train_samples is not None:
+        length = ScheduleLength.in_samples(options, run.train_samples)
+    else:
+        length = ScheduleLength.in_iterations(options, run.train_iters or 0, legal_sizes(config).samples)
     decay = options.weight_decay
     return state | {
         "max_lr": options.lr,

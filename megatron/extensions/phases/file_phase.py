@@ -178,7 +178,7 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
             size = own.training.global_batch_size
             assert size is not None
             ended = ((first.first_sample, sizes.final),) if phases else ()
-            sizes = BatchSizes(size, (*(sizes.earlier if phases else ()), *ended))
+            sizes = BatchSizes(size, (*(sizes.earlier if phases else ()), *ended), sizes.past)
         phases.append(first)
     return phases, sizes, problems
 
@@ -214,7 +214,7 @@ def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
     if (micro, size) != (training.micro_batch_size, training.global_batch_size):
         new["num_microbatches"] = size // step if size % step == 0 else None
     made = config_of_sections({"": flat_values(config) | new | {"data_phases": None}})
-    return replace(made, given=config.given)
+    return replace(made, given=config.given, past_batches=config.past_batches)
 
 
 def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:

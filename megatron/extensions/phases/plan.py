@@ -11,8 +11,9 @@ from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from megatron.extensions.phases.file_phase import FilePhase, planned_phases
 from megatron.extensions.phases.rules import changes, findings
+from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.problem import Problem
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import Point, RunConfig
 from megatron.training.config.validation import resolve
 from megatron.training.plan import History, Phase, RunPlan
 
@@ -24,7 +25,7 @@ class PhaseScheduler(OptimizerParamScheduler):
     """A phase's own learning rate, which begins with the phase; weight decay is the whole run's."""
 
     def __init__(self, whole: OptimizerParamScheduler, own: OptimizerConfig, first_sample: int, samples: int) -> None:
-        super().__init__(own, ScheduleLength.of(own, 1, 0, samples))
+        super().__init__(own, ScheduleLength.in_samples(own, samples))
         self.whole, self.first_sample = whole, first_sample
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
@@ -57,21 +58,13 @@ class PhasePlan(RunPlan):
         yield from super().changes(history)
         yield from (f"{self.flag}: {line}; {history.remedy}" for line in changes(self.phases, history))
 
-    def schedule(self) -> OptimizerParamScheduler:
-        """The schedule that the flags say, over the whole run. Raises ValueError where a length does not fit the
-        run."""
-        config, training = self.base.optimizer, self.base.training
-        if training.train_samples is not None or training.train_tokens is not None:
-            return OptimizerParamScheduler(config, ScheduleLength.of(config, 1, 0, self.samples))
-        # Lengths in iterations, whose numbers of samples may differ.
-        at = self.sizes.samples
-        decay = self.iterations if config.lr_decay_iters is None else config.lr_decay_iters
-        warmup = float(at(config.lr_warmup_iters))
-        if config.lr_warmup_fraction is not None:
-            warmup = config.lr_warmup_fraction * at(decay)
-        anneal = at(decay) - at(max(0, decay - (config.lr_wsd_decay_iters or 0)))
-        length = ScheduleLength(warmup=warmup, decay=float(at(decay)), anneal=float(anneal), total=float(self.samples))
-        return OptimizerParamScheduler(config, length)
+    @property
+    def schedule_sizes(self) -> BatchSizes:
+        """Those of the run: a phase that has begun keeps its batch size."""
+        return self.sizes
+
+    def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> None:
+        """Phases that have begun keep their batch sizes."""
 
     def schedule_of(self, phase: FilePhase) -> OptimizerParamScheduler:
         """The schedule of a phase: its own, or the run's."""

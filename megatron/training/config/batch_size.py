@@ -3,12 +3,17 @@ batch. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Self
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import BATCH_SCHEDULES, batch_schedule
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import Point, RunConfig
+
+START: tuple[Point, ...] = ((0, 0),)
 
 
 @dataclass(frozen=True)
@@ -21,20 +26,51 @@ class BatchSizes:
     earlier: tuple[tuple[int, int], ...] = ()
     """(consumed samples at which it ends, batch size) of each size before the final one, in order."""
 
+    past: tuple[Point, ...] = START
+    """Positions between which the batch size was constant, in order, in the part of the run that other flags trained.
+    `earlier` and `final` hold from the last one on."""
+
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:
-        """Of a resolved and validated configuration."""
+        """Of a resolved and validated configuration, and of the part of the run that is in its checkpoint."""
         assert config.training.global_batch_size, "resolve() fills the global batch size"
         scheduled = batch_schedule(config)
-        return cls(config.training.global_batch_size) if scheduled is None else BATCH_SCHEDULES[scheduled](config)
+        sizes = cls(config.training.global_batch_size) if scheduled is None else BATCH_SCHEDULES[scheduled](config)
+        return sizes.resumed(config.past_batches)
+
+    def resumed(self, past: Sequence[Point]) -> Self:
+        """The sizes of a run that has these positions behind it; the last one is where it resumes."""
+        if not past:
+            return self
+        begun = replace(self, past=tuple(past[:-1]) or START)
+        iterations, consumed = past[-1]
+        return begun if begun.samples(iterations) == consumed else replace(begun, past=(*begun.past, past[-1]))
+
+    def points(self, iterations: int, consumed_samples: int) -> tuple[Point, ...]:
+        """`past` of a run that resumes here: the changes of the batch size so far, and the position."""
+        found, (done, consumed) = [point for point in self.past if point[1] <= consumed_samples], self.past[-1]
+        for end, size in self.earlier:
+            steps = -(-(end - consumed) // size) if end > consumed else 0
+            done, consumed = done + steps, consumed + steps * size
+            if consumed > consumed_samples:
+                break
+            if steps:
+                found.append((done, consumed))
+        return tuple(dict.fromkeys((*found, (iterations, consumed_samples))))
 
     def at(self, consumed_samples: int) -> int:
         """Samples in the step that starts after `consumed_samples`."""
+        for (i, s), (j, t) in pairwise(self.past):
+            if consumed_samples < t:
+                return (t - s) // max(1, j - i)
         return next((size for end, size in self.earlier if consumed_samples < end), self.final)
 
     def iterations(self, samples: int) -> int:
         """Full steps that `samples` samples are enough for."""
-        iterations, consumed = 0, 0
+        for (i, s), (j, t) in pairwise(self.past):
+            if samples < t:
+                return i + (samples - s) * (j - i) // (t - s)
+        iterations, consumed = self.past[-1]
         for end, size in self.earlier:
             steps = min(-(-(end - consumed) // size) if end > consumed else 0, (samples - consumed) // size)
             iterations, consumed = iterations + steps, consumed + steps * size
@@ -44,7 +80,10 @@ class BatchSizes:
 
     def samples(self, iterations: int) -> int:
         """Samples consumed after `iterations` steps."""
-        done, consumed = 0, 0
+        for (i, s), (j, t) in pairwise(self.past):
+            if iterations < j:
+                return s + (iterations - i) * (t - s) // (j - i)
+        done, consumed = self.past[-1]
         for end, size in self.earlier:
             steps = min(-(-(end - consumed) // size) if end > consumed else 0, iterations - done)
             done, consumed = done + steps, consumed + steps * size

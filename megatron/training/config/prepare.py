@@ -15,7 +15,7 @@ from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
 from megatron.training.config.rules.fields import single_values
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.saved_flags import with_saved_flags
+from megatron.training.config.saved_flags import with_past_batches, with_saved_flags
 from megatron.training.config.validation import Problem, findings, resolve
 from megatron.training.extensions import problem_in_extension
 from megatron.training.reliability.launch import Launch
@@ -45,6 +45,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     world_size = line.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(line.config)
+        config = with_past_batches(config)
     except (ValueError, OSError) as error:
         refuse(Problem.of_errors("--load", line.config.checkpoint.load, error), launch, line.json_file)
     problems: list[Problem] = []

@@ -15,6 +15,9 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parts import LOG_FORMATS
 
+Point = tuple[int, int]
+"""(iterations, consumed samples) of a position in a run."""
+
 CHECKS = (
     "--check-for-nan-in-loss-and-grad or --check-for-spiky-loss or --check-for-large-grads: without a check no step is "
     "skipped; remove --no-check-for-nan-in-loss-and-grad, or add --check-for-spiky-loss"
@@ -213,6 +216,10 @@ class RunConfig(Section):
 
     given: tuple[tuple[str, Any], ...] = field(default=(), compare=False, metadata={"flag": None})
     """Field -> value before `resolve` changed it, of those fields whose value follows from others."""
+
+    past_batches: tuple[Point, ...] = field(default=(), metadata={"flag": None})
+    """(iterations, consumed samples) of the run so far at each change of its batch size, and last where it resumes;
+    empty for a run that starts."""
 
     @property
     def restarts_positions(self) -> bool:

@@ -21,7 +21,7 @@ from megatron.training.config.flags import (
     value_of,
     with_named,
 )
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import CheckpointConfig, Point, RunConfig
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
 """Fields of the optimizer that the schedule consists of, beside those that begin with lr_."""
@@ -81,6 +81,34 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return replace(config, model=replace(model, mtp_layer_kind=before)), [
         f"--mtp-layer-kind is {before}, as in the checkpoint, not {model.mtp_layer_kind}"
     ]
+
+
+def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
+    """Contents, besides tensors, of the checkpoint whose run a run continues; None if it starts at iteration 0.
+    ValueError as in `saved_metadata`."""
+    if options.load is None or options.anew:
+        return None
+    load = Path(options.load)
+    return saved_metadata(Path(options.save or load) if kind_of(load) in MODEL_LOADERS else load)
+
+
+def with_past_batches(config: RunConfig) -> RunConfig:
+    """The configuration with the batch sizes of the part of the run that its checkpoint has trained."""
+    try:
+        metadata = resumed_metadata(config.checkpoint)
+    except ValueError:
+        return config  # loading it says what is wrong
+    return config if metadata is None else replace(config, past_batches=past_batches(metadata))
+
+
+def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
+    """The positions of a checkpoint's run at changes of its batch size, and its own. One that does not record them had
+    one batch size."""
+    here = metadata.get("iteration"), metadata.get("consumed_samples")
+    if not all(isinstance(value, int) for value in here):
+        return ()
+    found = metadata.get("past_batches") or [[0, 0], here]
+    return tuple(dict.fromkeys((int(iterations), int(samples)) for iterations, samples in found))
 
 
 def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:

@@ -205,12 +205,10 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
         if training.global_batch_size > 0 and training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
     by_tokens = training.train_tokens is not None and training.train_tokens > 0 and config.model.seq_length > 0
-    by_iters = training.train_iters is not None and training.global_batch_size
-    if plan_class(config) is not RunPlan or not (by_tokens or (by_iters and batch_schedule(config))):
+    if plan_class(config) is not RunPlan or not by_tokens:
         return training  # where phases differ in length, their plan converts tokens
-    # The shorter of two lengths holds, in samples: tokens and iterations of a ramp do not compare otherwise.
-    samples = samples_of_run(config)
-    if training.train_iters is not None and by_iters:
+    samples = samples_of_run(config)  # the shorter of two lengths holds
+    if training.train_iters is not None and training.global_batch_size:
         of_iters = legal_sizes(replace(config, training=training)).samples(training.train_iters)
         samples = of_iters if samples is None else min(samples, of_iters)
         training = replace(training, train_iters=None)
@@ -218,18 +216,17 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
 
 
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
-    """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in. If
-    iterations vary in samples, lengths in iterations are converted to samples too."""
+    """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in. If that
+    is given in tokens and iterations vary in samples, lengths in iterations become samples too."""
     optimizer, sequence = config.optimizer, config.model.seq_length
     if config.ddp.data_parallel_sharding_strategy == "no_shard":
         optimizer = replace(optimizer, use_distributed_optimizer=False)
     if sequence < 1 or not training.global_batch_size:
         return optimizer
     by_samples = training.train_samples is not None
-    unit, size = ("samples", sequence) if by_samples else ("iters", sequence * training.global_batch_size)
-    other = "iters" if by_samples else "samples"
+    unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+    sizes = legal_sizes(replace(config, training=training))
     if batch_schedule(config) and by_samples and config.training.train_iters is not None:
-        sizes = legal_sizes(replace(config, training=training))
         for stem, none in (("lr_decay", None), ("lr_warmup", 0), ("lr_wsd_decay", None)):
             if iters := getattr(optimizer, f"{stem}_iters"):
                 values: dict[str, Any] = {f"{stem}_samples": sizes.samples(iters), f"{stem}_iters": none}
@@ -237,5 +234,8 @@ def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
     for stem, default in (("lr_decay", None), ("lr_warmup", 0)):
         tokens = getattr(optimizer, f"{stem}_tokens")
         if tokens is not None and tokens >= 0:
-            optimizer = replace(optimizer, **{f"{stem}_{unit}": tokens // size, f"{stem}_{other}": default})
+            samples = tokens // sequence
+            value = samples if by_samples else sizes.iterations(samples)
+            converted: dict[str, Any] = {f"{stem}_{unit}": value, f"{stem}_{other}": default}
+            optimizer = replace(optimizer, **converted)
     return optimizer

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.extensions.phases.batch_schedule import parse_batch_schedule, ramp
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.batch_size import BatchSizes
@@ -56,10 +57,8 @@ def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str)
     flags += " --global-batch-size 8" if "rampup" in flags else ""
     config = resolve(parse_args(flags.split()), 1)
     plan, _ = RunPlan.planned(config)
-    assert plan is not None and (config.training.train_samples, plan.iterations) == (64, 9)
-    o = config.optimizer
-    assert (o.lr_warmup_samples, o.lr_decay_samples, o.lr_wsd_decay_samples) == (4, 32, 16)
-    assert (o.lr_warmup_iters, o.lr_decay_iters, o.lr_wsd_decay_iters) == (0, None, None)
+    assert plan is not None and (plan.samples, plan.iterations) == (64, 9)
+    assert plan.schedule().length == ScheduleLength(warmup=4, decay=32, anneal=24, total=64)
 
 
 UNREADABLE = {"": "must begin", "5:4": "must begin", "0:4 10:x": "'10:x' must be", "0:4 9:8 9:16": "must rise"}

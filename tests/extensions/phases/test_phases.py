@@ -38,6 +38,19 @@ def made(path: Path, text: str, more: str = "--mock-data --train-samples 400", w
     return plan
 
 
+def test_phases_begin_after_the_batch_sizes_that_the_run_had(tmp_path: Path) -> None:
+    """20 iterations of 8 samples and 20 of 4, before the run gets phases."""
+    path = tmp_path / "phases.yaml"
+    path.write_text("- name: main\n- {name: end, from-iterations: 50, global-batch-size: 16}\n")
+    config = parse_args(flags(path, "--mock-data --train-iters 60 --global-batch-size 4"))
+    config = replace(config, past_batches=((0, 0), (20, 160), (40, 240)))
+    assert not validate(config, 1)
+    plan = plan_of(resolve(config, 1))
+    assert [phase.first_sample for phase in plan.phases] == [0, 280]
+    assert (plan.iterations, plan.samples, plan.schedule().length.decay) == (60, 440, 440)
+    assert plan.phases[1].first_iteration == 50 and plan.sizes.at(240) == 4 and plan.sizes.at(280) == 16
+
+
 def problems(path: Path, text: str, more: str = "--mock-data --train-samples 400", world_size: int = 1) -> list[str]:
     path.write_text(text)
     found = validate(parse_args(flags(path, more)), world_size)
