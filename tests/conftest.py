@@ -129,6 +129,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, part, ids=str)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs of tests record their extensions in a folder of the tests."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def same_numbers_of_module() -> None:
     """What fixtures of a test file draw does not depend on the files before it."""

@@ -6,7 +6,8 @@
 
 The format of the input is recognized. --to names that of the output: by default ours, or Hugging Face's for ours.
 Tensors are read, converted and written one at a time, without a GPU. Nothing is executed from the input: pickles are
-loaded with weights_only. The output folder appears when it is complete.
+loaded with weights_only, and an extension that a checkpoint names runs only if --extension names it too, or if the run
+is the user's own (SECURITY.md). The output folder appears when it is complete.
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ def about_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"consumed samples   {payload.get('consumed_samples')}"
     yield f"saved at           {layout}"
     yield f"format, torch      {payload.get('format_version')}, {payload.get('torch_version')}"
+    if extensions := payload.get("config", {}).get("extensions", {}).get("extension"):
+        yield f"extensions         {' '.join(map(str, extensions))} (not loaded)"
     size = sum(entry["bytes"] for entry in sums.values())
     yield f"files              {len(sums)}, {size:,} bytes, checksums verified"
 

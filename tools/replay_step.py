@@ -22,12 +22,12 @@ if not __package__:  # run as a file of a clone
 from megatron.extensions.diagnosis.step_dump import SavedStep
 from megatron.extensions.diagnosis.step_replay import replay
 
-from .common import parted, run_tool, tool_parser
+from .common import add_extension_flag, parted, run_tool, tool_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = parted(argv)
-    args = build_parser().parse_args(own)
+    args = build_parser(own).parse_args(own)
     saved = SavedStep.read(args.folder)
     print(f"iteration {saved.step.iteration}, samples from {saved.step.first_sample} on: {saved.step.samples}")
     print("in the run: " + (saved.finding.describe() if saved.finding else "all values were finite in a second pass"))
@@ -39,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
+    add_extension_flag(parser, argv)
     parser.add_argument("folder", type=Path, help="the saved step, one of SAVE/nan/iter_*")
     parser.add_argument("--world-size", type=int, help="ranks; default: the fewest that the flags after -- need")
     return parser

@@ -4,7 +4,8 @@
     python tools/report.py runs/a --against runs/b --output a.html
 
 RUN is a --save folder. The page needs no network and no script, and shows what there is: of a run that crashed or still
-runs, without a trace, or with damaged files. --against adds another run's loss and the values that differ.
+runs, without a trace, or with damaged files. --against adds another run's loss and the values that differ. Code that
+the run names is not executed; --extension names it for the plan of a run with parts of your own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.fsync import whole_file
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from megatron.training.extensions import ExtensionError
 
-from .common import refuse, refuse_unwritable, run_tool, too_small, tool_parser
+from .common import add_extension_flag, refuse, refuse_unwritable, run_tool, too_small, tool_parser
 from .pictures import report_sections as sections
 from .pictures.plot_memory import read_plan
 from .pictures.run_folder import CONFIG, RunFolder, read_run
@@ -28,6 +32,7 @@ from .pictures.run_folder import CONFIG, RunFolder, read_run
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
+    add_extension_flag(parser, argv)
     add = parser.add_argument
     add("run", type=Path, help="--save folder of the run, or its metrics.jsonl")
     add("--against", type=Path, metavar="RUN", help="another run to compare with")
@@ -90,16 +95,16 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
     if not path.is_file() or world_size is None:
         return None, "the configuration or the number of ranks is not known"
     try:
+        given = parse_args(["--config", str(path)])
         from megatron.extensions.planner.memory import memory_of_ranks
-        from megatron.training.config.arguments import parse_args
-        from megatron.training.config.validation import resolve
         from megatron.training.plan import plan_of
 
-        given = parse_args(["--config", str(path)])
         # The size that the run's tokenizer had stands in the file as derived: the tokenizer may be gone.
         vocab_size = run.config.get("vocab-size") if given.model.vocab_size is None else None
         config = plan_of(resolve(given, world_size, vocab_size)).longest.config
         return [rank.record for rank in memory_of_ranks(config, world_size)], ""
+    except ExtensionError as error:
+        return None, str(error)
     except SystemExit:
         return None, f"{CONFIG} is not accepted by this version"
     except Exception as error:  # a report must not fail for want of a plan

@@ -33,7 +33,7 @@ from megatron.training.config.reading import FlagReader, Reading, tokens_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 
-from .common import parted, run_tool, tool_parser
+from .common import add_extension_flag, parted, run_tool, tool_parser
 from .common.launch_script import UNKNOWN, LaunchScript, quoted
 
 LAUNCHER = re.compile(
@@ -48,6 +48,7 @@ NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
+    add_extension_flag(parser, parted(argv)[0])
     parser.add_argument("script", nargs="?", type=Path, help="launch script; instead, give flags behind --")
     parser.add_argument("flags", nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, behind --")
     parser.add_argument(
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = [(name, values) for name, values in tokens_of(words) if name.startswith("--")]
     if not tokens:
         raise ValueError(f"{args.script or ' '.join(words)}: {NO_SCRIPT if args.script else 'holds no flags'}")
-    reader = read_flags([word for name, values in tokens if not LAUNCHER.match(name) for word in (name, *values)])
+    argv_of_script = [word for name, values in tokens if not LAUNCHER.match(name) for word in (name, *values)]
+    reader = read_flags(argv_of_script, args.script)
     groups = defaultdict[str, list[Reading]](list)
     for reading in reader.readings:
         kind, reading = sorted_out(reading)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 
 from megatron.training.reliability.launch import Launch
 
@@ -21,16 +21,20 @@ def main() -> None:
         launch = Launch.from_environment()
         from lm_eval.__main__ import cli_evaluate
 
-        import megatron.lm_eval_model.model  # noqa: F401 (registers the model)
+        from megatron.lm_eval_model.model import ModelArgumentError  # the import registers the model
     except ImportError as error:
         sys.exit(f"lm-evaluation-harness is not installed ({error}): pip install 'paritrain[lm-eval]', or lm_eval")
     except ValueError as error:
         sys.exit(f"This launch cannot run: {error}")
-    if launch.rank == 0:
-        cli_evaluate()
-        return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        cli_evaluate()
+    with ExitStack() as stack:
+        if launch.rank:
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        try:
+            cli_evaluate()
+        except ModelArgumentError as error:
+            for line in str(error).split("\n") if launch.rank == 0 else ():
+                print(f"error: {line}", file=sys.stderr)
+            sys.exit(2)
 
 
 if __name__ == "__main__":

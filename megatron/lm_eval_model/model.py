@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,9 +16,14 @@ from megatron.extensions.evaluation.continuation import MOST_TOKENS, CachedGener
 from megatron.extensions.evaluation.harness import ParallelLM
 from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, scores_by
 from megatron.extensions.inference.model import LoadedModel, loaded_model
+from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.reliability.launch import Launch
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+
+
+class ModelArgumentError(ValueError):
+    """A value of --model_args cannot be used."""
 
 
 @register_model("megatron")
@@ -28,8 +34,8 @@ class CheckpointLM(ParallelLM):
     the model over the ranks. `max_length` is the number of tokens that the model reads, by default --seq-length of its
     run; `batch_tokens` those of a forward pass. The tokenizer's fields (`tokenizer_type` and so on) replace those of
     the run. `batch_size` and `max_batch_size`, which the harness passes, have no meaning for batches that are counted
-    in tokens.
-    Raises ValueError with what is wrong with them.
+    in tokens. `extension` names the Python file of a part of your own, or several with a colon between them.
+    Raises ModelArgumentError with what is wrong with them.
     """
 
     def __init__(
@@ -43,16 +49,22 @@ class CheckpointLM(ParallelLM):
         max_length: int | None = None,
         batch_tokens: int = 8192,
         max_gen_toks: int = MOST_TOKENS,
+        extension: str = "",
         batch_size: Any = None,
         max_batch_size: Any = None,
         **fields: Any,
     ) -> None:
         unknown = [name for name in fields if name not in TOKENIZER]
-        problems = [f"--model_args {name}: is unknown; use checkpoint, tp, pp, ep or {TOKENIZER}" for name in unknown]
+        known = f"use checkpoint, tp, pp, ep, extension or {TOKENIZER}"
+        problems = [f"--model_args {name}: is unknown; {known}" for name in unknown]
         if checkpoint is None or not PATH_KINDS.facts(kind_of(checkpoint)).loaded_as:
             problems.append(f"--model_args checkpoint={refusal(checkpoint or '')}")
         if problems:
-            raise ValueError("\n".join(problems))
+            raise ModelArgumentError("\n".join(problems))
+        try:
+            load_extensions([name for name in extension.split(os.pathsep) if name])
+        except ExtensionError as error:
+            raise ModelArgumentError(f"--model_args extension={extension}: {error}") from None
         from torch.cuda import is_available
 
         self.resources = ExitStack()
@@ -65,11 +77,18 @@ class CheckpointLM(ParallelLM):
         place = (device or ("cuda" if is_available() else "cpu")).partition(":")[0]
         given = TokenizerConfig(**fields) if fields else None
         loading = loaded_model(str(checkpoint), layout, place, Launch.from_environment(), given)
-        self.loaded: LoadedModel = self.resources.enter_context(loading)
+        try:
+            self.loaded: LoadedModel = self.resources.enter_context(loading)
+        except ExtensionError as error:
+            raise ModelArgumentError(f"{error} (as --model_args extension=FILE)") from None
+        except ValueError as error:
+            raise ModelArgumentError(str(error)) from error
         longest = max_length or self.loaded.config.model.seq_length
         limit = self.loaded.config.model.max_positions
         if not 1 <= longest <= limit:
-            raise ValueError(f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}")
+            raise ModelArgumentError(
+                f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}"
+            )
         runner, state, tokenizer = self.loaded.runner, self.loaded.state, self.loaded.tokenizer
         executor = PipelineExecutor(runner.stages, runner.layout, runner.p2p)
         scorer = Scorer(

@@ -267,7 +267,7 @@ def load_stages(
     checkpoint = choose_checkpoint(Path(path), state.world)
     if checkpoint is None:
         raise ValueError(f"--load {refusal(path)}")
-    load_saved_extensions(checkpoint.payload["config"].get("extensions", {}).get("extension") or ())
+    load_saved_extensions(checkpoint.payload, checkpoint.folder)
     config = saved_config(checkpoint)
     stages = stages_without_weights(config, layout_of(config), state, device, number_format)
     targets = load_targets(stages.values(), [], state, checkpoint.tensors, load_optimizer=False)

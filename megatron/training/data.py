@@ -22,7 +22,7 @@ from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS, LOSSES
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
-from megatron.training.extensions import load_extensions
+from megatron.training.extensions import load_extensions, loaded_extensions
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.data_sources import SourceNames
 from megatron.training.plan import Phase, RunPlan
@@ -222,7 +222,7 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
 
     Raises ValueError with what is wrong with any of them.
     """
-    prepare = partial(load_extensions, config.extensions.extension or ())
+    prepare = partial(load_extensions, loaded_extensions())
     if config.data.dataset != "gpt":
         return config.data
     told = config.data, config.tokenizer, config.model.vocab_size, prepare

@@ -1,19 +1,22 @@
 """Loading of extensions: Python files of a user's own that register parts and flags (--extension). No torch itself.
 
 An extension is imported before flags are parsed, so that what it registers stands in `--help` and is validated like
-what is built in. Its path is kept in the saved configuration and in checkpoints.
+what is built in. Its path is kept in the saved configuration and in checkpoints. These files cannot make it run: the
+command line must name it too, unless they are of a run of the user's own (`code_record`).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from megatron.training.config.code_record import standing
 from megatron.training.config.flags import ExtensionSection, Resolve, Rules, add_section
 from megatron.training.config.problem import Problem
 
@@ -67,31 +70,56 @@ def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_load(name) for name in names))
 
 
-def load_saved_extensions(names: Sequence[str]) -> None:
-    """Imports the extensions that a checkpoint was saved under, apart from those that have moved since: this process
-    has them under the same file name, or, where the file is missing, under another one. Raises ExtensionError."""
+def loaded_extensions() -> tuple[str, ...]:
+    """The names of all extensions that this process has imported, paths whole."""
+    return tuple(_LOADED)
+
+
+def load_saved_extensions(payload: Mapping[str, Any], source: Path) -> None:
+    """Imports the extensions that the checkpoint `source` was saved under, as `may_load` allows. Raises ValueError."""
+    config = payload.get("config")
+    section = config.get("extensions") if isinstance(config, Mapping) else None
+    names = (section.get("extension") if isinstance(section, Mapping) else None) or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"checkpoint {source} is damaged: its list of extensions is {f'{names!r}'[:40]}")
     given = [name for name in _LOADED if name not in names]
-    for name in without_moved([name for name in names if name not in _LOADED], given, "the checkpoint"):
-        _load(name)
+    others = [name for name in names if name not in _LOADED]
+    load_extensions(may_load(others, given, source, f"checkpoint {source}"))
 
 
-def without_moved(names: Sequence[str], given: Sequence[str], source: str) -> list[str]:
-    """The extensions that a source names, apart from those that have moved since: one of those `given` has the same
-    file name, or stands for a file that is missing. Raises ExtensionError where more are missing."""
-    here, missing, elsewhere = [], [], list(given)
+def may_load(names: Sequence[str], given: Sequence[str], source: Path, shown: str) -> list[str]:
+    """The extensions to import out of those that a file names: code that a run of the user's own has recorded for the
+    folder of `source`. An extension out of `given`, which the command line names, stands for one with the same file
+    name, or for one whose file is missing. `shown` is the source in messages.
+
+    Raises ExtensionError, which lists the others, each with the flag that allows it."""
+    recorded, refused, missing, elsewhere = [], [], [], list(given)
     for name in names:
         moved = next((each for each in elsewhere if Path(each).name == Path(name).name), None)
         if moved is not None:
             elsewhere.remove(moved)
-        elif name.endswith(".py") and not Path(name).expanduser().is_file():
+        elif name.endswith(".py") and not os.path.isfile(os.path.expanduser(name)):
             missing.append(name)
+        elif (found := standing(source, name)) == "recorded":
+            recorded.append(name)
         else:
-            here.append(name)
-    for name in missing[len(elsewhere) :]:
-        remedy = "if it was moved or renamed, give --extension NEWPATH"
-        raise ExtensionError(f"{name}: {source} names this extension, and there is no such file", remedy)
-    return here
+            refused.append(name + CHANGED * (found == "changed"))
+    missing = missing[len(elsewhere) :]
+    if not refused and not missing:
+        return recorded
+    several = "s" if len(refused + missing) > 1 else ""
+    rule = f"{shown} names the extension{several} {', '.join(refused + missing)}; "
+    remedies = []
+    if refused:
+        flags = [f"--extension {name.removesuffix(CHANGED)}" for name in refused]
+        remedies.append(f"read {'them' if len(refused) > 1 else 'it'}, then add {' '.join(flags)}")
+    if missing:
+        gone = f"there is no such file as {' and '.join(missing)}"
+        remedies.append(f"{gone}: if it was moved or renamed, give --extension NEWPATH")
+    raise ExtensionError(f"{rule}code runs only if the command line names it", "; ".join(remedies))
 
+
+CHANGED = " (changed since that run)"
 
 _LOADED: dict[str, str] = {}
 """Name, paths whole -> module of every extension that was imported."""

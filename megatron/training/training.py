@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.core.collectives import gather_objects
+from megatron.training.config.code_record import record_named_code
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Parts, Task, explain_failure
 from megatron.training.initialize import (
@@ -50,6 +51,8 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             resources.callback(shut_down)
             run = built = build_run(config, runtime, parts)
             resources.callback(run.data.close)
+            if launch.local_rank == 0 and (why := record_named_code(config)) is not None:
+                run.say(why)
             start_run(run, resources)
             return train(run)
         except BaseException as error:

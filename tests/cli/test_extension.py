@@ -62,11 +62,11 @@ def test_an_extension_renamed_since_the_checkpoint_is_named_anew(tmp_path: Path)
     before.rename(now)
     generate = ("tools/generate_text.py", "--load", str(run), "--prompt", "ab", "--max-new-tokens", "2")
     done = run_program(*generate, code=2)
-    told = "names this extension, and there is no such file; if it was moved or renamed, give --extension NEWPATH"
-    assert f"{before}: the checkpoint {told}" in done.stderr
+    told = f"there is no such file as {before}: if it was moved or renamed, give --extension NEWPATH"
+    assert f"checkpoint {run}/iter_0000002 names the extension {before}; " in done.stderr and told in done.stderr
     resume = ("pretrain_gpt.py", "--config", str(run / "run_config.yaml"), "--train-iters", "4")
     done = run_program(*resume, code=2)
-    assert f"{before}: --config {run}/run_config.yaml {told}" in done.stderr
+    assert f"--config {run}/run_config.yaml names the extension {before}; " in done.stderr and told in done.stderr
     for command in (generate, resume):
         done = run_program(*command, "--extension", str(now), code=0)
     assert "loaded checkpoint of iteration 2" in done.stdout

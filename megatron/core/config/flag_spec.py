@@ -54,6 +54,10 @@ class FlagSpec:
     writes: str | None = None
     """Kind of an output path, "folder" or "file". The run checks at start that it can be written."""
 
+    names_code: Callable[[str], bool] | None = None
+    """Whether a value names files whose code runs. Such a value must stand on the command line: a file of flags may
+    give it only if a run of the user's own has recorded it."""
+
     effective: str | None = None
     """For a field whose value another one may determine: the property of its section of the configuration that has the
     value. A checkpoint's is compared with the run's."""

@@ -49,7 +49,7 @@ class DCPSource(Source):
         if checkpoint is None:
             raise ValueError(f"{path} holds no checkpoint")
         self.checkpoint, self.notes = checkpoint, tuple(remarks)
-        load_saved_extensions(checkpoint.payload.get("config", {}).get("extensions", {}).get("extension") or ())
+        load_saved_extensions(checkpoint.payload, checkpoint.folder)
         self.config = saved_config(checkpoint)
         if own := extension_parts(self.config.model):
             raise ValueError(

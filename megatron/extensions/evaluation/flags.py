@@ -27,7 +27,7 @@ class EvalTasksConfig:
 
     NO_EFFECT_WITHOUT: ClassVar = "--eval-tasks"
 
-    eval_tasks: tuple[str, ...] | None = flag(None, many=True, path="local")
+    eval_tasks: tuple[str, ...] | None = flag(None, many=True, path="local", names_code=is_file)
     """Task files of lm-evaluation-harness, folders of them, or names of tasks that come with it."""
 
     eval_tasks_interval: int | None = flag(None, at_least=0)

@@ -19,6 +19,7 @@ from megatron.extensions.conversion.convert import Conversion
 from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import load_extensions, loaded_extensions
 
 PACKAGE = Path(__file__).resolve().parents[3]
 
@@ -78,15 +79,17 @@ def _start(checkpoint: Path, output: Path) -> subprocess.Popen[str]:
     """Starts the process of one export. It sees no GPU, and gives way to training."""
     paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", __name__, str(checkpoint), str(output)]
+    command = [sys.executable, "-m", __name__, str(checkpoint), str(output), *loaded_extensions()]
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def main(checkpoint: str, output: str) -> int:
-    """Exports one checkpoint, in place of an earlier export of it. Returns the exit code."""
+def main(checkpoint: str, output: str, *extensions: str) -> int:
+    """Exports one checkpoint, in place of an earlier export of it, with the extensions of its run. Returns the exit
+    code."""
     os.nice(10)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files are removed
     try:
+        load_extensions(extensions)
         Conversion(Path(checkpoint), Path(output), "hf", Options(), force=True).run(workers=1)
     except (ValueError, OSError, CheckpointError) as error:
         print(" ".join(str(error).split()))

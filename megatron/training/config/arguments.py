@@ -33,7 +33,7 @@ from megatron.training.config.reading import FlagReader, compose, overridden, pl
 from megatron.training.config.rules.fields import REQUIRED
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import names_data, resolve, validate
-from megatron.training.extensions import ExtensionError, load_extensions, without_moved
+from megatron.training.extensions import ExtensionError, load_extensions, loaded_extensions, may_load
 from megatron.training.reliability.launch import Launch
 
 __all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "with_flags"]
@@ -152,12 +152,12 @@ def config_of(values: dict[str, Any]) -> RunConfig:
     return replace(config_of_sections({"": values}), given=zeros)
 
 
-def read_flags(argv: Sequence[str]) -> FlagReader:
+def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
     """Files first, in order, then flags, so that flags win. Before both, the extensions that either names.
 
-    Raises ExtensionError."""
+    `script` is the file that the flags were read from, if the user did not type them. Raises ExtensionError."""
     tokens = list(tokens_of(argv))
-    extensions = _load_extensions(tokens)
+    extensions = _load_extensions(tokens, script)
     unknown = [(name, texts) for name, texts in tokens if not is_registered(name, *texts[:1])]
     examples = {file: flag for table in flag_tables() if unknown for file, flag in table.examples(unknown).items()}
     extensions += load_extensions([str(EXAMPLES / file) for file in examples])
@@ -169,6 +169,7 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
         files.read_file(path)
     for exchange in files.exchanges:
         exchange()
+    files.refuse_unrecorded_code(reader.given)
     reader.values = overridden(files.values, reader.values) | ({"extension": extensions} if extensions else {})
     reader.problems = files.problems + reader.problems
     reader.notes = files.notes + reader.notes
@@ -179,23 +180,33 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     return reader
 
 
-def _load_extensions(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]:
-    """Imports the extensions that flags and files name, and returns them with whole paths. One that a flag names
-    replaces one in a file that has moved. Raises ExtensionError."""
-    given = [text for name, texts in tokens if name == "--extension" for text in texts]
-    named = list(given)
+def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | None) -> tuple[str, ...]:
+    """Imports the extensions that the command line names, and those that files name and that may be loaded, and returns
+    all with whole paths. One that the command line names replaces one in a file that has moved. Raises
+    ExtensionError."""
+    written = [text for name, texts in tokens if name == "--extension" for text in texts]
+    given = list(load_extensions([] if script else written))
+    known = loaded_extensions()
+    sources = [(script, f"script {script}", written)] if script else []
     for path in (text for name, texts in tokens if name == "--config" for text in texts):
-        try:
-            node = compose(path)
-        except (OSError, ValueError):  # said when the rest of the file is read
-            continue
-        for key, value in node.value if node is not None and node.tag.endswith(":map") else ():
-            if key.value.lstrip("-") == "extension" and (found := plain(value)):
-                others = [text for text in given if text not in texts_of(found)]
-                named += without_moved(
-                    [text for text in texts_of(found) if text not in given], others, f"--config {path}"
-                )
-    return load_extensions(named)
+        sources.append((Path(path), f"--config {path}", _extensions_in(path)))
+    for source, shown, names in sources:
+        others = [name for name in known if name not in names]
+        allowed = may_load([name for name in names if name not in known], others, source, shown)
+        given += [name for name in names if name in known] + list(load_extensions(allowed))
+    return tuple(dict.fromkeys(given))
+
+
+def _extensions_in(path: str) -> list[str]:
+    """The extensions that a file of flags names. None where the file cannot be read, which is said when the rest of it
+    is."""
+    try:
+        node = compose(path)
+    except (OSError, ValueError):
+        return []
+    entries = node.value if node is not None and node.tag.endswith(":map") else ()
+    found = [plain(value) for key, value in entries if key.value.lstrip("-") == "extension"]
+    return [text for value in found if value for text in texts_of(value)]
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:

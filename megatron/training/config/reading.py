@@ -5,13 +5,14 @@ Each is kept as a `Reading`, which notes and `tools/translate_flags.py` print.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.training.config.code_record import standing
 from megatron.training.config.commands import GivenOptions, options
-from megatron.training.config.flags import Flag, home_of, spelling_table
+from megatron.training.config.flags import Flag, field_table, home_of, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES, flag_tables
 from megatron.training.config.problem import Problem
 
@@ -59,6 +60,9 @@ class FlagReader(GivenOptions):
     values: dict[str, Any] = field(default_factory=dict)
     given: dict[str, str] = field(default_factory=dict)
     """Field -> the spelling or place that set it last."""
+
+    sources: dict[str, str] = field(default_factory=dict)
+    """Field -> the file that set it last."""
 
     notes: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
@@ -232,7 +236,20 @@ class FlagReader(GivenOptions):
         for key, value in node.value:
             self.read_entry(path, str(key.value), plain(value))
         self.finish()
+        self.sources |= dict.fromkeys(self.values, path)
         self.values = overridden(earlier, self.values)
+
+    def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
+        """Adds a problem for each value of a file that names code which no run of the user's own has recorded, apart
+        from fields that are `replaced`."""
+        for name in self.values.keys() & self.sources.keys() - set(replaced):
+            flag, path, values = field_table()[name], self.sources[name], self.values[name]
+            texts = values if isinstance(values, tuple) else (values,)
+            named = [text for text in texts if flag.spec.names_code is not None and flag.spec.names_code(text)]
+            if refused := [text for text in named if standing(path, text) != "recorded"]:
+                rule = "may run code, and code runs only if the command line names it"
+                remedy = f"read the files, then add {flag.name} {' '.join(texts)}"
+                self.wrong(flag, f"{path}: {flag.name[2:]}", refused, rule, remedy)
 
     def read_entry(self, path: str, key: str, value: Any) -> None:
         """One key of a mapping and its plain value; `path` says where it stands."""

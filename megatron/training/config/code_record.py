@@ -1,0 +1,149 @@
+"""Records which code the user's own runs have used, so that files of these runs may name it again. No torch.
+
+Code runs because the command line names it. A checkpoint or a configuration that names code has no such right: it may
+come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run
+starts, `record_code` writes the folder, the names of the code and digests of its content to the user's state folder,
+outside of the run. `standing` compares a name in a file with that record. A checkpoint cannot add to the record, and
+code that has changed since does not pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.core.fsync import whole_file
+from megatron.training.config.flags import all_flags, value_of
+from megatron.training.config.run_config import RunConfig
+
+Standing = Literal["recorded", "changed", "unknown"]
+
+CODE_SUFFIXES = (".py", ".yaml", ".yml")
+"""Files of a folder whose content counts: Python, and YAML files that name it."""
+
+MOST_FILES = 10_000
+"""A folder with more files is not recorded."""
+
+
+def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Folder of the records: paritrain/runs in XDG_STATE_HOME, by default in ~/.local/state."""
+    environ = os.environ if environ is None else environ
+    named = environ.get("XDG_STATE_HOME", "")
+    root = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
+    return root / "paritrain" / "runs"
+
+
+def record_named_code(config: RunConfig) -> str | None:
+    """Records the code that the flags of a run with --save name. Returns a line to print if that fails."""
+    save, names = config.checkpoint.save, list(config.extensions.extension or ())
+    for flag in all_flags():
+        if flag.spec.names_code is not None:
+            value = value_of(config, flag)
+            texts = value if isinstance(value, tuple) else (value,)
+            names += [text for text in texts if text is not None and flag.spec.names_code(text)]
+    if save is None or not names:
+        return None
+    try:
+        record_code(save, names)
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        return f"{state_folder()} cannot be written ({why}): later commands on this run must name its extensions again"
+    return None
+
+
+def record_code(run: str | Path, names: Iterable[str]) -> None:
+    """Records that the user's run with this --save folder uses the code of these names, beside what is recorded for
+    earlier starts. Raises OSError if the record cannot be written."""
+    found = {_whole(name): digest for name in names if (digest := code_digest(name)) is not None}
+    if not found:
+        return
+    folder, path = _resolved(run), _record_file(_resolved(run))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write_text(json.dumps({"run": str(folder), "code": _recorded(folder) | found}, indent=1), encoding="utf-8")
+        file.chmod(0o600)
+
+
+def standing(source: str | Path, name: str) -> Standing:
+    """Whether code that the file or folder `source` names may run: "recorded" if the source lies in the folder of a run
+    of the user's own, which used this code with the same content; "changed" if the content was another one."""
+    source, name = _resolved(source), _whole(name)
+    digests = [_recorded(folder)[name] for folder in (source, *source.parents) if name in _recorded(folder)]
+    if not digests:
+        return "unknown"
+    return "recorded" if code_digest(name) in digests else "changed"
+
+
+def code_digest(name: str) -> str | None:
+    """Digest of the files that a name stands for, and of their paths: a Python file, a module with the packages around
+    it, or the Python and YAML files of a folder, a YAML file standing for its folder. Nothing is imported. None if
+    there are no such files."""
+    try:
+        files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))
+        if not files or len(files) > MOST_FILES:
+            return None
+        each = [(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    except OSError:
+        return None
+    return hashlib.sha256(json.dumps(each).encode()).hexdigest()
+
+
+def _code_files(name: str) -> Iterator[Path]:
+    path = Path(name)
+    if name.endswith(CODE_SUFFIXES[1:]):
+        path = path.parent
+    if not os.path.isabs(name):
+        yield from _module_files(name)
+    elif os.path.isfile(path):
+        yield path
+    elif os.path.isdir(path):
+        yield from sorted(each for each in path.rglob("*") if each.suffix in CODE_SUFFIXES and each.is_file())
+
+
+def _module_files(name: str) -> Iterator[Path]:
+    """The files of package.module and of the packages around it, where an import of it as an extension finds them."""
+    here, names = str(Path.cwd()), name.split(".")
+    places = sys.path if here in sys.path else [here, *sys.path]
+    for count in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:count]), places)
+        if spec is None:
+            raise FileNotFoundError(name)
+        if spec.origin and spec.has_location:
+            yield Path(spec.origin).resolve()
+        places = list(spec.submodule_search_locations or ())
+
+
+def _recorded(run: Path) -> dict[str, str]:
+    """Name -> digest of the code that is recorded for a folder. Empty unless the record is this user's, and nobody else
+    could have written it: also where it lies in the folder itself."""
+    path = _record_file(run)
+    try:
+        about = path.stat()
+        if run in path.resolve().parents or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            return {}
+        record: Any = json.loads(path.read_text(encoding="utf-8"))
+        code = record["code"] if record["run"] == str(run) else {}
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
+    return {name: digest for name, digest in code.items() if isinstance(digest, str)} if isinstance(code, dict) else {}
+
+
+def _record_file(run: Path) -> Path:
+    return state_folder() / f"{hashlib.sha256(str(run).encode()).hexdigest()}.json"
+
+
+def _whole(name: str) -> str:
+    """A name with a path made absolute, links followed; a module's name as it is."""
+    is_path = "/" in name or name.endswith(CODE_SUFFIXES) or os.path.isdir(name)
+    return str(_resolved(name)) if is_path else name
+
+
+def _resolved(path: str | Path) -> Path:
+    return Path(os.path.realpath(os.path.expanduser(path)))
