@@ -1,6 +1,7 @@
 """Datasets of a run: what a sample holds, which mistakes are named, shares of documents, and the index files that
 processes share."""
 
+import json
 import os
 import re
 from functools import partial
@@ -178,6 +179,46 @@ def test_a_damaged_index_file_is_built_again(tmp_path, left):
     for path in tmp_path.glob("*.npy"):
         path.write_bytes(path.read_bytes()[:left])
     assert build(data_cache_path=str(tmp_path)).train.text(0).tolist() == expected
+
+
+def raised(file):
+    """The first 16 values of an index file, each one larger."""
+    array = np.load(file, mmap_mode="r")
+    changed = bytearray(file.read_bytes())
+    changed[array.offset : array.offset + array[:16].nbytes] = (array[:16] + 1).astype(array.dtype).tobytes()
+    return changed
+
+
+CHANGES = {
+    "one bit": lambda file: bytes([*file.read_bytes()[:150], file.read_bytes()[150] ^ 1, *file.read_bytes()[151:]]),
+    "no checksum": lambda file: file.read_bytes()[:-15],
+    "a part of the checksum": lambda file: file.read_bytes()[:-1],
+    "a longer file": lambda file: file.read_bytes() + b"\0",
+}
+CHANGED = [("shuffle_index", change) for change in CHANGES.values()]
+CHANGED += [(name, raised) for name in ("document_index", "sample_index", "shuffle_index", "dataset", "sample")]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGED)
+def test_an_index_file_that_has_changed_is_built_again(tmp_path, caplog, name, change):
+    data = ("1", write_documents(tmp_path / "x", [[n] * 9 for n in range(40)]))
+    drawn = {"data_path": data, "data_cache_path": str(tmp_path / "cache"), "sizes": (30, 0, 0)}
+    train = build(**drawn).train
+    expected = [train.text(n).tolist() for n in range(30)]
+    (path,) = (tmp_path / "cache").glob(f"*-{name}.npy")
+    written = path.read_bytes()
+    path.write_bytes(change(path))
+    assert path.read_bytes() != written
+    train = build(**drawn).train
+    assert [train.text(n).tolist() for n in range(30)] == expected and path.read_bytes() == written
+    assert caplog.text.count(f"index file {path}: it has") == 1 and "building it again" in caplog.text
+
+
+def test_an_index_says_what_it_was_made_from(tmp_path):
+    prefix = write_documents(tmp_path / "x", [[1] * 90])
+    build(data_path=(prefix,))
+    (text,) = (tmp_path / "cache" / "GPTDataset_indices").glob("*-description.txt")
+    assert json.loads(text.read_text())["made_from"] == [f"{prefix}.idx"]
 
 
 def test_a_disk_that_is_full_at_the_last_bytes_of_a_file_leaves_none(tmp_path):

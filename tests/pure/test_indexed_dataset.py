@@ -164,3 +164,26 @@ def test_verify_finds_a_wrong_offset(tmp_path):
     config = DatasetConfig(data_path=(prefix,), split="1,0,0", data_cache_path=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=r"x\.idx: damaged: sequence 1 starts at byte 4.*write or copy"):
         build_datasets(config, seq_length=2, seed=0, sizes=(1, 0, 0), eod=None, vocab_size=None)
+
+
+@pytest.mark.parametrize(
+    ("place", "format", "value", "message"),
+    [
+        (HEADER.size, "<i", 5, "sequence 1 starts at byte 6, not after the one before it"),
+        (HEADER.size, "<i", -3, "sequence 0 has length -3"),
+        (HEADER.size + 4 * 3, "<q", 2, "sequence 0 starts at byte 2"),
+        (HEADER.size + 4 * 3 + 8, "<q", 1 << 40, "sequence 1 starts at byte 1099511627776"),
+        (HEADER.size + 12 * 3 + 8, "<q", 77, "document boundaries do not run from 0 to the 3 sequences"),
+    ],
+)
+def test_an_index_is_checked_at_every_start(tmp_path, place, format, value, message):
+    """Its damage is found where index files of an earlier run would hide it."""
+    prefix = write_documents(tmp_path / "x", DOCUMENTS)
+    config = DatasetConfig(data_path=(prefix,), split="1,0,0")
+    rest = {"seq_length": 2, "seed": 0, "sizes": (1, 0, 0), "eod": None, "vocab_size": None}
+    build_datasets(config, **rest)
+    index = bytearray((tmp_path / "x.idx").read_bytes())
+    struct.pack_into(format, index, place, value)
+    (tmp_path / "x.idx").write_bytes(index)
+    with pytest.raises(ValueError, match=rf"x\.idx: damaged: .*{message}.*write or copy"):
+        build_datasets(config, **rest)

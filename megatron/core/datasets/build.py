@@ -246,6 +246,7 @@ class _Builder:
     ) -> TextDataset | None:
         prefix, share = split_share(prefix)
         indexed = self.open(prefix)
+        assert indexed.checked, "raises ValueError where it is not"
         documents: range | Pieces
         if share is None:
             documents = self._documents(prefix, indexed, shares)[number]

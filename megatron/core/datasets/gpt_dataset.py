@@ -188,6 +188,7 @@ class GPTDataset(TextDataset):
                 f"dataset {indexed.prefix} holds {indexed.dtype.name}, not token ids; "
                 "make it with tools/preprocess_data.py"
             )
+        assert indexed.checked
         self.pieces = None if isinstance(documents, range) else documents
         numbers = documents if isinstance(documents, range) else range(len(documents))
         lengths = indexed.lengths if self.pieces is None else self.pieces.lengths
@@ -213,7 +214,8 @@ class GPTDataset(TextDataset):
             GPTIndex._fields,
             f"GPTDataset-{split}",
             order,
-            lambda: gpt_index_parts(lengths, numbers, self.plan, format.seq_length, seed) if indexed.checked else (),
+            lambda: gpt_index_parts(lengths, numbers, self.plan, format.seq_length, seed),
+            made_from=[f"{indexed.prefix}.idx"],
         )
         self.index = GPTIndex(*arrays)
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})

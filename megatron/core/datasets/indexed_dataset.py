@@ -116,20 +116,28 @@ class IndexedDataset:
     def verify(self) -> list[str]:
         """Lists all contradictions within the index and with the data. Reads the whole index."""
         found = self._wrong_sequences()
-        bounds = self.document_boundaries
-        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(self) or (np.diff(bounds) < 0).any():
+        if not self._boundaries_ascend():
             found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")
         return found
 
     @cached_property
     def checked(self) -> bool:
-        """True. Reads lengths and places of all sequences, and raises ValueError if they contradict one another."""
-        if wrong := self._wrong_sequences():
+        """True. Reads the whole index, and raises ValueError if lengths, places and boundaries contradict one another.
+
+        100 million sequences take about a second."""
+        if wrong := self.verify():
             raise ValueError(
                 f"{self.prefix}.idx: damaged: {'; '.join(wrong)}; write or copy the dataset again "
                 "(tools/inspect_dataset.py describes it)"
             )
         return True
+
+    def _boundaries_ascend(self) -> bool:
+        bounds = self.document_boundaries
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(self):
+            return False
+        blocks = (bounds[start : start + BLOCK + 1] for start in range(0, len(bounds), BLOCK))
+        return all(bool((block[1:] >= block[:-1]).all()) for block in blocks)
 
     def _wrong_sequences(self) -> list[str]:
         found = []
