@@ -167,6 +167,10 @@ class TextFile:
     modified: str
     """Changes when the file does: its time of modification, or what a remote store calls its state."""
 
+    @property
+    def remote(self) -> bool:
+        return "://" in self.path
+
 
 def by_name(path: str) -> tuple[str | None, str]:
     """Format and compression that the name of a file states: "a.jsonl.gz" is ("jsonl", ".gz")."""

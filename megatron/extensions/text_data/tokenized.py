@@ -1,8 +1,9 @@
 """Text files as training data: tokenized once into an indexed dataset, which a cache keeps.
 
 The dataset is the one that tools/preprocess_data.py writes of the same files, so that samples are the same bit for bit.
-Its name contains a hash of what determines it: the files with their sizes and times of modification, the tokenizer and
-its files, and how documents are read. One process of those that share a folder tokenizes while the others wait.
+Its name contains a hash of what determines it: the content of the files, the tokenizer (see `identity`), and how
+documents are read. One process of those that share a folder tokenizes while the others wait. Beside the tokens,
+made_from.json says what they were made from; tokens that have changed since are made again.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.index_cache import content_hash, folder_lock
 from megatron.core.tokenizers import build_tokenizer
 from megatron.extensions.datasets.indexed_writer import IndexedDatasetBuilder, best_dtype
 from megatron.extensions.text_data.encoding import CHUNK_BYTES, Job, encode_all
-from megatron.extensions.text_data.flags import TextDataConfig, of_users
+from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.extensions.text_data.formats import Reading, read_chunks
+from megatron.extensions.text_data.identity import Digests, damage_of, describe_tokens, identity_of, left_out, state_of
 from megatron.extensions.text_data.inputs import TextFile, find_inputs
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,38 @@ REPORT_EVERY = 10.0
 
 SHOWN_BAD = 5
 """Bad records that an error quotes."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text files, and what else determines their tokens."""
+
+    files: Sequence[TextFile]
+    states: dict[str, list[int]]
+    """Of local files."""
+
+    digests: dict[str, str]
+    described: dict[str, Any]
+    """What determines the tokens, for a hash and a description."""
+
+    @classmethod
+    def of(cls, files: Sequence[TextFile], folder: Path, job: Job) -> Source:
+        """`folder` keeps the digests of files."""
+        states = {file.path: state_of(file.path) for file in files if not file.remote}
+        digests = Digests(folder).of(files)
+        described = {
+            "files": [[digests[file.path], file.format, file.compression] for file in files],
+            "tokenizer": identity_of(job.tokenizer, job.vocab_size),
+            "reading": asdict(job.reading),
+            "append_eod": job.append_eod,
+        }
+        return cls(files, states, digests, described)
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError if a file has changed since its digest was taken."""
+        for path, state in self.states.items():
+            if not os.path.exists(path) or state_of(path) != state:
+                raise ValueError(f"{path} changed while it was tokenized; start again when it is complete")
 
 
 @dataclass(frozen=True)
@@ -65,18 +100,19 @@ class TextData:
         reading = Reading((self.options.text_key,), self.options.text_documents, "--text-key")
         job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, self.prepare)
         folder = self._folder(flag, value)
-        target = folder / f"{Path(value.rstrip('/')).name.partition('.')[0]}-{self._hash(files, job)}"
-        prefix = str(target / "text_document")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not target.exists():
+            source = Source.of(files, folder, job)
+            target = folder / f"{Path(value.rstrip('/')).name.partition('.')[0]}-{content_hash(source.described)}"
+            if not _intact(target):
                 with folder_lock(folder):
-                    if not target.exists():  # another process may have made it meanwhile
-                        self._tokenize(job, files, target)
+                    if not _intact(target):  # another process may have made it meanwhile
+                        self._tokenize(job, source, target)
+            self._check_bad(left_out(target))  # of a run that allowed for more
         except OSError as error:
             rule = f"its tokens cannot be written to {folder} ({error})"
             raise ValueError(f"{flag} {value}: {rule}; choose another folder with --data-cache-path FOLDER") from None
-        return prefix
+        return str(target / "text_document")
 
     def _folder(self, flag: str, value: str) -> Path:
         if self.data.data_cache_path is not None:
@@ -85,32 +121,15 @@ class TextData:
             raise ValueError(f"{flag} {value}: tokens of remote files need a folder; add --data-cache-path FOLDER")
         return Path(value.rstrip("/")).parent / "cache" / "tokenized"
 
-    def _hash(self, files: Sequence[TextFile], job: Job) -> str:
-        described = {
-            "files": [[os.path.basename(file.path), file.size, file.modified] for file in files],
-            "tokenizer": asdict(self.tokenizer) | of_users(self.tokenizer),
-            "tokenizer_files": [
-                blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() for path in self._tokenizer_files()
-            ],
-            "vocab_size": self.vocab_size,
-            "reading": asdict(job.reading),
-            "append_eod": job.append_eod,
-        }
-        return content_hash(described)
-
-    def _tokenizer_files(self) -> Iterator[str]:
-        named = (self.tokenizer.tokenizer_model, self.tokenizer.vocab_file, self.tokenizer.merge_file)
-        for path in filter(None, named):
-            inside = sorted(str(file) for file in Path(path).glob("*.json")) if os.path.isdir(path) else [path]
-            yield from (file for file in inside if os.path.isfile(file))
-
-    def _tokenize(self, job: Job, files: Sequence[TextFile], target: Path) -> None:
+    def _tokenize(self, job: Job, source: Source, target: Path) -> None:
+        files = source.files
         tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
         if tokenizer.eod is None:
             job = replace(job, append_eod=False)
         total, done, began = sum(file.size for file in files), 0, time.monotonic()
         logger.warning("tokenizing %d files, %.1f MB, into %s", len(files), total / 1e6, target)
         temporary = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+        damaged = temporary.with_suffix(".damaged")
         bad: list[str] = []
         try:
             with IndexedDatasetBuilder(str(temporary / "text_document"), best_dtype(tokenizer.vocab_size)) as builder:
@@ -123,29 +142,49 @@ class TextData:
                     if time.monotonic() > reported + REPORT_EVERY:
                         reported = time.monotonic()
                         logger.warning("tokenized %.1f MB, %.2f MB/s", done / 1e6, done / 1e6 / (reported - began))
-                self._check(bad, builder, files)
+                self._check_bad(bad)
+                if not builder.num_tokens:
+                    more = " ..." if len(files) > 1 else ""
+                    raise ValueError(f"{files[0].path}{more}: there is no document with text")
+            source.check_unchanged()
+            describe_tokens(temporary, source.described, files, source.digests, bad)
+            if target.exists() and not _intact(target):
+                os.replace(target, damaged)
             if not target.exists():  # without locks another process may have been first
                 os.replace(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(damaged, ignore_errors=True)
         seconds = time.monotonic() - began
         logger.warning(
             "tokenized %d documents, %d tokens in %.1f s: %.0f tokens/s",
             *(builder.num_documents, builder.num_tokens, seconds, builder.num_tokens / seconds),
         )
 
-    def _check(self, bad: Sequence[str], builder: IndexedDatasetBuilder, files: Sequence[TextFile]) -> None:
+    def _check_bad(self, bad: Sequence[str]) -> None:
         if len(bad) > self.options.max_bad_lines:
             shown = "\n".join(bad[:SHOWN_BAD]) + ("\n..." if len(bad) > SHOWN_BAD else "")
             raise ValueError(
                 f"{len(bad)} records cannot be read, --max-bad-lines allows for {self.options.max_bad_lines}; mend the "
                 f"files, or raise --max-bad-lines to leave them out:\n{shown}"
             )
-        if not builder.num_tokens:
-            raise ValueError(f"{files[0].path}{' ...' if len(files) > 1 else ''}: there is no document with text")
 
     def _workers(self, size: int) -> int:
         """Processes that tokenize: those asked for, by default one a core, and none for what one does in no time."""
         if self.options.tokenizer_workers is not None:
             return self.options.tokenizer_workers
         return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))
+
+
+def _intact(target: Path) -> bool:
+    """Whether a folder has tokens that are as they were written. Says what is wrong with those that are not."""
+    if not target.exists():
+        return False
+    if wrong := damage_of(target):
+        _say_damaged(wrong)
+    return wrong is None
+
+
+@cache
+def _say_damaged(wrong: str) -> None:
+    logger.warning("%s; tokenizing again", wrong)

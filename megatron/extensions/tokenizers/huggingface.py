@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.extensions.tokenizers.file_kinds import described
-from megatron.extensions.tokenizers.special_tokens import read_special_tokens
+from megatron.extensions.tokenizers.special_tokens import FILES, read_special_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,17 @@ def tokenizer_file(name: str) -> Path:
             f"hf download {name} --include '*token*.json'"
         )
     return Path(cached)
+
+
+def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
+    """The existing files that a tokenizer reads: those that its flags name, or of `HuggingFaceTokenizer` the
+    tokenizer.json and the files beside it."""
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        file = tokenizer_file(str(config.tokenizer_model))
+        return [file, *(path for name in FILES if (path := file.parent / name).is_file())]
+    named = [Path(path) for path in (config.tokenizer_model, config.vocab_file, config.merge_file) if path]
+    inside = (sorted(path.iterdir()) if path.is_dir() else [path] for path in named)
+    return [path for paths in inside for path in paths if path.is_file()]
 
 
 class HuggingFaceTokenizer(_OverTokenizers):

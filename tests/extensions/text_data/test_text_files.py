@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
+import json
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +19,15 @@ from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets, source_lines
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
+from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.text_data import identity
+from megatron.extensions.text_data import tokenized as tokenized_module
+from megatron.extensions.text_data.encoding import Job, encode_all
 from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.extensions.text_data.inputs import find_inputs
 from megatron.extensions.text_data.tokenized import TextData
+from tests.corpus import hf_folder
 from tests.extensions.text_data.input_corruption import (
     COMPRESS,
     FORMATS,
@@ -174,9 +183,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "out_text_document")
 
 
-def tokenized(value: str, data_cache_path: str | None = None, **config: object) -> str:
+BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
+
+
+def tokenized(
+    value: str, data_cache_path: str | None = None, tokenizer: TokenizerConfig = BYTES, **config: object
+) -> str:
     data = DatasetConfig(data_cache_path=data_cache_path).with_options(TextDataConfig(**config))  # type: ignore[arg-type]
-    return TextData(data, TokenizerConfig(tokenizer_type="ByteTokenizer"), None, list).prefix("--data-path", value)
+    return TextData(data, tokenizer, None, list).prefix("--data-path", value)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet", "folder"])
@@ -219,6 +233,115 @@ def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path: Path, ca
     assert IndexedDataset(tokenized(str(path), append_eod=False))[0].tolist() == list(b"one\ntwo\nthree\n")
 
 
+def test_content_decides_whether_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither name, place nor time of modification."""
+    cache, state = str(tmp_path / "cache"), (10**18, 10**18)
+
+    def tokens(folder: str, text: str, name: str = "a.txt") -> list[int]:
+        path = tmp_path / folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        os.utime(path, ns=state)
+        return IndexedDataset(tokenized(str(path), cache))[0].tolist()[:-1]
+
+    assert tokens("one", "first") == list(b"first")
+    assert tokens("two", "other") == list(b"other"), "same name, size and time"
+    assert tokens("one", "again") == list(b"again"), "changed in place, with its old time of modification"
+    assert tokens("three", "first", "b.txt") == list(b"first") and tokens("one", "first") == list(b"first")
+    assert caplog.text.count("tokenizing 1 file") == 4, "another name, and none for what is known"
+
+
+def test_changed_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one text")
+    prefix = tokenized(str(path))
+    written = {suffix: Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")}
+    for suffix, content in written.items():
+        changed = bytearray(content)
+        changed[-1] ^= 1
+        Path(prefix + suffix).write_bytes(changed)
+        caplog.clear()
+        assert tokenized(str(path)) == prefix and Path(prefix + suffix).read_bytes() == content
+        assert f"{prefix}{suffix} has changed since it was written; tokenizing again" in caplog.text
+    os.utime(prefix + ".bin")  # a copy has another time and the same content
+    caplog.clear()
+    assert tokenized(str(path)) == prefix and not caplog.text
+    assert sorted(each.name for each in Path(prefix).parent.parent.iterdir()) == [
+        Path(prefix).parent.name,
+        "digests.json",
+    ]
+
+
+def test_tokens_say_what_they_were_made_from(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one text")
+    told = json.loads((Path(tokenized(str(path))).parent / "made_from.json").read_text())
+    assert told["inputs"] == [{"path": str(path), "bytes": 8, "content": told["files"][0][0]}]
+    assert told["tokenizer"]["type"] == "ByteTokenizer" and told["append_eod"] is True
+    assert sorted(told["written"]) == ["text_document.bin", "text_document.idx"]
+
+
+def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one text")
+
+    def changing(job: Job, chunks: object, workers: int) -> Iterator[object]:
+        yield from encode_all(job, chunks, workers)  # type: ignore[arg-type]
+        path.write_text("another text")
+
+    monkeypatch.setattr(tokenized_module, "encode_all", changing)
+    with pytest.raises(ValueError, match=r"a\.txt changed while it was tokenized; start again"):
+        tokenized(str(path))
+    monkeypatch.undo()
+    assert IndexedDataset(tokenized(str(path)))[0].tolist() == [*b"another text", 256]
+
+
+def test_another_revision_of_a_tokenizer_gives_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a name in the Hugging Face cache, and of files beside a tokenizer.json."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "hub" / "models--lab--m"
+    for revision, special in (("1", "<|a|>"), ("2", "<|b|>")):
+        (model / "snapshots").mkdir(parents=True, exist_ok=True)
+        names = {"tokenizer_config.json": {"eos_token": special}}
+        hf_folder(model / "snapshots" / revision, names, [special])
+    (model / "refs").mkdir()
+    (tmp_path / "a.txt").write_text("<|a|> or <|b|>")
+    found = []
+    for revision in ("1", "2", "1"):
+        (model / "refs" / "main").write_text(revision)
+        config = TokenizerConfig("HuggingFaceTokenizer", "lab/m")
+        found.append(IndexedDataset(tokenized(str(tmp_path / "a.txt"), tokenizer=config))[0].tolist())
+        assert found[-1] == [*build_tokenizer(config).tokenize("<|a|> or <|b|>"), 1]
+    assert found[0] == found[2] != found[1]
+    file = model / "snapshots" / "1" / "tokenizer.json"
+    config = TokenizerConfig("HuggingFaceTokenizer", str(file))
+    assert tokenized(str(tmp_path / "a.txt"), tokenizer=config) == tokenized(
+        str(tmp_path / "a.txt"), tokenizer=TokenizerConfig("HuggingFaceTokenizer", "lab/m")
+    ), "the same files, by another name"
+    (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert IndexedDataset(tokenized(str(tmp_path / "a.txt"), tokenizer=config))[0].tolist()[-1] == 0
+
+
+def test_the_code_of_a_users_tokenizer_is_a_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "class Own:\n    eod, bos = 0, None\n    def tokenize(self, text): return [1] * (len(text) {})\n"
+    found = []
+    for number, rule in enumerate(("> 0", "> 0", "> 1000")):
+        file = tmp_path / str(number) / "own.py"
+        file.parent.mkdir()
+        file.write_text(code.format(rule))
+        spec = importlib.util.spec_from_file_location(f"own{number}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(identity, "TOKENIZERS", {"Own": module.Own})
+        monkeypatch.setattr(identity, "build_tokenizer", lambda config, size, made=module.Own: made())
+        found.append(identity.identity_of(TokenizerConfig("Own"), None))
+    assert found[0] == found[1] and found[0]["files"] != found[2]["files"] and found[0]["ids"] != found[2]["ids"]
+
+
 def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
     config, tokens = DatasetConfig(data_path=("3", written, "1", "nothing"), split="80,20,0"), sum(map(len, TEXTS))
     lines = list(source_lines(config, 400, 64))
@@ -236,8 +359,10 @@ def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> N
     said = r"1 records cannot be read, --max-bad-lines allows for 0.*\n.*a\.jsonl:2: not JSON"
     with pytest.raises(ValueError, match=said):
         tokenized(str(path))
-    assert not list((tmp_path / "cache" / "tokenized").glob("*"))
+    assert not list((tmp_path / "cache" / "tokenized").glob("a-*"))
     assert len(IndexedDataset(tokenized(str(path), max_bad_lines=1))) == 2
+    with pytest.raises(ValueError, match=said):  # also of tokens that are made
+        tokenized(str(path))
 
 
 def test_text_is_recognized_by_names(tmp_path: Path) -> None:
