@@ -3,7 +3,7 @@
 The dataset is the one that tools/preprocess_data.py writes of the same files, so that samples are the same bit for bit.
 Its name contains a hash of what determines it: the content of the files, the tokenizer (see `identity`), and how
 documents are read. One process of those that share a folder tokenizes while the others wait. Beside the tokens,
-made_from.json says what they were made from; tokens that have changed since are made again.
+made_from.json says what they were made from; files whose tokens have changed since are tokenized again.
 """
 
 from __future__ import annotations
