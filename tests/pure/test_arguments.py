@@ -219,7 +219,7 @@ def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
         ("train-tokens: 1e30", "train-tokens 1e30: must not be larger than 2^53, about 9e15"),
         ("seed: true", "seed True: must be a whole number"),
         ("swiglu: 1", "swiglu 1: must be true or false"),
-        ("model: {hidden-size: 3}", "model: must be a value; write names flat, without sections"),
+        ("model: {hidden-size: 3}", "model: must be a value, or a list of values; write names flat"),
         ("lr: 1\nlearning-rate: 1", "learning-rate 1: the file has it twice, as --lr too"),
         ("lr: 1\nlr: 2", "lr 2: the file has it twice"),
         ("- 3", "must be a mapping"),

@@ -9,7 +9,6 @@ point of the device, and on CPU the whole process, which is not comparable with 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 
+from megatron.core.config.json_text import parse_json
 from megatron.extensions.diagnosis.trace.trace_file import read_trace
 from megatron.training.config.batch_size import byte_text
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_plan(path: Path) -> list[dict[str, int]]:
     """The memory of each pipeline rank of a dry run. Raises ValueError if the file is not one's."""
     try:
-        memory = json.loads(path.read_text(encoding="utf-8"))["memory"]
+        memory = parse_json(path.read_text(encoding="utf-8"))["memory"]
         return [{"pp_rank": int(rank["pp_rank"])} | {name: int(size) for name, size in rank.items()} for rank in memory]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--plan {path} is not a plan ({error}); --dry-run --json FILE writes one") from error

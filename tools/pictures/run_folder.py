@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from megatron.core.config.json_text import parse_json
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing import path_kind
 from megatron.core.dist_checkpointing.integrity import misfits, read_manifest
 from megatron.core.dist_checkpointing.path_kind import EVENTS, METRICS_FILE, RUNS, kind_of, refusal
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG as CONFIG
 from megatron.core.parallel_dims import ParallelDims
+from megatron.training.config.yaml_text import load_yaml
 
 if TYPE_CHECKING:
     from megatron.extensions.diagnosis.trace.trace_file import Trace
@@ -158,7 +157,7 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except (ValueError, RecursionError):
                 record = None
             last = not isinstance(record, dict)
@@ -194,9 +193,9 @@ def _read_config(run: RunFolder) -> None:
     derived = "\n".join(re.findall(r"^# derived: (.*)$", text, flags=re.M))
     try:
         for part in (derived, text):
-            found = yaml.safe_load(part)
+            found = load_yaml(part)
             run.config |= {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
-    except yaml.YAMLError as error:
+    except ValueError as error:
         run.notes.append(f"{CONFIG}: cannot be read: {' '.join(str(error).split())[:200]}")
 
 

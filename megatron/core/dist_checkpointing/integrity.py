@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.json_text import parse_json
+
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20
 
@@ -76,7 +78,7 @@ def write_manifest(folder: Path, sums: Sums) -> None:
 def read_manifest(folder: Path) -> Sums:
     """Reads the manifest of a folder. Raises ValueError with the reason if it is missing or damaged."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = parse_json((folder / MANIFEST).read_text())["files"]
         for name, entry in files.items():
             if Path(name).name != name or not all(type(entry[key]) is int for key in ("bytes", "crc32")):
                 raise TypeError(f"entry {name!r}")

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron.core.collectives import gather_objects
+from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.integrity import SummedFile, Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
@@ -201,7 +202,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.payload: dict[str, Any] = json.loads((folder / METADATA).read_text())
+            self.payload: dict[str, Any] = parse_json((folder / METADATA).read_text())
             if not isinstance(self.payload, dict):
                 raise TypeError(f"{METADATA} holds a {type(self.payload).__name__}")
             self._reader = _IndexReader(folder)

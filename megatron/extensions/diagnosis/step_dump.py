@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.collectives import gather_objects
+from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
@@ -64,7 +65,7 @@ class SavedStep:
     def read(cls, folder: Path) -> SavedStep:
         """Raises ValueError if the folder holds no step."""
         try:
-            values = json.loads((folder / FINDING).read_text())
+            values = parse_json((folder / FINDING).read_text())
             finding = values["finding"]
             return cls(Step(**values["step"]), values["loss_scale"], finding and Finding.from_json(finding))
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -17,7 +17,6 @@ from unittest import mock
 import lm_eval.api.metrics
 import lm_eval.api.task
 import tqdm
-import yaml
 from datasets import disable_progress_bars
 from lm_eval import evaluator
 from lm_eval.api.model import LM
@@ -29,6 +28,7 @@ from megatron.extensions.evaluation.flags import is_file
 from megatron.extensions.evaluation.rows import Row, Score, continuation_row, rolling_rows
 from megatron.extensions.evaluation.scoring import Scorer
 from megatron.extensions.inference.generation import Request
+from megatron.training.config.yaml_text import compose_yaml
 
 T = TypeVar("T")
 
@@ -201,8 +201,8 @@ def _quietly() -> Iterator[None]:
 
 def _keys(path: Path) -> dict[str, Any]:
     """The keys of a task file, without what it includes. Its functions are not called."""
-    node = yaml.compose(path.read_text(encoding="utf-8"))
-    return {key.value: value.value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
+    node = compose_yaml(path.read_text(encoding="utf-8"), any_tag=True)
+    return {key.value: value.value for key, value in node.value} if node is not None and node.id == "mapping" else {}
 
 
 def record_of(results: Mapping[str, Any]) -> dict[str, float]:

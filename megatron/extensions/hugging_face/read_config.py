@@ -6,7 +6,6 @@ config.json may come from anyone: what has the wrong type or an impossible value
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from megatron.core.config.json_text import parse_json
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family
@@ -67,7 +67,7 @@ MULTIMODAL = {"llama4": "language_model."}
 def read_json(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object. Raises ValueError otherwise."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.json_text import parse_json
 from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.inference.generation import Engine, Generation, Request
 from megatron.extensions.inference.model import LoadedModel
@@ -117,7 +118,7 @@ def _settings(config: TokenizerConfig) -> tuple[dict[str, Any], Path | None]:
         return {}, None
     folder = tokenizer_file(config.tokenizer_model).parent
     file = folder / "tokenizer_config.json"
-    return (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}), folder
+    return (parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}), folder
 
 
 def _raise(message: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.config.json_text import parse_json
 from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.inference.chat_template import Message, chat_tokens, plain_messages
 from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling
@@ -119,11 +120,9 @@ def shown(value: Any) -> str:
 def parsed(data: bytes) -> dict[str, Any]:
     """A JSON object in UTF-8. Raises ValueError that says where it is none."""
     try:
-        value = json.loads(data.decode("utf-8"))
+        value = parse_json(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: byte {error.start}") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.core.config.json_text import parse_json
 from megatron.extensions.logs.flags import LogsConfig
 from megatron.extensions.logs.megatron_format import scalars
 from megatron.training.config.flags import flat_values
@@ -42,7 +42,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(config.options(LogsConfig).tensorboard_dir)
-        history = map(json.loads, metrics_file(config).read_text(encoding="utf-8").splitlines())
+        history = map(parse_json, metrics_file(config).read_text(encoding="utf-8").splitlines())
         self._folder, self._open = folder, SummaryWriter
         self._recent: deque[tuple[float, Record]] = deque(maxlen=MOST_RECENT)
         self._failures, self._retry_at = 0, 0.0

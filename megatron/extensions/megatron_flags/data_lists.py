@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.json_text import parse_json
 from megatron.extensions.megatron_flags.flags import DataLists
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
@@ -37,7 +37,7 @@ def _read(field: str, value: Any) -> dict[str, tuple[str, ...]]:
     if field == "data_args_path":
         return {"data_path": tuple(Path(value).read_text(encoding="utf-8").split())}
     if field == "per_split_data_args_path":
-        lists = json.loads(Path(value).read_text(encoding="utf-8"))
+        lists = parse_json(Path(value).read_text(encoding="utf-8"))
         if not isinstance(lists, dict) or not set(lists) <= {"train", "valid", "test"}:
             raise ValueError('must be a JSON object with lists "train", "valid" and "test"')
         return {f"{split}_data_path": _words(split, words) for split, words in lists.items() if words}

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from megatron.training.config.yaml_text import compose_yaml, load_yaml, read_yaml_file
+
 FOLDER = Path(__file__).parent / "devices"
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
@@ -228,17 +230,15 @@ def device_names() -> list[str]:
 def read_device(name: str) -> DeviceFile:
     """Reads `devices/NAME.yaml`, or the file whose path is `name`. Raises ValueError for a file that is incomplete or
     has a value of another kind, OSError for one that cannot be read."""
-    import yaml  # training does without
-
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(_why_no_file(name))
-    text = path.read_text(encoding="utf-8")
     try:
-        _check_keys(str(path), yaml.compose(text, Loader=yaml.SafeLoader))
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        text = read_yaml_file(path)
+        node, values = compose_yaml(text), load_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    _check_keys(str(path), node)
     found: DeviceFile = _read(str(path), DeviceFile, values)
     for precision, peak in found.peak_tflops.items():
         speed = found.gemm.get(precision)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
+from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.path_kind import METADATA, saved_folders
 from megatron.core.dist_checkpointing.storage import remove
@@ -59,7 +59,7 @@ def _score(folder: Path, metric: str | None) -> float | None:
     if metric is None:
         return None
     try:
-        value = json.loads((folder / METADATA).read_text())["metrics"][metric]
+        value = parse_json((folder / METADATA).read_text())["metrics"][metric]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return float(value) if isinstance(value, int | float) else None

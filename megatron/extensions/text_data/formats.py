@@ -16,6 +16,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import IO, Any
 
+from megatron.core.config.json_text import parse_json
 from megatron.extensions.text_data.inputs import COMPRESSIONS, Damaged, TextFile, decompressed, opened
 
 BOM = codecs.BOM_UTF8
@@ -136,10 +137,8 @@ def _row(record: Any, chunk: Chunk) -> str | dict[str, Any]:
         if not chunk.of_json:
             return text
         try:
-            record = json.loads(text)
-        except RecursionError:
-            raise ValueError("JSON nested too deep") from None
-        except json.JSONDecodeError as error:
+            record = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object but {_type_name(record)}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from megatron.training.config.code_record import standing
@@ -15,6 +14,7 @@ from megatron.training.config.commands import GivenOptions, options
 from megatron.training.config.flags import Flag, field_table, home_of, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES, flag_tables
 from megatron.training.config.problem import Problem
+from megatron.training.config.yaml_text import compose_yaml, read_yaml_file
 
 SAME_SETTING = (
     ("train_iters", "train_samples", "train_tokens"),
@@ -261,7 +261,8 @@ class FlagReader(GivenOptions):
         if name in options():
             self.problems.append(Problem(where, None, "is not configuration", "give it on the command line"))
         elif isinstance(value, dict):
-            self.problems.append(Problem(where, None, "must be a value", "write names flat, without sections"))
+            rule, remedy = "must be a value, or a list of values", "write names flat, without sections"
+            self.problems.append(Problem(where, None, rule, remedy))
         elif flag is None:
             if value not in (None, False):  # a switch that is off asks for nothing
                 before = len(self.problems)
@@ -329,22 +330,24 @@ def _shown(value: Any) -> str:
 
 
 def compose(path: str) -> Any:
-    """The YAML of a file as nodes. Raises OSError or ValueError where it cannot be read."""
-    import yaml
-
-    try:
-        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    """The YAML of a file as nodes, its keys text. Raises OSError or ValueError where it cannot be read."""
+    return compose_yaml(read_yaml_file(path))
 
 
 def plain(node: Any) -> Any:
-    """A YAML node as None, a bool, a list, a dict, or text as it stands: fields know their own types."""
-    if isinstance(node.value, list):
-        return {} if node.tag.endswith(":map") else [plain(item) for item in node.value]
+    """A YAML node as None, a bool, a list of texts, or text as it stands: fields know their own types. {} for a mapping
+    and for a list that is no list of single values."""
+    if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
+        return [item.value for item in node.value]
+    if node.id != "scalar":
+        return {}
     if node.tag.endswith(":bool"):
-        return node.value.lower() in ("true", "yes", "on")
-    return None if node.tag.endswith(":null") else node.value
+        return BOOLS.get(node.value.lower(), node.value)
+    return None if node.tag.endswith(":null") and node.value.lower() in NULLS else node.value
+
+
+BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NULLS = ("", "~", "null")
 
 
 def texts_of(value: Any) -> list[str]:

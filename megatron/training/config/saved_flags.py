@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.path_kind import METADATA, candidates, kind_of
 from megatron.core.parts import MODEL_LOADERS, PLANS
 from megatron.training.config.flags import (
@@ -145,7 +145,7 @@ def saved_metadata(load: Path) -> dict[str, Any] | None:
 
 def _read(metadata: Path) -> dict[str, Any]:
     try:
-        values: dict[str, Any] = json.loads(metadata.read_text(encoding="utf-8"))
+        values: dict[str, Any] = parse_json(metadata.read_text(encoding="utf-8"))
         if not all(isinstance(values["config"][name], dict) for name in ("model", "optimizer", "training")):
             raise TypeError
     except (ValueError, KeyError, TypeError):

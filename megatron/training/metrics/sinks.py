@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.path_kind import METRICS_FILE
 from megatron.core.parts import SINKS
 from megatron.training.config.run_config import RunConfig
@@ -65,9 +66,9 @@ class JsonLinesSink:
         kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                if json.loads(line)["iteration"] <= iteration:
+                if parse_json(line)["iteration"] <= iteration:
                     kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError):
                 continue  # damaged, or cut off when the run was killed
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")

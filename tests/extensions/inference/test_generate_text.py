@@ -93,7 +93,7 @@ WRONG: list[tuple[bytes, str]] = [
     (b'{"prompt": "\xff"}', "is not UTF-8: byte 12"),
     (b"{", "is not JSON"),
     (b"[1]", "must be a JSON object, not [1]"),
-    (b"[" * 100_000, "is nested too deeply"),
+    (b"[" * 100_000, "is not JSON: it nests too deeply"),
     (b'{"prompt": "x", "temprature": 1, "seed": -1}', "temprature is no field of this request; did you mean temper"),
     (b'{"id": 5}', "prompt must be there, or else messages"),
     (b'{"prompt": 5}', "prompt must be a text or a list of token ids"),

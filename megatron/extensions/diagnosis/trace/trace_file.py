@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.json_text import parse_json
 from megatron.core.fsync import whole_file
 
 Event = dict[str, Any]
@@ -32,7 +33,7 @@ def read_trace(path: Path) -> Trace:
     """Reads a trace, gzipped or not. Raises ValueError if it is not one of this program's, or damaged."""
     try:
         data = path.read_bytes()
-        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        trace = parse_json(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace: {error}; --trace writes one") from error
     if why := why_unreadable(trace):

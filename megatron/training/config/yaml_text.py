@@ -1,0 +1,105 @@
+"""Reads YAML that may come from anybody: plain values alone, of a bounded size. No torch.
+
+A few lines of YAML can stand for billions of values (aliases of aliases), for a list that contains itself, or for
+objects of Python. Whatever no file of settings needs is refused with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 16 * 2**20
+"""Size of the largest file that is read."""
+
+MOST_VALUES = 100_000
+"""Values of a file, each counted as often as aliases repeat it."""
+
+DEEPEST = 50
+"""Levels of lists and mappings."""
+
+PLAIN = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
+"""Tags of the values that a file of settings may have."""
+
+TAG = "tag:yaml.org,2002:"
+
+
+def read_yaml_file(path: str | Path) -> str:
+    """The text of a YAML file. Raises OSError or ValueError where it cannot be read."""
+    with Path(path).open("rb") as file:  # which may be a pipe of the shell
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB")
+    return data.decode("utf-8")
+
+
+def compose_yaml(text: str, any_tag: bool = False) -> Any:
+    """The YAML of a text as nodes; None for an empty text. Raises ValueError, in one line, where it is no YAML of plain
+    values; `any_tag` also permits values with tags of a program's own, which stay nodes."""
+    import yaml  # most runs do without
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise ValueError("values nest too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if node is not None:
+        _Check(any_tag).measure(node)
+    return node
+
+
+def load_yaml(text: str) -> Any:
+    """The values of a YAML text. Raises ValueError, in one line, where it has none."""
+    import yaml
+
+    node = compose_yaml(text)
+    try:
+        return None if node is None else yaml.SafeLoader("").construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"a value cannot be read: {' '.join(str(error).split())[:200]}") from None
+
+
+class _Check:
+    """Size and height of nodes, each node measured once, however often aliases repeat it."""
+
+    def __init__(self, any_tag: bool) -> None:
+        self._any_tag = any_tag
+        self._known: dict[int, tuple[int, int] | None] = {}
+        """None for a node that is being measured."""
+
+    def measure(self, node: Any) -> tuple[int, int]:
+        """(values, levels) of a node. Raises ValueError for one that is not plain, or has too much of either."""
+        if id(node) in self._known:
+            if (known := self._known[id(node)]) is None:
+                raise _refused(node, "contains itself")
+            return known
+        self._known[id(node)] = None
+        kind = node.tag.removeprefix(TAG)
+        if kind not in PLAIN and not self._any_tag:
+            raise _refused(node, f"has the tag !!{kind}; use text, numbers, true, false, lists or mappings")
+        values, levels = 1, 0
+        for child in self._children(node):
+            of_child = self.measure(child)
+            values, levels = values + of_child[0], max(levels, of_child[1] + 1)
+        if values > MOST_VALUES:
+            raise _refused(node, f"stands for more than {MOST_VALUES:,} values, as its aliases are repeated")
+        if levels > DEEPEST:
+            raise _refused(node, f"nests more than {DEEPEST} levels deep")
+        self._known[id(node)] = values, levels
+        return values, levels
+
+    def _children(self, node: Any) -> list[Any]:
+        if node.id == "scalar":
+            return []
+        if node.id == "sequence":
+            return list(node.value)
+        for key, _ in node.value:
+            if key.id != "scalar":
+                raise _refused(key, "has a list or a mapping for its key; use a name")
+        return [part for pair in node.value for part in pair]
+
+
+def _refused(node: Any, why: str) -> ValueError:
+    return ValueError(f"line {node.start_mark.line + 1}: a value {why}")

@@ -1,0 +1,93 @@
+"""YAML and JSON of anybody: what a file of settings may not say is refused in one line, soon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config.json_text import parse_json
+from megatron.training.config.arguments import read_flags
+from megatron.training.config.saved_flags import saved_metadata
+from megatron.training.config.yaml_text import MOST_BYTES, compose_yaml, load_yaml
+
+TENFOLD = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+"""Each line stands for ten times the values of the line before."""
+
+REFUSED = {
+    "aliases that expand": (f"a0: &a0 x\n{TENFOLD}", "line 6: a value stands for more than 100,000 values"),
+    "a list that contains itself": ("data-path: &a [b, *a]", "line 1: a value contains itself"),
+    "a mapping that contains itself": ("&a\nlr: *a", "line 1: a value contains itself"),
+    "nested beyond the limit": ("lr: " + "[" * 60 + "]" * 60, "line 1: a value nests more than 50 levels deep"),
+    "nested beyond the parser": ("lr: " + "[" * 5000 + "]" * 5000, "values nest too deeply"),
+    "a list as a key": ("lr: 1\n? [a, b]\n: 1", "line 2: a value has a list or a mapping for its key"),
+    "a mapping as a key": ("? {a: b}\n: 1", "line 1: a value has a list or a mapping for its key"),
+    "a set": ("data-path: !!set {a, b}", "line 1: a value has the tag !!set"),
+    "an object": (
+        "lr: !!python/object/apply:os.getcwd []",
+        "line 1: a value has the tag !!python/object",
+    ),
+    "bytes": ("lr: !!binary aGk=", "line 1: a value has the tag !!binary"),
+    "an unknown alias": ("lr: *none", "found undefined alias 'none'"),
+    "a file too large": ("#" * (MOST_BYTES + 1), "is larger than 16 MiB"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_configuration_of_this_kind_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    text, said = REFUSED[name]
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    (problem,) = read_flags(["--config", str(file)]).problems
+    assert problem.flag == "--config" and f"cannot be read: {said}" in str(problem) and "\n" not in str(problem)
+
+
+ENTRIES = {
+    "data-path: [[a, b], c]": "data-path: must be a value, or a list of values",
+    "data-path: [{a: b}, c]": "data-path: must be a value, or a list of values",
+    "data-path: {a: b}": "data-path: must be a value, or a list of values",
+    "swiglu: !!bool maybe": "swiglu maybe: must be true or false",
+    "lr: !!float much": "lr much: must be a number",
+}
+
+
+@pytest.mark.parametrize("text", ENTRIES)
+def test_a_value_of_another_kind_is_refused_with_its_key(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    (problem,) = read_flags(["--config", str(file)]).problems
+    assert ENTRIES[text] in str(problem)
+
+
+def test_plain_files_are_read_as_before(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("lr: &rate 1e-3\nmin-lr: *rate\nswiglu: yes\ndata-path: [0.5, a, true]\nseed: ~\n")
+    reader = read_flags(["--config", str(file)])
+    assert reader.problems == []
+    assert reader.values == {"lr": 1e-3, "min_lr": 1e-3, "swiglu": True, "data_path": ("0.5", "a", "true")}
+    assert compose_yaml("# nothing") is None and load_yaml("") is None
+
+
+@pytest.mark.parametrize("text", ["a: 2020-99-99", "a: !!int x", "a: !!float x", f"a: {'9' * 5000}", "a: !!bool maybe"])
+def test_values_that_cannot_be_constructed_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a value cannot be read: "):
+        load_yaml(text)
+
+
+def test_json_without_a_value_is_a_value_error(tmp_path: Path) -> None:
+    assert parse_json(b'{"a": [1, 2.5]}') == {"a": [1, 2.5]}
+    for text, said in (
+        ("[" * 100_000, "nests too deeply"),
+        ('{"a":' * 100_000, "nests too deeply"),
+        ("9" * 5000, "a number of more than 4,300 digits"),
+        ("{", "Expecting"),
+        (b"\xff\xfe{", "codec can't decode|Expecting"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse_json(text)
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    (folder / "metadata.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged: it holds no configuration"):
+        saved_metadata(tmp_path)
