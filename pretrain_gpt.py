@@ -12,6 +12,7 @@ from megatron.training.config.output_files import drop_output, open_closed_strea
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch, choose_allocators, hold_ignored_signals
 from megatron.training.reliability.run_status import ExitCode, code_for_launcher, early_end_told
+from megatron.training.reliability.visible_text import visible_output
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         try:
-            with early_end_told(launch):
+            with visible_output(), early_end_told(launch):
                 config = prepare(command_line(sys.argv[1:] if argv is None else argv, launch), launch)
         finally:
             sys.stdout.flush()

@@ -35,6 +35,7 @@ from megatron.extensions.inference.generation.engine import prompt_seed
 from megatron.extensions.inference.jsonl import answers, read_lines
 from megatron.extensions.inference.model import LoadedModel
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.visible_text import exact
 
 from .common import model_flag_problems, model_parser, open_model, refuse, run_tool, too_small
 
@@ -74,9 +75,9 @@ def run_prompts(args: argparse.Namespace, model: LoadedModel, engine: Engine, de
         for number, prompt in enumerate(prompts_of(args)):
             generation = engine.submit(request_of(model, defaults, prompt, number))
             if generation.error is None:
-                print(prompt, end="", flush=True)
+                print(prompt, end="", file=exact(sys.stdout), flush=True)
             for piece in pieces(engine, generation):
-                print(piece, end="", flush=True)
+                print(piece, end="", file=exact(sys.stdout), flush=True)
             bad += reported(prompt, generation)
             if generation.error is None:
                 print(flush=True)
@@ -95,7 +96,7 @@ def run_prompts(args: argparse.Namespace, model: LoadedModel, engine: Engine, de
             continue
         if shown and len(args.prompt) > 1:
             print("-" * 40)
-        print(prompt + generation.text, flush=True)
+        print(prompt + generation.text, file=exact(sys.stdout), flush=True)
         shown += 1
     return 2 if bad else 0
 
@@ -121,7 +122,9 @@ def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defa
     bad = 0
     with ExitStack() as stack:
         lines = sys.stdin.buffer if args.jsonl == "-" else stack.enter_context(open(args.jsonl, "rb"))
-        out: IO[str] = stack.enter_context(open(args.output, "w", encoding="utf-8")) if args.output else sys.stdout
+        out: IO[str] = (
+            stack.enter_context(open(args.output, "w", encoding="utf-8")) if args.output else exact(sys.stdout)
+        )
         template = lru_cache(partial(find_chat_template, model.tokenizer_config, args.chat_template))
         requests = read_lines(lines, model, defaults, lambda messages: template()(messages))
         for answer in answers(requests, engine, model.tokenizer, args.token_ids):
@@ -145,7 +148,10 @@ def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defau
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
 
-    chat(model, engine, template, defaults, args.system, ask, lambda piece: print(piece, end="", flush=True))
+    def say(piece: str) -> None:
+        print(piece, end="", file=exact(sys.stdout), flush=True)
+
+    chat(model, engine, template, defaults, args.system, ask, say)
     return 0
 
 

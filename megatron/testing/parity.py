@@ -47,6 +47,7 @@ from megatron.training.config.flags import all_flags, with_named
 from megatron.training.config.prepare import tokenizer_vocabulary
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 from megatron.training.config.validation import resolve, resolve_legal, validate
+from megatron.training.reliability.visible_text import visible_output
 
 TOLERANCE = 1e-9
 """Relative difference that another order of the same sums in fp64 explains after two steps."""
@@ -397,4 +398,5 @@ def report(parity: Parity, names: Sequence[str], path: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with visible_output():
+        sys.exit(main())

@@ -28,6 +28,7 @@ from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet
+from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watchdog
 
 _C_LIBRARY = ctypes.CDLL(None)
@@ -76,7 +77,7 @@ class Runtime:
     def say(self, message: str) -> None:
         """Prints a line, on the main rank only."""
         if self.is_main:
-            print(message, flush=True)
+            print(visible(message), flush=True)
 
 
 def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:

@@ -18,6 +18,7 @@ from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
 from megatron.training.progress import Progress
 from megatron.training.reliability.run_status import record_event
+from megatron.training.reliability.visible_text import visible
 
 
 class Exporter(Protocol):
@@ -95,7 +96,7 @@ class RunSaver:
             message = _failure(report)
             self._record(report)
             # One write, because other ranks print at the same time.
-            sys.stderr.write(f"{self._runtime.launch.name(socket.gethostname())}: {message}\n")
+            sys.stderr.write(f"{self._runtime.launch.name(socket.gethostname())}: {visible(message)}\n")
             given_up = not report.complete and not report.attempts_left
             if given_up and (last or self.options.fatal_save_errors):
                 raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")

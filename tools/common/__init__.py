@@ -29,6 +29,7 @@ from megatron.training.config.output_files import (
 )
 from megatron.training.extensions import load_extensions
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.visible_text import visible_output
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -246,29 +247,33 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
     is interrupted or terminated (by an exception, so that temporary files are removed)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     open_closed_streams()
+    with visible_output():
+        sys.exit(_exit_code(main))
+
+
+def _exit_code(main: Callable[[], int]) -> int:
     load_built_in()
     try:
         try:
-            code = main()
+            return main()
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever reads, as head does, has enough
         drop_output()
-        code = 141
+        return 141
     except ValueError as error:
         for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)
-        code = 2
+        return 2
     except OSError as error:
         if (why := why_unwritten(error)) is not None:
             drop_output()
         named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         print(f"error: {why or named}", file=sys.stderr)
-        code = 2
+        return 2
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
-        code = 130
-    sys.exit(code)
+        return 130
 
 
 def run_command() -> NoReturn:

@@ -34,6 +34,7 @@ from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import StepFinding
 from megatron.training.progress import Progress, Step
+from megatron.training.reliability.visible_text import visible
 from megatron.training.run import TrainingRun
 from megatron.training.step_guard import Verdict
 
@@ -92,7 +93,7 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
             folder = save_step(saved, batches, run.saver.checkpointer, before)
             text += f"\nthe step, and the state before it, are in {folder}: python tools/replay_step.py {folder}"
         except CheckpointError as error:
-            print(f"{socket.gethostname()}: the step was not saved: {error}", file=sys.stderr, flush=True)
+            print(visible(f"{socket.gethostname()}: the step was not saved: {error}"), file=sys.stderr, flush=True)
     if finding is not None and finding.rank != run.runtime.launch.rank:
         time.sleep(1.0)  # the rank with the first bad value reports
     return StepFinding(text, ADVICE)

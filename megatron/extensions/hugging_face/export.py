@@ -20,6 +20,7 @@ from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import load_extensions, loaded_extensions
+from megatron.training.reliability.visible_text import visible
 
 PACKAGE = Path(__file__).resolve().parents[3]
 
@@ -92,7 +93,7 @@ def main(checkpoint: str, output: str, *extensions: str) -> int:
         load_extensions(extensions)
         Conversion(Path(checkpoint), Path(output), "hf", Options(), force=True).run(workers=1)
     except (ValueError, OSError, CheckpointError) as error:
-        print(" ".join(str(error).split()))
+        print(visible(" ".join(str(error).split())))
         return 1
     return 0
 

@@ -18,6 +18,7 @@ from megatron.extensions.logs.megatron_format import scalars
 from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.metrics.sinks import Record, metrics_file
+from megatron.training.reliability.visible_text import visible
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -83,7 +84,7 @@ class TensorBoardSink:
             yield
         except OSError as error:
             if not self._failures:
-                print(f"cannot write events to {self._folder} for now: {error}", file=sys.stderr, flush=True)
+                print(visible(f"cannot write events to {self._folder} for now: {error}"), file=sys.stderr, flush=True)
             broken, self._writer = self._writer, None
             self._retry_at = time.monotonic() + min(3600, 60 * 2**self._failures)
             self._failures += 1

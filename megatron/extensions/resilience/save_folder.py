@@ -22,6 +22,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.rank_store import Request
+from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 PATIENCE = 10.0
@@ -108,5 +109,5 @@ class StopFiles(Watch):
                     yield Request(kind, f"{path} was there")
             except OSError as error:  # the watchdog's thread has to live on: it also listens to signals
                 if path not in self._stuck:
-                    print(f"{path} is ignored, as it cannot be removed: {error}", file=sys.stderr, flush=True)
+                    print(visible(f"{path} is ignored, as it cannot be removed: {error}"), file=sys.stderr, flush=True)
                 self._stuck.add(path)

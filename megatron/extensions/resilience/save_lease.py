@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.index_cache import folder_lock
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.rank_store import Peer
@@ -218,7 +219,7 @@ class SaveLease:
     def _read(self) -> dict[str, Any] | None:
         """The present lease; None where there is none, or none that can be read."""
         try:
-            found = json.loads(self._file.read_text())
+            found = parse_json(self._file.read_text())
             return found if isinstance(found, dict) and "token" in found else None
         except (OSError, ValueError):
             return None

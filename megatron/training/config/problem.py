@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.reliability.launch import tell_last
+from megatron.training.reliability.visible_text import visible, visible_value
 
 NO_URL = (
     "is a URL, and only paths of mounted file systems are taken here",
@@ -67,13 +68,9 @@ class Problem:
         return {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
 
     def __str__(self) -> str:
-        if self.value is None:
-            value = ""
-        elif isinstance(self.value, tuple | list):
-            value = " " + " ".join(str(v) for v in self.value)
-        else:
-            value = f" {self.value}"
-        return f"{self.flag}{value}: {self.rule}; {self.remedy}"
+        values = self.value if isinstance(self.value, tuple | list) else [] if self.value is None else [self.value]
+        given = " ".join([visible_value(self.flag), *map(visible_value, values)])
+        return f"{given}: {visible(self.rule)}; {visible(self.remedy)}"
 
 
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:

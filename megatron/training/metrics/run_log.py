@@ -16,6 +16,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Meter
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.reliability.run_status import record_event
+from megatron.training.reliability.visible_text import visible
 from megatron.training.run import TrainingRun
 
 SCHEMA = 1
@@ -85,7 +86,7 @@ class RunLog:
         if self._bar is None:
             self._runtime.say(line)
         else:
-            self._bar.write(line)
+            self._bar.write(visible(line))
 
     def step(self) -> None:
         """Advances the progress bar."""

@@ -17,6 +17,7 @@ from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.path_kind import METRICS_FILE
 from megatron.core.parts import SINKS
 from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.visible_text import visible
 
 Record = dict[str, Any]
 
@@ -84,7 +85,7 @@ class JsonLinesSink:
             self._append(self._unwritten)
         except OSError as error:
             if not self._failing:
-                print(f"cannot write metrics to {self._path} for now: {error}", file=sys.stderr, flush=True)
+                print(visible(f"cannot write metrics to {self._path} for now: {error}"), file=sys.stderr, flush=True)
             self._failing = True
             return
         self._end += len(self._unwritten)

@@ -20,6 +20,7 @@ from megatron.core.parts import MODEL_LOADERS
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import place_in_extension
 from megatron.training.reliability.run_status import ExitCode
+from megatron.training.reliability.visible_text import visible
 
 PACKAGE, RELIABILITY = str(Path(__file__).parents[2]), str(Path(__file__).parent)
 RULE = "=" * 60
@@ -88,16 +89,16 @@ class Failure:
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
         """The report as printed. `others`: where the other ranks were. A configuration error is printed alone."""
         if self.code == ExitCode.BAD_CONFIGURATION:
-            return f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  ")
+            return visible(f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  "))
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
         lines += [f"{ranks}: {place}" for place, ranks in _grouped(others or {}).items()]
         if stacks is not None:
             lines.append(f"stacks of all ranks: {stacks}")
-        return "\n".join([*lines, f"what to do: {self.advice}", RULE])
+        return visible("\n".join([*lines, f"what to do: {self.advice}", RULE]))
 
     def line(self) -> str:
         """One line, for ranks that end because of it."""
-        return f"ended because {self.who} failed ({self.phase}): {self.title}"
+        return visible(f"ended because {self.who} failed ({self.phase}): {self.title}")
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.training.reliability.visible_text import visible
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of these requests the run to save and exit."""
 
@@ -135,6 +137,7 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
 
     torchrun shows a time one to two seconds before: a process that died without an error file has the second in which
     torchrun noticed it, and this cause must be earlier."""
+    text = visible(text)
     written = write_error_file(text, (at or time.time()) - 1)
     if not written or restarts_left() or now:
         print(text, file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.path_kind import EVENTS
 from megatron.core.fsync import whole_file
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.visible_text import visible
 
 VARIABLE = "OUTCOME_FILE"
 
@@ -74,7 +75,7 @@ class Outcome:
             with whole_file(self.file) as new:
                 new.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
         except OSError as error:  # the run continues
-            print(f"cannot write {VARIABLE} {self.file}: {error}", flush=True)
+            print(visible(f"cannot write {VARIABLE} {self.file}: {error}"), flush=True)
 
 
 @contextmanager

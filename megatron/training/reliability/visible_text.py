@@ -1,0 +1,88 @@
+"""Makes control characters in printed text visible. No torch.
+
+Values of flags, names in files and messages of exceptions come from anybody. Printed raw, their escape sequences could
+rename the window of a terminal, hide lines that were printed before, or type into the shell."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+ORDINARY = "\t\n"
+"""Control characters that text consists of."""
+
+DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters of Unicode that change the order in which others are shown."""
+
+CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+_TABLE = {code: f"\\x{code:02x}" for code in CONTROLS if chr(code) not in ORDINARY}
+_TABLE |= {code: f"\\u{code:04x}" for code in (*DIRECTIONS, 0x2028, 0x2029)}
+_LINE_TABLE = _TABLE | {ord("\n"): "\\n", ord("\t"): "\\t"}
+
+LONGEST = 400
+"""Characters of a value that a message shows."""
+
+
+def visible(text: str) -> str:
+    r"""The text with control characters as `\x1b`, lines and tabs apart. Bytes of a path that are not UTF-8, which
+    cannot be printed, are shown likewise."""
+    return _printable(text.translate(_TABLE))
+
+
+def visible_value(value: object) -> str:
+    """A value as part of a line of a message: `visible` without lines and tabs, cut in the middle where it is long."""
+    text = _printable(str(value).translate(_LINE_TABLE))
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]}...({len(text):,} characters)...{text[-half:]}"
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode() if not text.isascii() else text
+
+
+PROGRESS = re.compile(r"(?P<start>\r?)(?P<text>.*?)(?P<end>(?:\x1b\[K)?)", re.DOTALL)
+"""A write of a progress bar: it returns to the start of its line, and may erase the rest of it."""
+
+MOVES = re.compile(r"(?:\n|\x1b\[A)*")
+"""A write of a progress bar that moves between the lines of several bars."""
+
+
+class VisibleStream:
+    """A text stream whose writes are `visible`, apart from the cursor movements of progress bars."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        if MOVES.fullmatch(text) is None:
+            found = PROGRESS.fullmatch(text)
+            assert found is not None
+            text = found["start"] + visible(found["text"]) + found["end"]
+        return self.stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def visible_output() -> Iterator[None]:
+    """Within it, whatever is printed is `visible`: for programs that print no escape sequences of their own."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def exact(stream: TextIO) -> TextIO:
+    """The stream for text that a program makes, such as generated text: unchanged in files and pipes, `visible` on a
+    terminal."""
+    return stream.stream if isinstance(stream, VisibleStream) and not stream.isatty() else stream
