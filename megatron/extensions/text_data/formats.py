@@ -9,15 +9,16 @@ import codecs
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from itertools import zip_longest
 from typing import IO, Any
 
-from megatron.core.config.json_text import parse_json
-from megatron.extensions.text_data.inputs import COMPRESSIONS, Damaged, TextFile, decompressed, opened
+from megatron.extensions.text_data.inputs import Damaged, TextFile, decompressed, opened
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20
@@ -137,12 +138,45 @@ def _row(record: Any, chunk: Chunk) -> str | dict[str, Any]:
         if not chunk.of_json:
             return text
         try:
-            record = parse_json(text)
+            record = _from_json(text)
+        except RecursionError:
+            raise ValueError("not JSON: it nests too deeply") from None
         except ValueError as error:
             raise ValueError(f"not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object but {_type_name(record)}")
     return record
+
+
+def _integer(digits: str) -> int | Decimal:
+    try:
+        return int(digits)
+    except ValueError:  # the limit of sys.set_int_max_str_digits
+        return Decimal(digits)
+
+
+_QUICK = json.JSONDecoder()
+_PATIENT = json.JSONDecoder(parse_int=_integer)
+"""Slower than the decoder of `json.loads`, which refuses integers of more than 4,300 digits."""
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return _PATIENT.decode(text)
+
+
+def _next_value(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at a place, and where it ends."""
+    try:
+        return _QUICK.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return _PATIENT.raw_decode(text, at)
 
 
 def is_blank(record: Record) -> bool:
@@ -180,15 +214,20 @@ class Unreadable(Exception):
     """A file whose rest cannot be read."""
 
 
-MAGIC = {
-    b"PAR1": "Parquet; name it .parquet",
-    b"ARROW1": "Arrow; name it .arrow",
-    b"MMIDIDX": "an indexed dataset; give its prefix to --data-path",
-    b"SQLite": "a database; export it as JSON lines",
-    b"PK\x03\x04": "a zip archive; unpack it",
-    b"%PDF": "a PDF; extract its text",
-    **{magic: f"compressed; name it {suffix}" for suffix, (_, magic) in COMPRESSIONS.items()},
-}
+LOOKS_LIKE = (
+    (rb"PAR1\x15", "Parquet; name it .parquet"),
+    (rb"ARROW1\0\0|\xff\xff\xff\xff", "Arrow; name it .arrow"),
+    (rb"MMIDIDX\0\0", "an indexed dataset; give its prefix to --data-path"),
+    (rb"SQLite format 3\0", "a database; export it as JSON lines"),
+    (rb"PK\x03\x04", "a zip archive; unpack it"),
+    (rb"%PDF-\d\.\d\s", "a PDF; extract its text"),
+    (rb"\x1f\x8b\x08", "compressed; name it .gz"),
+    (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", "compressed; name it .bz2"),
+    (rb"\xfd7zXZ\0", "compressed; name it .xz"),
+    (rb"\x28\xb5\x2f\xfd", "compressed; name it .zst"),
+)
+"""(Pattern of the beginning of a file, what it is). A pattern contains bytes that no text has, or the structure of the
+header, as text may begin with the letters of a format."""
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:
@@ -197,8 +236,8 @@ def format_of(file: TextFile, stream: IO[bytes]) -> str:
     if kind in ("parquet", "arrow"):
         return kind
     start: bytes = stream.peek(1 << 16)  # type: ignore[attr-defined]
-    for magic, what in MAGIC.items():
-        if start.startswith(magic):
+    for pattern, what in LOOKS_LIKE:
+        if re.match(pattern, start):
             raise Unreadable(f"this looks like {what}")
     if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
         return "jsonl"  # many name lines so
@@ -225,7 +264,7 @@ def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     """The objects of an array, each decoded when it is complete."""
-    decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, ended, piece = "", 0, False, 1 << 18
 
     def more() -> None:
@@ -250,7 +289,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     while closing != "]":
         while True:
             try:
-                value, end = decode(text, at)
+                value, end = _next_value(text, at)
                 if end < len(text) or ended:  # a number may go on
                     break
             except RecursionError:
@@ -335,8 +374,6 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
     """Rows as the bytes of their texts, so that one that is not UTF-8 spoils no other."""
-    import pyarrow as pa
-
     for batch in batches:
         if not reading.keys:
             yield from batch.to_pylist()
@@ -344,16 +381,36 @@ def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
         columns = []
         for key in reading.keys:
             column = batch.column(batch.schema.names.index(key))
-            if pa.types.is_dictionary(column.type):
-                column.validate(full=True)
-                column = column.dictionary_decode()
-            if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+            values = _text_bytes(column)
+            if values is None:
                 raise Unreadable(f"column {key!r} is not text but {column.type}")
-            kind = pa.binary() if pa.types.is_string(column.type) else pa.large_binary()
-            values = pa.Array.from_buffers(kind, len(column), column.buffers(), offset=column.offset)
-            values.validate(full=True)  # lengths and places, of which a stream has no checksum
             columns.append(values.to_pylist())
         yield from zip(*columns, strict=True)
+
+
+def _text_bytes(column: Any) -> Any:
+    """The texts of an Arrow array of any layout, as bytes; None if it does not hold text.
+
+    Lengths and places are validated, of which a stream has no checksum."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):  # such as arrow.json
+        return _text_bytes(column.storage)
+    if pa.types.is_dictionary(kind):
+        column.validate(full=True)
+        values = _text_bytes(column.dictionary)
+        return None if values is None else pa.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
+    if pa.types.is_run_end_encoded(kind):
+        column.validate(full=True)
+        return _text_bytes(pc.run_end_decode(column))
+    layouts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    if kind not in layouts:
+        return None
+    values = pa.Array.from_buffers(layouts[kind], len(column), column.buffers(), offset=column.offset)
+    values.validate(full=True)
+    return values.cast(pa.large_binary()) if kind == pa.string_view() else values
 
 
 def _seekable(stream: IO[bytes]) -> IO[bytes]:

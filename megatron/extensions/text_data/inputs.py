@@ -14,14 +14,18 @@ import logging
 import lzma
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 INPUT_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
+ZSTD_WINDOW = 1 << 31
+"""Largest window of the format, of `zstd --long=31`. The library's default is 128 MB."""
 
 
 class Damaged(Exception):
@@ -31,16 +35,16 @@ class Damaged(Exception):
 def _zstd() -> Any:
     import zstandard
 
-    return zstandard.ZstdDecompressor().decompressobj()
+    return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
 
 
-COMPRESSIONS: dict[str, tuple[Callable[[], Any], bytes]] = {
-    ".gz": (lambda: zlib.decompressobj(31), b"\x1f\x8b"),
-    ".bz2": (bz2.BZ2Decompressor, b"BZh"),
-    ".xz": (lzma.LZMADecompressor, b"\xfd7zXZ\x00"),
-    ".zst": (_zstd, b"\x28\xb5\x2f\xfd"),
+COMPRESSIONS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(31),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": _zstd,
 }
-"""Suffix -> what decompresses one stream, and the bytes that a file begins with."""
+"""Suffix -> what decompresses one stream."""
 
 
 class _Decompressed(io.RawIOBase):
@@ -76,7 +80,7 @@ class _Decompressed(io.RawIOBase):
                 data = data.lstrip(b"\0") if self._suffix in (".gz", ".xz") else data  # padding between streams
                 if not data:
                     return
-                self._stream = COMPRESSIONS[self._suffix][0]()
+                self._stream = COMPRESSIONS[self._suffix]()
             try:
                 yield self._stream.decompress(data)
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -183,8 +187,32 @@ def is_text(path: str) -> bool:
     """Whether a path is text by its name, or a folder that has such files, hidden ones excepted."""
     if not os.path.isdir(path):
         return by_name(path)[0] is not None
-    names = (name for _, _, files in os.walk(path) for name in files)
+    names = (os.path.basename(file) for file in files_below(path))
     return any(by_name(name)[0] is not None for name in names if not name.startswith("."))
+
+
+def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link, target: None) -> Iterator[str]:
+    """All files below a folder, also of folders that links lead to.
+
+    A folder that several paths lead to counts once, under its own path if that is below. `left_out` gets each further
+    path and the first one."""
+    seen: dict[tuple[int, int], str] = {}
+    links = deque([folder])
+    while links:
+        for at, folders, names in os.walk(links.popleft()):
+            state = os.stat(at)
+            if (first := seen.setdefault((state.st_dev, state.st_ino), at)) != at:
+                left_out(at, first)
+                folders.clear()
+                continue
+            inside = (os.path.join(at, name) for name in sorted(folders))
+            links += (path for path in inside if os.path.islink(path))
+            yield from (os.path.join(at, name) for name in names)
+
+
+@cache
+def _say_left_out(link: str, target: str) -> None:
+    logger.warning("%s left out: it is the folder %s, whose files are taken already", link, target)
 
 
 def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile]:
@@ -215,8 +243,7 @@ def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile
 
 def _local_files(pattern: str) -> Iterator[TextFile]:
     if os.path.isdir(pattern):
-        paths = [os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names]
-        kept = sorted(_known(paths, pattern))
+        kept = sorted(_known(list(files_below(pattern, _say_left_out)), pattern))
     else:
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         kept = sorted(match for match in matches if not os.path.isdir(match))

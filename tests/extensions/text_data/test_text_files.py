@@ -85,6 +85,110 @@ def test_a_folder_is_its_known_files_in_order(tmp_path: Path, caplog: pytest.Log
     assert "1 file of no known format left out: README.md" in caplog.text
 
 
+def test_linked_folders_are_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("data/own", "elsewhere/deep", "other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x.txt").write_text(name)
+    (tmp_path / "data" / "a_link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "b_again").symlink_to(tmp_path / "data" / "own")
+    (tmp_path / "elsewhere" / "deep" / "circle").symlink_to(tmp_path / "data")
+    (tmp_path / "elsewhere" / "deep" / "other").symlink_to(tmp_path / "other")
+    (tmp_path / "data" / "gone").symlink_to(tmp_path / "nothing")
+    assert documents(tmp_path / "data") == ["other", "elsewhere/deep", "data/own"]
+    assert re.findall(r"(\S+) left out: it is the folder (\S+),", caplog.text) == [
+        (f"{tmp_path}/data/b_again", f"{tmp_path}/data/own"),
+        (f"{tmp_path}/data/a_link/deep/circle", f"{tmp_path}/data"),
+    ]
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "only").symlink_to(tmp_path / "other")
+    assert reader_of(tmp_path / "links") == "text" and documents(tmp_path / "links") == ["other"]
+
+
+@pytest.mark.parametrize("start", ["SQLite is", "PAR1 ", "%PDF is a", "BZh9 ", "ARROW1 ", "MMIDIDX ", "PK "])
+def test_text_may_begin_as_another_format_does(tmp_path: Path, start: str) -> None:
+    (tmp_path / "a.txt").write_text(f"{start} text")
+    assert documents(tmp_path / "a.txt") == [f"{start} text"]
+
+
+def test_files_of_other_formats_are_recognized(tmp_path: Path) -> None:
+    import sqlite3
+
+    database = sqlite3.connect(tmp_path / "a.db")
+    database.execute("create table t (x)")
+    database.commit()
+    made = {"a database": (tmp_path / "a.db").read_bytes(), "a PDF": b"%PDF-1.7\n%\xe2\xe3"}
+    made |= {"Parquet": content_of("a.parquet", TEXTS), "Arrow": content_of("a.arrow", TEXTS)}
+    made |= {"compressed; name it .bz2": COMPRESS[".bz2"](b""), "compressed; name it .xz": COMPRESS[".xz"](b"x")}
+    for kind, content in made.items():
+        (tmp_path / "a.txt").write_bytes(content)
+        with pytest.raises(ValueError, match=f"this looks like {kind}"):
+            documents(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("window", [27, 28, 31])
+def test_zstd_of_long_windows(tmp_path: Path, window: int) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    settings = zstandard.ZstdCompressionParameters.from_level(1, window_log=window)
+    compressor = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    lines = json_lines(TEXTS)
+    (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(lines) + compressor.flush())
+    assert documents(tmp_path / "a.jsonl.zst") == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["string_view", "dictionary", "dictionary_view", "run_end_encoded", "extension"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_text_columns_of_every_layout(tmp_path: Path, kind: str, name: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = ["one", "a text of more than twelve bytes", "", "café", "a text of more than twelve bytes"]
+    plain = pa.array(texts)
+    column = {
+        "string_view": lambda: pa.array(texts, pa.string_view()),
+        "dictionary": plain.dictionary_encode,
+        "dictionary_view": lambda: pa.DictionaryArray.from_arrays(
+            [0, 1, 2, 3, 1], pa.array(texts[:4], pa.string_view())
+        ),
+        "run_end_encoded": lambda: pa.RunEndEncodedArray.from_arrays([1, 2, 3, 4, 5], texts),
+        "extension": lambda: pa.ExtensionArray.from_storage(pa.json_(pa.string()), plain),
+    }[kind]()
+    table = pa.table({"text": column})
+    if name == "a.arrow":
+        with pa.OSFile(str(tmp_path / name), "wb") as stream, pa.ipc.new_file(stream, table.schema) as writer:
+            writer.write_table(table)
+    elif kind in ("run_end_encoded", "dictionary_view"):
+        pytest.skip("pyarrow does not write this layout to Parquet")
+    else:
+        pq.write_table(table, tmp_path / name)
+    assert documents(tmp_path / name) == texts
+
+
+def test_a_view_that_is_not_utf_8_spoils_no_other(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    made = pa.array([b"one", b"\xff and more than twelve bytes", None, b"four"], pa.binary_view())
+    table = pa.table({"text": pa.Array.from_buffers(pa.string_view(), 4, made.buffers())})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as stream, pa.ipc.new_file(stream, table.schema) as writer:
+        writer.write_table(table)
+    (chunk,) = read_chunks(find_inputs([str(tmp_path / "a.arrow")]), Reading(), 1 << 20)
+    assert texts_of(chunk.records[0], chunk, Reading()) == ["one"]
+    assert texts_of(chunk.records[3], chunk, Reading()) == ["four"]
+    with pytest.raises(ValueError, match="not UTF-8: byte 0 of 'text' is 0xff"):
+        texts_of(chunk.records[1], chunk, Reading())
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_integers_of_any_length(tmp_path: Path, name: str) -> None:
+    """Python refuses to convert more than 4,300 digits."""
+    rows = ['{"id": %s, "text": "one"}' % ("9" * 5000), '{"id": [-%s], "text": "two"}' % ("7" * 300_000)]
+    (tmp_path / name).write_text(f"[{', '.join(rows)}]" if name == "a.json" else "\n".join(rows))
+    assert documents(tmp_path / name) == ["one", "two"]
+    number = rows[0].replace('"one"', "9" * 5000)
+    (tmp_path / name).write_text(f"[{number}]" if name == "a.json" else number)
+    with pytest.raises(ValueError, match="'text' is not text but a number"):
+        documents(tmp_path / name)
+
+
 @pytest.mark.parametrize("compression", [name for name in COMPRESS if name])
 def test_streams_one_after_the_other_and_none_that_is_cut(tmp_path: Path, compression: str) -> None:
     first, second = (COMPRESS[compression](json_lines(TEXTS[part])) for part in (slice(0, 6), slice(6, None)))
@@ -98,7 +202,7 @@ def test_streams_one_after_the_other_and_none_that_is_cut(tmp_path: Path, compre
 
 
 MISNAMED = [
-    ("a.jsonl", b"PAR1abc", "this looks like Parquet; name it .parquet"),
+    ("a.jsonl", b"PAR1\x15\x04\x15", "this looks like Parquet; name it .parquet"),
     ("a.txt", gzip.compress(b"x", mtime=0), "this looks like compressed; name it .gz"),
     ("a.json", b'[{"text": "a"}, {"text": "b"', "cannot be read after record 1: not JSON"),
     ("a.json", b'[{"text": "a"} {"text": "b"}]', "cannot be read after record 1: not a JSON array"),
