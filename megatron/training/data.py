@@ -178,7 +178,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
     numbers = sources.numbers(config.data, "train")
     for source, number in zip(order.present, numbers, strict=False):
         sources.tokens[number] = source.tokens
-    train = train if numbers == [0] else Renumbered(train, numbers)
+    train = Renumbered(train, numbers, sources.names if config.data.dataset == "gpt" else None)
     valid = valid and Renumbered(valid, sources.numbers(config.data, "valid"))
     test = test and Renumbered(test, sources.numbers(config.data, "test"))
     sets = {"": valid} | {name: _build_set(config, at, for_valid) for name, at in config.data.named_sets.items()}

@@ -106,15 +106,24 @@ class DatasetView:
 
 
 class Renumbered(DatasetView):
-    """Another data set, whose source k has the number `numbers[k]` in the run. Samples beyond the data set, which fill
-    a batch, count as the first source's."""
+    """Another data set, whose source k has the number `numbers[k]` in the run, and the name of that number in `names`.
 
-    def __init__(self, inner: Dataset, numbers: Sequence[int]) -> None:
+    Samples beyond the data set, which fill a batch, count as the first source's."""
+
+    def __init__(self, inner: Dataset, numbers: Sequence[int], names: Sequence[str] | None = None) -> None:
         super().__init__(inner)
-        self.numbers = np.array(numbers, np.int64)
+        self.numbers, self.names = np.array(numbers, np.int64), names
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
         return self.numbers[super().sources_of(samples)]
+
+    def origin(self, index: int) -> str:
+        """Start of a sample: `source:document+token`. The name of a source is unique in the run."""
+        inner = super().origin(index)
+        if self.names is None:
+            return inner
+        (source,) = self.sources_of(range(index, index + 1)).tolist()
+        return f"{self.names[source]}:{inner.rpartition(':')[2]}"
 
 
 class WholeBatches(DatasetView):

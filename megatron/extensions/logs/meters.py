@@ -134,6 +134,9 @@ class SampleLog(Callback):
             if state.dp.first:
                 path = Path(str(self.config.options(LogsConfig).sample_log))
                 self._sink = JsonLinesSink(path, run.progress.iteration)
+                for name, source in zip(run.data.sources.names, run.data.sources.paths, strict=True):
+                    if name != Path(source).name:
+                        run.runtime.say(f"{path}: {name} is {source}")
             run.data.watchers.append(self._write)
 
     def _write(self, step: Step, batches: Sequence[MicroBatch]) -> None:

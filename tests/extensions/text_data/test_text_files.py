@@ -40,6 +40,7 @@ from tests.extensions.text_data.input_corruption import (
 )
 from tests.extensions.text_data.input_corruption import TEXTS as DOCUMENTS
 from tests.forked import run_program
+from tests.harness import run_world, running
 from tests.pure.test_path_kind import check_kind
 from tests.tiny import TINY
 from tools.preprocess_data import main as preprocess
@@ -444,6 +445,24 @@ def test_the_code_of_a_users_tokenizer_is_a_part_of_it(tmp_path: Path, monkeypat
         monkeypatch.setattr(identity, "build_tokenizer", lambda config, size, made=module.Own: made())
         found.append(identity.identity_of(TokenizerConfig("Own"), None))
     assert found[0] == found[1] and found[0]["files"] != found[2]["files"] and found[0]["ids"] != found[2]["ids"]
+
+
+def source_names(rank: int, world_size: int, data: list[str]) -> set[str]:
+    """Names of the sources of the first samples of a run."""
+    model = TINY.replace("--mock-data", "--tokenizer-type ByteTokenizer --split 1,0,0").replace("50", "257").split()
+    with running([*model, "--data-path", *data], rank, world_size) as run:
+        return {run.data.train.dataset.origin(number).partition(":")[0] for number in range(8)}
+
+
+def test_origins_name_the_source_of_the_flags(tmp_path: Path) -> None:
+    """Not the data set of tokens that it became, whose name all text has; names are unique."""
+    for name in ("one/a.jsonl", "two/a.jsonl", "b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(json_lines(["x" * 90] * 9))
+    paths = [tmp_path / name for name in ("one/a.jsonl", "two/a.jsonl", "b.txt")]
+    blend = [str(word) for path in paths for word in (1, path)]
+    assert run_world(1, source_names, blend) == [{"a.jsonl", "a.jsonl-2", "b.txt"}]
+    assert run_world(1, source_names, [str(paths[2])]) == [{"b.txt"}]
 
 
 def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
