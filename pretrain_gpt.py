@@ -12,6 +12,7 @@ from megatron.training.config.output_files import drop_output, open_closed_strea
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch, choose_allocators, hold_ignored_signals
 from megatron.training.reliability.run_status import ExitCode, code_for_launcher, early_end_told
+from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible_output
 
 
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with visible_output(), early_end_told(launch):
                 config = prepare(command_line(sys.argv[1:] if argv is None else argv, launch), launch)
+                sys.argv[1:] = map(redacted, sys.argv[1:])  # which libraries of dashboards upload
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever reads, as head does, has enough

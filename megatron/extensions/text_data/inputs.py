@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from megatron.training.reliability.url_credentials import like, redacted, take_credentials, with_credentials
+
 INPUT_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
 ZSTD_WINDOW = 1 << 31
@@ -124,7 +126,7 @@ def remote(url: str) -> tuple[Any, str]:
     try:
         import fsspec
 
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(with_credentials(url))
     except ImportError as error:
         package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}.get(scheme, "fsspec")
         raise ValueError(f"{url}: {scheme}:// needs a package ({error}): pip install {package}") from None
@@ -136,6 +138,9 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 5
 """Files that a line names."""
+
+WEB = ("http://", "https://")
+"""Beginnings of URLs in which a query follows the path behind a question mark."""
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -178,7 +183,8 @@ class TextFile:
 
 def by_name(path: str) -> tuple[str | None, str]:
     """Format and compression that the name of a file states: "a.jsonl.gz" is ("jsonl", ".gz")."""
-    suffixes = [suffix.lower() for suffix in PurePosixPath(path).suffixes[-2:]]
+    place = path.partition("?")[0] if path.startswith(WEB) else path
+    suffixes = [suffix.lower() for suffix in PurePosixPath(place).suffixes[-2:]]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     return (FORMATS.get(suffixes[-1]) if suffixes else None), compression
 
@@ -223,13 +229,13 @@ def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile
     """
     found: dict[str, TextFile] = {}
     problems = []
-    for pattern in patterns:
+    for pattern in map(take_credentials, patterns):
         try:
             files = list(_remote_files(pattern) if "://" in pattern else _local_files(pattern))
         except Exception as error:  # the libraries behind URLs raise errors of their own
             if "://" not in pattern and not isinstance(error, (ValueError, OSError)):
                 raise
-            problems.append(f"{flag} {pattern}: {str(error).removeprefix(f'{pattern}: ')}")
+            problems.append(f"{flag} {pattern}: {redacted(str(error)).removeprefix(f'{pattern}: ')}")
             continue
         if not files:
             where = "" if "://" in pattern else f"; the path is taken from {Path.cwd()}"
@@ -254,7 +260,8 @@ def _local_files(pattern: str) -> Iterator[TextFile]:
 
 def _remote_files(url: str) -> Iterator[TextFile]:
     filesystem, inside = remote(url)
-    if any(letter in inside for letter in "*?["):
+    wildcards = "*[" if url.startswith(WEB) else "*?["
+    if any(letter in inside for letter in wildcards):
         paths = [path for path in filesystem.glob(inside) if not filesystem.isdir(path)]
     elif filesystem.isdir(inside):
         paths = list(_known(filesystem.find(inside), url))
@@ -263,7 +270,8 @@ def _remote_files(url: str) -> Iterator[TextFile]:
     for path in sorted(paths):
         state = filesystem.info(path)
         modified = next((str(state[key]) for key in ("ETag", "etag", "mtime", "LastModified") if key in state), "")
-        yield TextFile(filesystem.unstrip_protocol(path), *by_name(path), int(state.get("size") or 0), modified)
+        found, size = like(url, filesystem.unstrip_protocol(path)), int(state.get("size") or 0)
+        yield TextFile(found, *by_name(path), size, modified)
 
 
 def _known(paths: Sequence[str], folder: str) -> Iterator[str]:

@@ -103,7 +103,8 @@ class TextData:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             source = Source.of(files, folder, job)
-            target = folder / f"{Path(value.rstrip('/')).name.partition('.')[0]}-{content_hash(source.described)}"
+            name = Path((value.partition("?")[0] if "://" in value else value).rstrip("/")).name
+            target = folder / f"{name.partition('.')[0]}-{content_hash(source.described)}"
             if not _intact(target):
                 with folder_lock(folder):
                     if not _intact(target):  # another process may have made it meanwhile

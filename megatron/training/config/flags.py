@@ -15,6 +15,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.registry import imported
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.url_credentials import take_credentials
 
 
 class TooLargeError(ValueError):
@@ -107,7 +108,7 @@ class Flag:
 
     def convert(self, texts: Sequence[str]) -> Any:
         """The field's value. Raises ValueError that says what is wrong with the text."""
-        parse = FIELD_PARSERS.get(self.field, PARSERS[self.kind])
+        parse = FIELD_PARSERS.get(self.field, take_credentials if self.spec.path == "url" else PARSERS[self.kind])
         values = []
         for text in texts:
             try:
@@ -308,8 +309,21 @@ def values_by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
     values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     own = _values_of_sections(config)
     for flag in all_flags():
-        values[flag.section][flag.field] = getattr(own[flag.section], flag.field)
+        values[flag.section][flag.field] = _without_credentials(flag, getattr(own[flag.section], flag.field))
     return values
+
+
+def _without_credentials(flag: Flag, value: Any) -> Any:
+    """A value with the credentials of its URLs hidden."""
+    if flag.spec.path != "url" or value is None:
+        return value
+    return tuple(map(take_credentials, value)) if isinstance(value, tuple) else take_credentials(value)
+
+
+def without_credentials(config: RunConfig) -> RunConfig:
+    """The configuration with the credentials of its URLs hidden, which this process remembers."""
+    values = {flag.field: value_of(config, flag) for flag in all_flags() if flag.spec.path == "url"}
+    return with_named(config, {name: _without_credentials(field_table()[name], each) for name, each in values.items()})
 
 
 def _values_of_sections(config: RunConfig) -> dict[str, Any]:
@@ -334,7 +348,10 @@ def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
 
 
 def _as_field(flag: Flag, value: Any) -> Any:
-    """A value as its field has it: several are a tuple, also one alone, which older files have where there was one."""
+    """A value as its field has it: several are a tuple, also one alone, which older files have where there was one. The
+    credentials of URLs are hidden."""
+    if flag.spec.path == "url" and isinstance(value, list | tuple):
+        value = [take_credentials(each) if isinstance(each, str) else each for each in value]
     if isinstance(value, list | tuple) or value is None or not flag.takes_several:
         return tuple(value) if isinstance(value, list) else value
     return (value,)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine
 from megatron.training.config.commands import Prepared, refuse
-from megatron.training.config.flags import EXTENSION_SECTIONS
+from megatron.training.config.flags import EXTENSION_SECTIONS, without_credentials
 from megatron.training.config.input_files import missing_inputs
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
@@ -19,6 +19,7 @@ from megatron.training.config.saved_flags import with_past_batches, with_saved_f
 from megatron.training.config.validation import Problem, findings, resolve
 from megatron.training.extensions import problem_in_extension
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.url_credentials import redacted
 
 TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"}
 """If one of these is wrong, there is no tokenizer to read."""
@@ -54,11 +55,12 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     try:
         for section in EXTENSION_SECTIONS.values():
             config = section.with_files(config)
+        config = without_credentials(config)
     except ValueError as error:
         (problems if line.command is None else inputs).extend(Problem.of_errors("--data-path", None, error))
     if launch.rank == 0:
         for note in (*line.notes, *notes):
-            print(note, file=sys.stderr)
+            print(redacted(note), file=sys.stderr)
     vocab_size = None
     unread = (*single_values(config), *tokenizer(resolve(config, world_size), world_size))
     if not TOKENIZER_FLAGS & {problem.flag for problem in unread}:

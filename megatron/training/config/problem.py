@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.reliability.launch import tell_last
+from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible, visible_value
 
 NO_URL = (
@@ -65,12 +66,13 @@ class Problem:
     @property
     def record(self) -> dict[str, str]:
         """The problem in the output of --json."""
-        return {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
+        about = {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
+        return {key: redacted(text) for key, text in about.items()}
 
     def __str__(self) -> str:
         values = self.value if isinstance(self.value, tuple | list) else [] if self.value is None else [self.value]
         given = " ".join([visible_value(self.flag), *map(visible_value, values)])
-        return f"{given}: {visible(self.rule)}; {visible(self.remedy)}"
+        return redacted(f"{given}: {visible(self.rule)}; {visible(self.remedy)}")
 
 
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -119,7 +120,7 @@ def write_error_file(text: str, at: float | None = None) -> bool:
     """Writes torchrun's error file, whose text torchrun prints last. Returns False without torchrun.
 
     torchrun takes the earliest failure as the root cause, in whole seconds: this one is `at`, by default now."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), redacted(text)
     if not path:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}

@@ -28,6 +28,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.path_kind import EVENTS
 from megatron.core.fsync import whole_file
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible
 
 VARIABLE = "OUTCOME_FILE"
@@ -70,7 +71,7 @@ class Outcome:
     def _write(self, name: str, why: str) -> None:
         if self.file is None:
             return
-        lines = {"name": name, "why": " ".join(why.split()), **self.folders}
+        lines = {"name": name, "why": redacted(" ".join(why.split())), **self.folders}
         try:
             with whole_file(self.file) as new:
                 new.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
@@ -125,6 +126,6 @@ def record_event(save: str | Path | None, event: str, **facts: Any) -> None:
     """Adds a line. Without --save, before its folder exists, and on a full disk it does nothing."""
     if not save or not Path(save).is_dir():
         return
-    line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})
+    line = redacted(json.dumps({"time": round(time.time(), 3), "event": event, **facts}))
     with suppress(OSError), (Path(save) / EVENTS).open("a", encoding="utf-8") as file:
         file.write(line + "\n")

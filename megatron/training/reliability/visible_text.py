@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
+from megatron.training.reliability.url_credentials import redacted
+
 ORDINARY = "\t\n"
 """Control characters that text consists of."""
 
@@ -27,14 +29,14 @@ LONGEST = 400
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters as `\x1b`, lines and tabs apart. Bytes of a path that are not UTF-8, which
-    cannot be printed, are shown likewise."""
-    return _printable(text.translate(_TABLE))
+    r"""The text with control characters as `\x1b`, lines and tabs apart, and with the credentials of URLs hidden. Bytes
+    of a path that are not UTF-8, which cannot be printed, are shown likewise."""
+    return _printable(redacted(text).translate(_TABLE))
 
 
 def visible_value(value: object) -> str:
     """A value as part of a line of a message: `visible` without lines and tabs, cut in the middle where it is long."""
-    text = _printable(str(value).translate(_LINE_TABLE))
+    text = _printable(redacted(str(value)).translate(_LINE_TABLE))
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]}...({len(text):,} characters)...{text[-half:]}"
 

@@ -1,0 +1,88 @@
+"""Keeps the credentials of URLs out of files, logs and messages. No torch.
+
+Flags take URLs with credentials, such as https://user:password@host/data.jsonl or a presigned link. `take_credentials`
+returns such a URL with *** in place of what is secret, which is all that a configuration, and what is made of it, ever
+holds. The URL itself stays in this process: `with_credentials` returns it where a connection is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+HIDDEN = "***"
+
+_USER = re.compile(
+    r"(?P<before>\b(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://)"
+    r"(?P<secret>[^/?#\s'\"]*|[^/?#\s'\"@:]+:(?!\d+/)[^?#\s'\"@]*)@"
+)
+"""The user, or user:password, of a URL; the password may have slashes, which it should not."""
+
+_VALUE = re.compile(
+    r"(?P<before>[?&;#][^=&;#\s'\"]*(?:sig|token|secret|passw|pwd|key|cred|auth|session)[^=&;#\s'\"]*=)"
+    r"(?P<secret>[^&;#\s'\"]*[^&;#\s'\":,.)])",
+    re.IGNORECASE,
+)
+"""A parameter of a query that grants access."""
+
+_URLS: dict[str, str] = {}
+"""URL without credentials -> the URL as it was given."""
+
+_SECRETS: set[str] = set()
+"""The credentials alone, which libraries may print in another form of the URL."""
+
+SHORTEST = 6
+"""Characters of a secret that is replaced outside of a URL, too: shorter ones could be words."""
+
+
+def take_credentials(url: str) -> str:
+    """The URL with its credentials hidden, which this process remembers. Any other text as it is."""
+    hidden = _hidden(url)
+    if hidden != url and HIDDEN not in url:
+        _URLS[hidden] = url
+        found = [match["secret"] for pattern in (_USER, _VALUE) for match in pattern.finditer(url)]
+        found += [part for secret in found for part in secret.split(":")[1:]]
+        _SECRETS.update(each for secret in found for each in (secret, unquote(secret)) if len(each) >= SHORTEST)
+    return hidden
+
+
+def with_credentials(url: str) -> str:
+    """The URL as it was given. Raises ValueError if its credentials are not known to this process: files do not hold
+    them."""
+    if url in _URLS or HIDDEN not in url:
+        return _URLS.get(url, url)
+    raise ValueError(
+        "its credentials are not saved with the run; give the whole URL on the command line, or a URL without "
+        "credentials and set these in the environment"
+    )
+
+
+def like(url: str, found: str) -> str:
+    """`found`, a URL that a listing of `url` has returned, with the user of `url` where the listing left it out, its
+    credentials hidden."""
+    user, other = _USER.search(with_credentials(url)), _USER.search(found)
+    if user is not None and other is None and found.startswith(user["before"]):
+        found = found.replace(user["before"], f"{user['before']}{user['secret']}@", 1)
+    return take_credentials(found)
+
+
+def redacted(text: str) -> str:
+    """A text with the credentials of URLs replaced: in every URL that it holds, and where those that were given to this
+    process stand alone."""
+    if "://" in text:
+        text = _hidden(text)
+    for secret in _SECRETS:
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def _hidden(text: str) -> str:
+    if "://" not in text:
+        return text
+    text = _USER.sub(lambda m: f"{m['before']}{HIDDEN}@" if _is_secret(m) else m[0], text)
+    return _VALUE.sub(lambda m: f"{m['before']}{HIDDEN}", text)
+
+
+def _is_secret(user: re.Match[str]) -> bool:
+    """Whether the user of a URL is secret: with a password, or a token of the web. abfs://container@account is not."""
+    return ":" in user["secret"] or user["scheme"].lower() in ("http", "https")
