@@ -114,7 +114,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["attn_layer_indices"] = [layer for layer, linear in enumerate(config.linear_pattern) if not linear]
     if "indexer_types" in family.defaults:
         period, offset = stated["dsa_indexer_topk_freq"], stated["dsa_indexer_skip_topk_offset"]
-        full = selecting(period, offset, config.num_layers)
+        full = selecting(period, max(offset, 1), config.num_layers)
         hf["indexer_types"] = ["full" if each else "shared" for each in full]
     if "block_types" in family.defaults:
         hf["block_types"] = ["recurrent" if linear else "attention" for linear in config.linear_pattern]

@@ -57,7 +57,8 @@ class SparseAttentionFlags:
             "--dsa-indexer-topk-freq above 1", lambda c: c.options(SparseAttentionFlags).dsa_indexer_topk_freq > 1
         ),
     )
-    """DSA: the first layers all select, up to this one, from which --dsa-indexer-topk-freq counts."""
+    """DSA: the first layers all select, up to this one, from which --dsa-indexer-topk-freq counts; 0 is the first layer
+    too."""
 
     dsa_indexer_loss_coeff: float = flag(1.0, at_least=0)
     """DSA: coefficient of the indexer's loss, the divergence of its distribution over keys from that of attention. The
@@ -124,7 +125,7 @@ def selects(config: TransformerConfig, number: int) -> bool:
     """Whether a layer, or a module of multi-token prediction, has an indexer; others see what the last one before
     them has selected."""
     own = config.options(SparseAttentionFlags)
-    since = max(number + 1 - own.dsa_indexer_skip_topk_offset, 0)
+    since = max(number + 1 - max(own.dsa_indexer_skip_topk_offset, 1), 0)
     return number >= config.num_layers or since % own.dsa_indexer_topk_freq == 0
 
 

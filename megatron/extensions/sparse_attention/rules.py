@@ -62,12 +62,18 @@ def _shared_selections(c: RunConfig) -> Iterator[Problem]:
     except (ArithmeticError, AssertionError, ValueError):
         return  # another rule reports the stages, or the pattern of layers
     first = (next((number for number in stage.layers if kinds[number]), None) for stage in stages)
-    if without := [number for number in first if number is not None and not selects(m, number)]:
+    if not (without := [number for number in first if number is not None and not selects(m, number)]):
+        return
+    frequency, sparse = c.options(SparseAttentionFlags).dsa_indexer_topk_freq, kinds.index(True)
+    if without[0] == sparse:
+        rule = f"would leave layer {sparse}, the first one with sparse attention, without keys that another selects"
+        near = f"use --dsa-indexer-skip-topk-offset {sparse % frequency + 1}"
+    else:
         rule = f"would leave layer {without[0]}, the first one of its pipeline stage, without keys that another selects"
         ends = [number for number in range(m.num_layers) if kinds[number] and selects(m, number)]
         shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
         near = f"layers {shown} select: begin stages with some of them by --pipeline-model-parallel-layout"
-        yield Problem("--dsa-indexer-topk-freq", c.options(SparseAttentionFlags).dsa_indexer_topk_freq, rule, near)
+    yield Problem("--dsa-indexer-topk-freq", frequency, rule, near)
 
 
 def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
