@@ -78,7 +78,8 @@ class ParamMeta:
 
     role: str = "hidden"
     """Role of a matrix: "embedding" for tables that tokens or positions look up, "output" for the logits of the
-    vocabulary, "router" for the logits of experts, "convolution" for kernels over tokens, "hidden" for everything
+    vocabulary, "router" for the logits of experts, "convolution" for kernels over tokens, "packed" for a weight
+    whose rows are linear maps of several kinds (gates, inputs and step sizes of Mamba-2), "hidden" for everything
     else."""
 
     linear: bool = False

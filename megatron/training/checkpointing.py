@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_key,
     optimizer_state,
 )
-from megatron.core.dist_checkpointing.storage import Checkpoint, on_first_rank, save
+from megatron.core.dist_checkpointing.storage import Checkpoint, MismatchError, on_first_rank, save
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -155,7 +155,10 @@ class Checkpointer:
             if load_optimizer:
                 _tell_of_other_groups(saved_config(checkpoint), config, say)
                 targets = _without_states_of_thawed(targets, checkpoint, say)
-            checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
+            try:
+                checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
+            except MismatchError as error:
+                raise ValueError(f"{error}{_remedy(error.keys)}") from None
         if load_optimizer:
             _load_counters(checkpoint, self.optimizer)
         progress = Progress() if options.anew else saved_progress(checkpoint.payload)
@@ -418,6 +421,13 @@ def _without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: C
             "parameters that are trained again start at zero"
         )
     return {key: target for key, target in targets.items() if key not in thawed}
+
+
+def _remedy(keys: Sequence[str]) -> str:
+    """What helps if only states of the optimizer do not match: other versions updated some parameters by another rule."""
+    if not all(key.startswith(OPTIMIZER) for key in keys):
+        return ""
+    return "; another optimizer updated these parameters: give --no-load-optim to start all states afresh"
 
 
 def _tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:

@@ -55,6 +55,15 @@ MALFORMED = (ValueError, EOFError, AttributeError, LookupError, TypeError, Recur
 """Exceptions raised by malformed pickles and JSON."""
 
 
+class MismatchError(ValueError):
+    """A checkpoint has other tensors than a run."""
+
+    def __init__(self, text: str, keys: Sequence[str]) -> None:
+        super().__init__(text)
+        self.keys = keys
+        """The tensors that do not match."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read: full disk, missing file, lost rank."""
 
@@ -253,21 +262,24 @@ class Checkpoint:
         wanted: dict[str, tuple[int, ...]] = {}
         for part in gather_objects({key: tuple(target.shape) for key, target in targets.items()}, world):
             wanted |= part
+        reshaped = [key for key, shape in wanted.items() if key in self.tensors and self.tensors[key].shape != shape]
         problems = {
             "missing from the checkpoint": [key for key in wanted if key not in self.tensors],
             "in the checkpoint but not in the run": [
                 key for key in self.tensors if key not in wanted and not ignore(key)
             ],
-            "of another shape": [
-                f"{key} {self.tensors[key].shape} in the checkpoint, {shape} in the run"
-                for key, shape in wanted.items()
-                if key in self.tensors and self.tensors[key].shape != shape
-            ],
+            "of another shape": reshaped,
             "incomplete in the checkpoint": [key for key in self._holes if key in wanted],
         }
-        lines = [f"{len(keys)} {what}: {_few(sorted(keys))}" for what, keys in problems.items() if keys]
+        shown = {key: f"{key} {self.tensors[key].shape} in the checkpoint, {wanted[key]} in the run" for key in reshaped}
+        lines = [
+            f"{len(keys)} {what}: {_few([shown.get(key, key) for key in sorted(keys)])}"
+            for what, keys in problems.items()
+            if keys
+        ]
         if lines:
-            raise ValueError(f"checkpoint {self.folder} does not fit the run: " + "; ".join(lines))
+            text = f"checkpoint {self.folder} does not fit the run: " + "; ".join(lines)
+            raise MismatchError(text, [key for keys in problems.values() for key in keys])
 
 
 def open_checkpoint(folder: Path, world: Axis) -> Checkpoint:

@@ -33,12 +33,16 @@ class ColumnLinear:
     shard_dim: int = 0
     fused: Fused | None = None
     """Linear maps whose weights lie side by side in the weight."""
+    role: str = "hidden"
+    """`ParamMeta.role` of the weight."""
 
     def metas(self, sequence_parallel: bool = False) -> list[ParamMeta]:
         """The weight, and the bias if there is one."""
         sharded = {"tp": self.shard_dim}
         shape = (*self.out_dims, self.in_size)
-        weight = ParamMeta(f"{self.name}.weight", shape, sharded, self.init, linear=True, fused=self.fused)
+        weight = ParamMeta(
+            f"{self.name}.weight", shape, sharded, self.init, role=self.role, linear=True, fused=self.fused
+        )
         bias = ParamMeta(f"{self.name}.bias", self.out_dims, sharded, Init("zeros"))
         return [weight, bias] if self.bias else [weight]
 

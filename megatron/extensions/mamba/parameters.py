@@ -36,7 +36,8 @@ class MambaParameters(NamedTuple):
     """norm.weight [heads * channels]; None with --no-mamba-norm."""
 
     in_proj: ColumnLinear
-    """in_proj [groups, channels, h], see `group_channels`."""
+    """in_proj [groups, channels, h], see `group_channels`. Muon leaves it to --muon-scalar-optimizer, as Megatron-LM
+    does."""
 
     out_proj: RowLinear
     """out_proj [h, heads * channels]."""
@@ -61,7 +62,7 @@ def mamba_parameters(name: str, config: TransformerConfig) -> MambaParameters:
         ParamMeta(f"{name}.A_log", (heads,), by_heads, Init("log_of_uniform", low=1.0, high=16.0)),
         ParamMeta(f"{name}.D", (heads,), by_heads, Init("ones")),
         ParamMeta(f"{name}.norm.weight", (width,), by_heads, Init("ones")) if own.mamba_norm else None,
-        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init),
+        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init, role="packed"),
         RowLinear(f"{name}.out_proj", width, hidden, False, output_init),
     )
 

@@ -22,8 +22,9 @@ from megatron.extensions.optimizers.matrix_exchange import MatrixExchange, matri
 from megatron.extensions.optimizers.matrix_plan import Matrix, MatrixPlan, Part, splits_of
 from megatron.extensions.optimizers.newton_schulz import Coefficients, coefficients
 
-EPS = 1e-7
-"""Least norm that a matrix is divided by."""
+EPS = 1e-15
+"""Least norm that a matrix is divided by, as in Emerging-Optimizers from 0.4.0 on: gradients of any size give an update
+of the same size."""
 
 
 class Muon(Optimizer):

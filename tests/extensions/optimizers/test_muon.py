@@ -22,6 +22,7 @@ from megatron.training.progress import Progress
 from tests.dist.test_optimizer import LAYOUTS
 from tests.dist.toy import DECAY, LR, Oracle, build, run_step
 from tests.extensions.linear_attention import test_gated_delta_net as delta
+from tests.gpt_cases import model_of
 from tests.harness import run_world
 from tests.pure.test_checkpointing import Run
 from tests.pure.test_checkpointing import config as run_of
@@ -176,6 +177,12 @@ def test_singular_values_come_near_one(kind, shape):
     torch.testing.assert_close(u * values.unsqueeze(-2) @ v, result, rtol=0, atol=1e-9)
 
 
+def test_the_size_of_a_gradient_does_not_matter():
+    noise = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    steps = coefficients("quintic", 5)
+    torch.testing.assert_close(newton_schulz(noise * 1e-12, steps), newton_schulz(noise, steps), rtol=0, atol=1e-9)
+
+
 def test_a_matrix_without_gradient_stays():
     assert not newton_schulz(torch.zeros(1, 3, 4), coefficients("quintic", 5)).any()
 
@@ -201,6 +208,26 @@ def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="-scalar-optimizer is adam in the checkpoint and sgd in the run") as error:
         Run(other).load()
     assert "--moe-router-skip-muon is False in the checkpoint and True in the run" in str(error.value)
+
+
+def test_states_of_another_rule_are_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Mamba-2's packed projection that a version saved which left it to Muon."""
+    muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
+    Run(muon).save(Progress(1, 8))
+    monkeypatch.setattr(OptimizerConfig, "whole_roles", property(lambda config: frozenset({"router"})))
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: optimizer.exp_avg.*: give --no-load-optim"):
+        Run(muon).load()
+    without = replace(muon, checkpoint=replace(muon.checkpoint, load_optim=False))
+    assert Run(without).load() == Progress(1, 8)
+
+
+def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> None:
+    """As in Megatron-LM: its rows are gates, inputs, B, C and step sizes."""
+    layer = GPTModel(model_of("mamba"), device="meta", initialize=False).decoder.layers[0].self_attention
+    metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
+    whole = OptimizerConfig("muon", lr=1e-2).whole_roles
+    assert {name for name, meta in metas.items() if meta.role in whole} == {"out_proj.weight"}
+    assert metas["in_proj.weight"].kind == "matrices"  # its weight decay is that of others
 
 
 def test_matrices_of_delta_nets() -> None:
