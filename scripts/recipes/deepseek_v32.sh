@@ -24,7 +24,7 @@ model=(
     --num-attention-heads 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512
     --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm
     --experimental-attention-variant dsa --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048
-    --dsa-indexer-use-sparse-loss
+    --dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff 1
     --seq-length 131072 --max-position-embeddings 163840 --position-embedding-type rope --rotary-base 10000
     --rope-type yarn --rotary-scaling-factor 40 --original-max-position-embeddings 4096 --mscale 1 --mscale-all-dim 1
     --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights

@@ -31,6 +31,7 @@ model=(
     --experimental-attention-variant dsv4_hybrid --csa-compress-ratios "$ratios" --csa-window-size 128
     --csa-compress-rotary-base 160000 --o-groups "${shape[4]}" --o-lora-rank 1024 --softmax-type learnable
     --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk "${shape[6]}" --dsa-indexer-use-sparse-loss
+    --dsa-indexer-loss-coeff 1
     --enable-mhc-connections --mhc-num-residual-streams 4 --mhc-sinkhorn-iterations 20
     --seq-length 4096 --max-position-embeddings 1048576 --position-embedding-type rope --rotary-base 10000 --rope-type rope
     --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --activation-func-clamp-value 10 --disable-bias-linear

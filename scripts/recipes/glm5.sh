@@ -25,7 +25,7 @@ model=(
     --num-attention-heads 64 --multi-latent-attention --q-lora-rank 2048 --kv-lora-rank 512
     --qk-head-dim 192 --qk-pos-emb-head-dim 64 --v-head-dim 256 --qk-layernorm --latent-norm-epsilon 1e-6
     --experimental-attention-variant dsa --dsa-indexer-n-heads 32 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048
-    --dsa-indexer-use-sparse-loss
+    --dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff 1
     --seq-length 202752 --max-position-embeddings 202752 --position-embedding-type rope --rotary-base 1000000
     --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02

@@ -271,7 +271,9 @@ class Checkpoint:
             "of another shape": reshaped,
             "incomplete in the checkpoint": [key for key in self._holes if key in wanted],
         }
-        shown = {key: f"{key} {self.tensors[key].shape} in the checkpoint, {wanted[key]} in the run" for key in reshaped}
+        shown = {
+            key: f"{key} {self.tensors[key].shape} in the checkpoint, {wanted[key]} in the run" for key in reshaped
+        }
         lines = [
             f"{len(keys)} {what}: {_few([shown.get(key, key) for key in sorted(keys)])}"
             for what, keys in problems.items()

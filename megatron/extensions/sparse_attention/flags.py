@@ -60,9 +60,9 @@ class SparseAttentionFlags:
     """DSA: the first layers all select, up to this one, from which --dsa-indexer-topk-freq counts; 0 is the first layer
     too."""
 
-    dsa_indexer_loss_coeff: float = flag(1.0, at_least=0)
+    dsa_indexer_loss_coeff: float = flag(0.0, at_least=0)
     """DSA: coefficient of the indexer's loss, the divergence of its distribution over keys from that of attention. The
-    indexer learns from this loss alone, and nothing else does."""
+    indexer learns from this loss alone, and nothing else does: with 0 it does not learn."""
 
     dsa_indexer_use_sparse_loss: bool = False
     """DSA: compare both distributions over the selected keys, and not over all keys that a query could see."""
@@ -87,9 +87,9 @@ class CompressedAttentionFlags:
     csa_window_size: int = flag(128, above=0)
     """Compressed attention: tokens that a query sees beside compressed keys, its own included."""
 
-    csa_compress_rotary_base: float = flag(160000.0, above=0)
-    """Compressed attention: base of the rotary frequencies of layers with compressed keys. Others have --rotary-base,
-    without YaRN."""
+    csa_compress_rotary_base: float = flag(40000.0, above=0)
+    """Compressed attention: base of the rotary frequencies of layers with compressed keys, 160000 in DeepSeek-V4.
+    Others have --rotary-base, without YaRN."""
 
     o_groups: int = flag(8, above=0)
     """Compressed attention: groups of heads, the outputs of each of which are projected by themselves first."""

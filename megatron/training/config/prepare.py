@@ -45,7 +45,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     """`prepare`; errors of an extension's code are raised."""
     world_size = line.world_size or launch.world_size
     try:
-        config, notes = with_saved_flags(line.config)
+        config, notes = with_saved_flags(line.config, line.given)
         config = with_past_batches(config)
     except (ValueError, OSError) as error:
         refuse(Problem.of_errors("--load", line.config.checkpoint.load, error), launch, line.json_file)

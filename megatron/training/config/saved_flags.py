@@ -17,7 +17,9 @@ from megatron.training.config.flags import (
     config_of_sections,
     field_table,
     flags_of,
+    holds,
     named_value,
+    spelling_table,
     value_of,
     with_named,
 )
@@ -35,12 +37,18 @@ def resumed_fields() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("resumed_fields.toml").read_text(encoding="utf-8"))
 
 
-def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[str]]:
     """The configuration with the flags that it is to take from its checkpoint, and a line for each that differs.
 
-    Raises ValueError if the checkpoint cannot be read.
+    Args:
+        given: Flags as the user gave them.
+
+    Raises:
+        ValueError: if the checkpoint cannot be read.
     """
     config, notes = _with_saved_modules(config)
+    config, of_defaults = _with_former_defaults(config, given)
+    notes += of_defaults
     options = config.checkpoint
     wanted = options.use_checkpoint_args, options.use_checkpoint_opt_param_scheduler
     if not any(wanted):
@@ -81,6 +89,30 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return replace(config, model=replace(model, mtp_layer_kind=before)), [
         f"--mtp-layer-kind is {before}, as in the checkpoint, not {model.mtp_layer_kind}"
     ]
+
+
+def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """The configuration with the checkpoint's values of fields whose default has changed, unless the run gives them.
+    Loading a checkpoint that cannot be read says what is wrong."""
+    load, table = config.checkpoint.load, spelling_table()
+    spelled = {table[name][0].field for name in given if name in table}
+    wanted = [flag for flag in all_flags() if flag.field in resumed_fields()["kept"] and flag.field not in spelled]
+    if load is None or config.checkpoint.finetune or not wanted:
+        return config, []
+    try:
+        sections = saved_sections(Path(load))
+        if sections is None:
+            return config, []
+        saved = config_of_sections(sections)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return config, []
+    changed, notes = dict[str, Any](), list[str]()
+    for flag in wanted:
+        before, now = value_of(saved, flag), value_of(config, flag)
+        if before != now and all(holds(saved, condition) for condition in flag.section_needs):
+            changed[flag.field] = before
+            notes.append(f"{flag.name} is {before}, as in the checkpoint, not {now}: the default has changed")
+    return with_named(config, changed), notes
 
 
 def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:

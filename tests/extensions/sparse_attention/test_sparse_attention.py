@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from megatron.extensions.sparse_attention.hooks import IndexerTallies
 from megatron.extensions.sparse_attention.selection import chunks_of, largest
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import with_fields
+from megatron.training.config.flags import named_value, values_by_section, with_fields
+from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import resolve
 from megatron.training.progress import Interval
 from megatron.training.train_step import train_step
@@ -190,7 +193,7 @@ MODEL = (
     f"{TINY} --seq-length 16 --vocab-size 12 --fp64 --position-embedding-type rope --attention-dropout 0 "
     "--hidden-dropout 0 --multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 5 --init-method-std 0.3 --experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
-    "--dsa-indexer-head-dim 8 "
+    "--dsa-indexer-head-dim 8 --dsa-indexer-loss-coeff 1 "
 )
 
 
@@ -226,3 +229,23 @@ def test_a_warm_up_trains_the_indexer_alone() -> None:
     ((losses, changed),) = run_world(1, logged, flags, 40)
     assert changed and all(".indexer." in name for name in changed)
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_default_that_has_changed_stays_the_checkpoints(tmp_path: Path) -> None:
+    """For the features that a run has, unless the flag is given."""
+    sparse = "--multi-latent-attention --experimental-attention-variant dsa"
+    for flags, kept in ((sparse, True), ("", False)):
+        saved = parse_args(f"{TINY} {flags}".split())
+        sections = values_by_section(saved)
+        sections["sparse attention"]["dsa_indexer_loss_coeff"] = 1.0
+        sections["compressed attention"]["csa_compress_rotary_base"] = 160000.0
+        (tmp_path / "metadata.json").write_text(json.dumps({"config": sections}))
+        asked = f"{TINY} {flags} --load {tmp_path}".split()
+        config, notes = with_saved_flags(parse_args(asked), frozenset(asked))
+        told = "--dsa-indexer-loss-coeff is 1.0, as in the checkpoint, not 0.0: the default has changed"
+        assert notes == ([told] if kept else [])
+        assert named_value(config, "dsa_indexer_loss_coeff") == (1.0 if kept else 0.0)
+        asked += ["--dsa-indexer-loss-coeff", "0.5"]
+        config, notes = with_saved_flags(parse_args(asked), frozenset(asked))
+        assert (named_value(config, "dsa_indexer_loss_coeff"), notes) == (0.5, [])
+        assert with_saved_flags(parse_args([*asked[:-2], "--finetune"]), frozenset(asked[:-2]))[1] == []
