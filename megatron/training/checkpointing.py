@@ -424,7 +424,8 @@ def _without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: C
 
 
 def _remedy(keys: Sequence[str]) -> str:
-    """What helps if only states of the optimizer do not match: other versions updated some parameters by another rule."""
+    """The remedy if only states of the optimizer do not match: other versions updated some parameters by another
+    rule."""
     if not all(key.startswith(OPTIMIZER) for key in keys):
         return ""
     return "; another optimizer updated these parameters: give --no-load-optim to start all states afresh"

@@ -64,11 +64,12 @@ def model_norm_metas(name: str, size: int, partial_over: tuple[str, ...], config
     return metas
 
 
-def sinks_metas(name: str, config: TransformerConfig) -> list[ParamMeta]:
-    """The attention sink of each head in the attention of this name, where sinks are learned."""
+def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) -> list[ParamMeta]:
+    """The attention sink of each head in the attention of this name, where sinks are learned. Their initial values are
+    those of weights by default."""
     if config.softmax_type != "learnable":
         return []
-    init = Init("normal", config.init_method_std)
+    init = init or Init("normal", config.init_method_std)
     return [ParamMeta(f"{name}.core.softmax_offset", (config.num_attention_heads,), {"tp": 0}, init)]
 
 

@@ -1,4 +1,4 @@
-"""Parameters of hyper-connections, with Megatron-LM's names and initial values. No torch."""
+"""Parameters of hyper-connections, with the names and initial values of Megatron-LM's branch dev. No torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def connection_metas(sublayer: str, config: TransformerConfig, sequence_parallel
 
 
 def contract_metas(norm: str, config: TransformerConfig, sequence_parallel: bool) -> list[ParamMeta]:
-    """hc_head_fn [n, n * h], hc_head_base [n] and hc_head_scale, beside the norm of this name; none for a mean."""
+    """hc_head_fn [n, n * h], hc_head_base [n] and hc_head_scale, beside the norm of this name; none for a mean. The
+    scale starts at 1, as in Megatron-LM and transformers, whatever --mhc-init-gating-factor says."""
     own, name = config.options(HyperConnectionFlags), norm.rpartition(".")[0]
     if own.mhc_output_contract == "mean":
         return []
     streams, partial_over = own.mhc_num_residual_streams, sequence_partial(sequence_parallel)
-    of_fn, factor = Init("normal", config.init_method_std), Init("constant", value=own.mhc_init_gating_factor)
+    of_fn = Init("normal", config.init_method_std)
     return [
         ParamMeta(f"{name}.hc_head_fn", (streams, config.residual_size), {}, of_fn, partial_over),
         ParamMeta(f"{name}.hc_head_base", (streams,), {}, Init("zeros"), partial_over),
-        ParamMeta(f"{name}.hc_head_scale", (1,), {}, factor, partial_over),
+        ParamMeta(f"{name}.hc_head_scale", (1,), {}, Init("constant", value=1.0), partial_over),
     ]

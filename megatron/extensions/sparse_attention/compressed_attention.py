@@ -35,7 +35,6 @@ from megatron.core.tensor_parallel.layers import (
     row_parallel,
 )
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.parameters import sinks_metas
 from megatron.core.transformer.rotary import apply_rotary_interleaved
 from megatron.extensions.context_parallel.attention import from_rank_order
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
@@ -46,6 +45,7 @@ from megatron.extensions.sparse_attention.parameters import (
     CompressorParameters,
     IndexParameters,
     compressed_parameters,
+    compressed_sinks,
 )
 from megatron.extensions.sparse_attention.selection import CHUNK, Index, Keys, Queries, chunks_of
 from megatron.extensions.sparse_attention.sparse_attention import SelectedKeys
@@ -149,7 +149,7 @@ class CompressedKeys(SelectedKeys):
     """Attention to the last tokens and to compressed keys, and the projections of the outputs of groups of heads."""
 
     def __init__(self, name: str, parameters: CompressedParameters, config: TransformerConfig, ctx: TPContext) -> None:
-        super().__init__(name, config, ctx, config.head_dim, sinks_metas(name, config))
+        super().__init__(name, config, ctx, config.head_dim, compressed_sinks(name, config))
         self.linear_o_group_proj = make_parameter(parameters.group, ctx)
         self.ratio, self.near = parameters.ratio, config.options(CompressedAttentionFlags).csa_window_size
         self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim

@@ -165,6 +165,11 @@ def compressed_parameters(name: str, config: TransformerConfig, sequence_paralle
     )
 
 
+def compressed_sinks(name: str, config: TransformerConfig) -> list[ParamMeta]:
+    """The sinks of compressed attention, which start at zero, as in Megatron-LM."""
+    return sinks_metas(name, config, Init("zeros"))
+
+
 def compressed_attention_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters of compressed attention."""
     found = compressed_parameters(name, config, sequence_parallel)
@@ -182,5 +187,5 @@ def compressed_attention_metas(name: str, config: TransformerConfig, sequence_pa
         *linears, of_index = found.index
         yield from metas_of(linears, sequence_parallel)
         yield from compressor(of_index)
-    yield from sinks_metas(name, config)
+    yield from compressed_sinks(name, config)
     yield from metas_of((found.group, found.proj), sequence_parallel)

@@ -75,7 +75,8 @@ def test_they_are_those_on_fake_tensors(case: str, monkeypatch: pytest.MonkeyPat
 
 
 DSA = f"{LLAMA} {LATENT} --v-head-dim 16 --seq-length 1024 --experimental-attention-variant dsa --dsa-indexer-n-heads 2"
-DSA = f"{DSA} --dsa-indexer-head-dim 16 --dsa-indexer-topk 200 --dsa-indexer-loss-coeff 1 --attention-dropout 0 --hidden-dropout 0"
+DSA = f"{DSA} --dsa-indexer-head-dim 16 --dsa-indexer-topk 200 --dsa-indexer-loss-coeff 1"
+DSA = f"{DSA} --attention-dropout 0 --hidden-dropout 0"
 DELTA_NET = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --seq-length 2048"
 LOOPS = {
     "selected keys": f"{DSA} --dsa-indexer-use-sparse-loss",
