@@ -114,7 +114,10 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
         feature = group["feature"]
         if switch := group.get("switch"):
             feature = f"settings of {feature}, which {' '.join(switch)} turns on"
-        yield f"  {' '.join(flags)}: {feature}" + (f"; {group['remedy']}" if "remedy" in group else "")
+        remedy = f"; {group['remedy']}" if "remedy" in group else ""
+        if beside := group.get("beside"):
+            remedy += f"; without effect beside {' or '.join(beside)}: {group['reason']}"
+        yield f"  {' '.join(flags)}: {feature}{remedy}"
     for flag, values in tables["values_not_built"].items():
         yield from (f"  {flag} {value}: {feature}" for value, feature in values.items())
     yield from (f"  {flag} with several values: {what}" for flag, what in tables["several_not_built"].items())

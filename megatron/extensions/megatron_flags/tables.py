@@ -65,6 +65,12 @@ class NotBuilt:
     """If given, the flags that ask for the feature, with a value where that does it: without one of them this flag is
     a setting without effect."""
 
+    beside: tuple[str, ...] = ()
+    """Flags that say the same: beside one of them this flag has no effect."""
+
+    reason: str = ""
+    """Why it has none beside them."""
+
 
 Entry = Accepted | SameAs | Exchange | NotBuilt
 
@@ -89,10 +95,11 @@ class ForeignFlags:
     registered_by: dict[str, str]
     """Flag and value -> the file of examples/ that registers the value."""
 
-    def find(self, name: str, value: str = "") -> Entry | None:
-        """The entry of a flag that no field has, alone or with its first value; None if it is not known."""
-        if entry := self.entries.get(f"{name} {value}"):
-            return entry
+    def find(self, name: str, *texts: str) -> Entry | None:
+        """The entry of a flag that no field has, alone, with its first value or with all; None if it is not known."""
+        for words in (texts, texts[:1]):
+            if words and (entry := self.entries.get(" ".join([name, *words]))):
+                return entry
         longest = max((prefix for prefix in self.prefixes if name.startswith(prefix)), key=len, default="")
         return self.entries.get(name) or self.prefixes.get(longest)
 
@@ -107,7 +114,7 @@ class ForeignFlags:
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
         needed: dict[str, str] = {}
         for name, texts in tokens:
-            entry = self.find(name, *texts[:1])
+            entry = self.find(name, *texts)
             stands_for = entry.flags if isinstance(entry, SameAs) else " ".join([name, *texts[:1]])
             option, _, value = stands_for.partition(" ")
             file = self.registered_by.get(f"{option} {value}")
@@ -116,7 +123,7 @@ class ForeignFlags:
         return needed
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        entry = self.find(name, *texts[:1])
+        entry = self.find(name, *texts)
         if name in spelling_table():
             if not isinstance(entry, SameAs):
                 return self._read_other_values(reader, name, texts)
@@ -131,7 +138,7 @@ class ForeignFlags:
                 reader.refuse(name, texts, "takes no value", "give the flag alone")
             reader.exchanges.append(partial(_exchange, reader, name, entry))
         elif isinstance(entry, NotBuilt):
-            if entry.switch:
+            if entry.switch or entry.beside:
                 reader.settings.append(partial(_judge, reader, name, texts, entry))
             else:
                 _not_built(reader, name, texts, entry)
@@ -189,8 +196,11 @@ def _not_built(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBu
 
 
 def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
-    """Judges a setting of a feature that is not built: without the feature it has no effect."""
-    if reader.spelled & set(entry.switch):
+    """Judges a flag of a feature that is not built by the flags beside it: a setting without the feature has no effect,
+    nor has a flag beside another one that says the same."""
+    if reader.spelled & set(entry.beside):
+        _no_effect(reader, name, texts, entry.reason)
+    elif not entry.switch or reader.spelled & set(entry.switch):
         _not_built(reader, name, texts, entry)
     else:
         _no_effect(reader, name, texts, f"it is a setting of {entry.feature}, which {entry.switch[0]} asks for")
@@ -224,8 +234,8 @@ def read_tables() -> ForeignFlags:
     entries |= {name: Exchange(*words) for name, words in tables["exchanged"].items()}
     prefixes: dict[str, NotBuilt] = {}
     for group in tables["not_built"]:
-        settings = {name: group[name] for name in ("feature", "remedy") if name in group}
-        entry = NotBuilt(**settings, switch=tuple(group.get("switch", ())))
+        settings = {name: group[name] for name in ("feature", "remedy", "reason") if name in group}
+        entry = NotBuilt(**settings, **{name: tuple(group.get(name, ())) for name in ("switch", "beside")})
         entries |= dict.fromkeys(group.get("flags", ()), entry)
         prefixes |= dict.fromkeys(group.get("prefixes", ()), entry)
     values = (tables[name] for name in ("same_values", "values_not_built", "several_not_built", "examples"))

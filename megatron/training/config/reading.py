@@ -94,7 +94,7 @@ class FlagReader(GivenOptions):
         if not name.startswith("--"):
             self.problems.append(Problem(name, None, "is not a flag", "flags begin with two dashes"))
             return
-        name = _known_spelling(name)
+        name = known_spelling(name)
         self.spelled |= {name, " ".join([name, *texts[:1]])}
         self.read_known(name, texts)
 
@@ -308,7 +308,7 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield current
 
 
-def _known_spelling(name: str) -> str:
+def known_spelling(name: str) -> str:
     """`name`, or if nobody knows it, the known one that has dashes for its underscores and `--no-` for `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):

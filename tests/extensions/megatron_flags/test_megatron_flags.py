@@ -16,6 +16,7 @@ from megatron.training.config.arguments import command_line, parse_args, read_fl
 from megatron.training.config.commands import options
 from megatron.training.config.flags import flat_values, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES
+from megatron.training.config.reading import known_spelling
 from megatron.training.reliability.launch import Launch
 from tests.pure.test_arguments import TINY, failure, write
 
@@ -77,7 +78,7 @@ def test_what_flags_stand_for_exists() -> None:
     for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):
         text = entry.flags if isinstance(entry, SameAs) else ""
         if isinstance(entry, NotBuilt):
-            text = " ".join([entry.remedy, *entry.switch])
+            text = " ".join([entry.remedy, entry.reason, *entry.switch, *entry.beside])
         named = {word.strip(",:;.") for word in text.split() if word.startswith("--")}
         assert named <= known, (name, named - known)
 
@@ -118,6 +119,55 @@ def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest
     assert command.notes[1].startswith("--lion-beta1 0.9 has no effect: it is a setting of the Lion optimizer")
     lines = failure(f"{TINY} --engram-dim 4 --engram-layer-ids 1", capsys)
     assert [line.partition(":")[0] for line in lines] == ["--engram-layer-ids 1", "--engram-dim 4"]
+
+
+STANDARD_STACKS = (
+    "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+    "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
+)
+
+
+@pytest.mark.parametrize("stack", STANDARD_STACKS)
+@pytest.mark.parametrize("pattern", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
+def test_flags_that_say_what_a_pattern_says_have_no_effect_beside_it(
+    stack: str, pattern: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the training scripts of Megatron-LM's hybrid models have them."""
+    theirs = f"--is-hybrid-model --spec {stack} --hybrid-attention-ratio 0.5 --hybrid-mlp-ratio 0.5"
+    plain = TINY.replace("--num-layers 4", "")
+    command = command_line(f"{plain} {theirs} {pattern} *-*-".split(), Launch())
+    assert [note.partition(" has no effect: ")[0] for note in command.notes] == [
+        "--is-hybrid-model",
+        f"--spec {stack}",
+        "--hybrid-attention-ratio 0.5",
+        "--hybrid-mlp-ratio 0.5",
+    ]
+    assert command.config == parse_args(f"{plain} {pattern} *-*-".split())
+    lines = failure(f"{TINY} {theirs}", capsys)
+    assert len(lines) == 4 and all("state the layers by --hybrid-layer-pattern" in line for line in lines)
+    other = failure(f"{plain} --spec {stack}_of_mine {pattern} *-*-", capsys)
+    assert "asks for module specifications of layers" in other[0]
+
+
+HEAD = Path(__file__).with_name("flags_of_head.txt")
+"""Each flag of Megatron-LM's branches main and dev, with the values that it may have."""
+
+
+def test_every_flag_and_value_of_head_is_known() -> None:
+    unknown = []
+    for line in HEAD.read_text(encoding="utf-8").splitlines():
+        name, *values = line.split()
+        name = known_spelling(name)
+        flag, _ = spelling_table().get(name, (None, True))
+        if flag is None:
+            unknown += [name] if TABLE.find(name) is None and name not in options() else []
+            continue
+        read = {*TABLE.same_values.get(flag.name, {}), *TABLE.values_not_built.get(flag.name, {})}
+        read |= {*(flag.spec.choices or values)} | {
+            each.partition(" ")[2] for each in TABLE.entries if each.startswith(f"{name} ")
+        }
+        unknown += [f"{name} {value}" for value in values if value not in read]
+    assert not unknown
 
 
 def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) -> None:
