@@ -42,7 +42,8 @@ class HyperConnectionFlags:
     """mHC: iterations of Sinkhorn-Knopp, which make rows and columns of the mixing matrix sum to 1."""
 
     mhc_init_gating_factor: float = 0.01
-    """mHC: initial factor of the part of the weights that depends on the token."""
+    """mHC: initial factor of the part of a sublayer's weights that depends on the token; that of the sum of streams
+    behind the last layer is 1."""
 
     mhc_epsilon: float = flag(1e-6, at_least=0)
     """mHC: added to the weights of what a sublayer reads, and to entries and sums of the mixing matrix."""

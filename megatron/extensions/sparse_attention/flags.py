@@ -68,7 +68,7 @@ class SparseAttentionFlags:
     """DSA: compare both distributions over the selected keys, and not over all keys that a query could see."""
 
 
-@extension_flags("compressed attention", part_of="model")
+@extension_flags("compressed attention", resolve=f"{__package__}.rules:with_head_dim", part_of="model")
 @dataclass(frozen=True)
 class CompressedAttentionFlags:
     """Compressed attention of DeepSeek-V4 (--experimental-attention-variant dsv4_hybrid)."""

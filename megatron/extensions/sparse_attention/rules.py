@@ -17,10 +17,22 @@ from megatron.extensions.sparse_attention.flags import (
     ratios,
     selects,
 )
+from megatron.training.config.flags import with_named
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 
 VARIANT = "--experimental-attention-variant"
+
+
+def with_head_dim(config: RunConfig) -> RunConfig:
+    """The configuration of a model with compressed attention with --qk-head-dim such that keys are as wide as values,
+    which they are too, as Megatron-LM derives it. A value that is not the default stays."""
+    latent = config.options(LatentAttentionFlags)
+    width = latent.v_head_dim - latent.qk_pos_emb_head_dim
+    derived = config.model.experimental_attention_variant == COMPRESSED and width > 0
+    if not derived or latent.qk_head_dim != LatentAttentionFlags.qk_head_dim:
+        return config
+    return with_named(config, {"qk_head_dim": width})
 
 
 def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:

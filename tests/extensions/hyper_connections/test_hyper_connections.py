@@ -45,6 +45,15 @@ def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
         assert parameter.equal(found[name][0]) and parameter.grad.equal(found[name][0].grad), name
 
 
+def test_initial_factors_are_megatrons() -> None:
+    """That of the sum behind the last layer is 1; only those of sublayers are --mhc-init-gating-factor."""
+    found = {name: p for name, (p, _) in GPTModel(STREAMS, FP64).named_metas().items()}
+    sums = [p for name, p in found.items() if name.endswith("hc_head_scale")]
+    gates = [p for name, p in found.items() if ".alpha_" in name]
+    assert sums and all((p == 1).all() for p in sums)
+    assert gates and all((p == 0.5).all() for p in gates)
+
+
 def test_weights_of_sixteen_bits_are_computed_in_fp32() -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = (6, 2, N, 8), (6, 2, N * (N + 2)), (1,), (1,), (1,), (N * (N + 2),)

@@ -13,12 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.batch import BatchContext
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.rotary import apply_rotary_interleaved
+from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.sparse_attention import compressed_attention
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import with_fields
+from megatron.training.config.validation import resolve
 from tests.extensions.planner.test_planned_activations import kept_in_bf16
 from tests.extensions.sparse_attention.test_sparse_attention import COEFF, check_layer, layer_and_context
-from tests.gpt_cases import model_of
+from tests.gpt_cases import FP64, model_of
+from tests.tiny import TINY
 
 COMPRESSED = model_of("compressed")
 HEADS, GROUPS, ROTARY, WINDOW, TOPK, BASE = 8, 4, 4, 3, 2, 500.0
@@ -128,3 +133,17 @@ def test_modules_of_further_tokens_have_ratios_of_their_own() -> None:
     config = with_fields(config, {"csa_compress_ratios": "[0,4,3,4,0]"})
     (last,) = config.mtp_layers
     assert last.rotation == config.layers[0].rotation and not last.rotation.scaled
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("", 64), ("--v-head-dim 512", 448), ("--qk-head-dim 100", 100)])
+def test_channels_without_position_follow_from_those_of_values(flags: str, expected: int) -> None:
+    """A key is a value too."""
+    variant = "--multi-latent-attention --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4]*4"
+    config = resolve(parse_args(f"{TINY} {variant} {flags}".split()), 1)
+    assert config.options(LatentAttentionFlags).qk_head_dim == expected
+
+
+def test_sinks_start_at_zero() -> None:
+    model = GPTModel(COMPRESSED, FP64)
+    sinks = [p for name, (p, _) in model.named_metas().items() if name.endswith("softmax_offset")]
+    assert len(sinks) == COMPRESSED.num_layers and not any(p.any() for p in sinks)
