@@ -5,8 +5,10 @@ that apply to the given flags, `tools/translate_flags.py --list` all."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +72,37 @@ def _pads_vocabulary(c: RunConfig) -> bool:
     return size is None or (size % max(multiple, 1) > 0 if padded is None else padded != size)
 
 
+def _mixers(c: RunConfig) -> set[str]:
+    """Linear attentions and other mixers of the layers; none where the pattern of layers is not legal."""
+    with suppress(ValueError, ArithmeticError, AssertionError):
+        return set(c.model.linear_attentions)
+    return set()
+
+
+def _ratios(c: RunConfig) -> str:
+    return str(named_value(c, "csa_compress_ratios") or "")
+
+
+def _selects(c: RunConfig) -> bool:
+    """Whether an indexer selects keys: of sparse attention, or in layers of compressed attention with a ratio of 4."""
+    mixers = _mixers(c)
+    return "dsa" in mixers or (COMPRESSED in mixers and re.search(r"\b4\b", _ratios(c).replace("*", " * ")) is not None)
+
+
+def _learns_selection(c: RunConfig) -> bool:
+    return _selects(c) and (named_value(c, "dsa_indexer_loss_coeff") or 0) > 0
+
+
+def _hashes(c: RunConfig) -> bool:
+    """Whether some layers have routing by hashes."""
+    return c.model.num_experts is not None and (named_value(c, "moe_n_hash_layers") or 0) > 0
+
+
+COMPRESSED = "dsv4_hybrid"
+WITHOUT_DOCUMENTS = {"mamba2", "gated_delta_net", "dsa", COMPRESSED}
+"""Mixers that ignore --reset-attention-mask in Megatron-LM."""
+
+
 MET: dict[str, Callable[[RunConfig, Given], bool]] = {
     "loss": lambda c, given: _masks_tokens(c) and _several_micro_batches(c) and not _per_token(given),
     "padded vocabulary": lambda c, given: _pads_vocabulary(c),
@@ -130,6 +163,40 @@ MET: dict[str, Callable[[RunConfig, Given], bool]] = {
     "`--optimizer lion`": lambda c, given: c.optimizer.optimizer == "lion",
     "`--step-batch-size-schedule` with lengths in iterations": lambda c, given: (
         named_value(c, "step_batch_size_schedule") is not None and "--train-iters" in given
+    ),
+    "Mamba-2, norm of the outputs": lambda c, given: "mamba2" in _mixers(c) and c.model.norm_epsilon != 1e-5,
+    "`--reset-attention-mask` in layers with Mamba-2, gated delta nets, sparse or compressed attention": (
+        lambda c, given: c.data.reset_attention_mask and not WITHOUT_DOCUMENTS.isdisjoint(_mixers(c))
+    ),
+    "rotary embedding of the indexer of sparse attention": lambda c, given: (
+        "dsa" in _mixers(c) and "--dsa-indexer-rope-interleaved" not in given
+    ),
+    "equal scores of an indexer": lambda c, given: _selects(c),
+    "logged `indexer_loss`": lambda c, given: _learns_selection(c) and named_value(c, "dsa_indexer_loss_coeff") != 1,
+    "indexer's loss under loss masks": lambda c, given: _learns_selection(c) and _masks_tokens(c) and _per_token(given),
+    "indexer's loss of compressed attention": lambda c, given: (
+        COMPRESSED in _mixers(c) and _learns_selection(c) and _several_micro_batches(c)
+    ),
+    "sinks of compressed attention": lambda c, given: COMPRESSED in _mixers(c) and c.model.softmax_type != "learnable",
+    "Muon, outputs of compressed attention": lambda c, given: (
+        c.optimizer.optimizer == "muon" and COMPRESSED in _mixers(c) and (named_value(c, "o_groups") or 1) > 1
+    ),
+    "hyper-connections": lambda c, given: bool(named_value(c, "enable_mhc_connections")),
+    "weights of hash routing with `--moe-router-score-function softmax`": lambda c, given: (
+        _hashes(c) and c.model.moe_router_scores == "softmax"
+    ),
+    "balancing losses of hash routing": lambda c, given: (
+        _hashes(c) and _balances(c, "aux_loss", "seq_aux_loss", "global_aux_loss")
+    ),
+    "table of hash routing": lambda c, given: _hashes(c),
+    "`--yarn-` flags with `--multi-latent-attention`": lambda c, given: (
+        c.model.attention == "multi_latent_attention" and any(flag.startswith("--yarn-") for flag in given)
+    ),
+    "`--iterations-to-skip`, evaluations and saves": lambda c, given: bool(c.checks.iterations_to_skip),
+    "`--moe-token-drop-policy position`": lambda c, given: (
+        c.model.num_experts is not None
+        and c.model.moe_drops_tokens
+        and named_value(c, "moe_token_drop_policy") == "position"
     ),
 }
 """Subject of a difference -> whether it applies to a resolved configuration. Like a rule, it must not raise on any
