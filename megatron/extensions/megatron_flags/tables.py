@@ -235,7 +235,7 @@ def read_tables() -> ForeignFlags:
     prefixes: dict[str, NotBuilt] = {}
     for group in tables["not_built"]:
         settings = {name: group[name] for name in ("feature", "remedy", "reason") if name in group}
-        entry = NotBuilt(**settings, **{name: tuple(group.get(name, ())) for name in ("switch", "beside")})
+        entry = NotBuilt(**settings, switch=tuple(group.get("switch", ())), beside=tuple(group.get("beside", ())))
         entries |= dict.fromkeys(group.get("flags", ()), entry)
         prefixes |= dict.fromkeys(group.get("prefixes", ()), entry)
     values = (tables[name] for name in ("same_values", "values_not_built", "several_not_built", "examples"))
