@@ -23,6 +23,9 @@ from megatron.training.reliability.rank_status import Blame, HangAnalysis, RankS
 KEPT = 2000
 """Collectives that the recorder keeps on each rank."""
 
+MALFORMED = (KeyError, OverflowError, TypeError, ValueError)
+"""Errors of reading a value of other types than expected."""
+
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
@@ -39,6 +42,14 @@ class Entered:
     """Such as `all_reduce [4, 8] Float`."""
 
     pending: bool
+
+    @classmethod
+    def of(cls, values: Any) -> Entered:
+        """From JSON's types. Raises an error of `MALFORMED` unless they describe a collective."""
+        ranks = tuple(map(int, values["ranks"]))
+        if not ranks:
+            raise ValueError("a group has ranks")
+        return cls(str(values["axis"]), ranks, int(values["number"]), str(values["what"]), bool(values["pending"]))
 
     def __str__(self) -> str:
         return f"{self.what} (number {self.number} over {self.axis}, ranks {', '.join(map(str, self.ranks))})"
@@ -108,11 +119,12 @@ class Waiting:
 
     @classmethod
     def of(cls, standing: Standing) -> Waiting:
-        """Of a rank, from its evidence."""
-        entered, sender = standing.evidence
-        return cls(
-            standing.place, tuple(Entered(**(each | {"ranks": tuple(each["ranks"])})) for each in entered), sender
-        )
+        """Of a rank, from its evidence. A rank with malformed evidence waits for nobody."""
+        try:
+            entered, sender = standing.evidence
+            return cls(standing.place, tuple(map(Entered.of, entered)), None if sender is None else int(sender))
+        except MALFORMED:
+            return cls(standing.place)
 
     @property
     def waits_in(self) -> Entered | None:

@@ -7,12 +7,19 @@ it reports to the other hosts. It sends its findings to the ranks of its own hos
 A host is silent when nothing of it has arrived for the timeout, and deaf when its own messages say that it has heard
 nothing from here for as long: what is lost one way only. Time in which this process itself did not run is not counted.
 
-    python -I -S heartbeat.py PARENT RANK TIMEOUT FAMILY      # prints its port; lines of JSON on stdin are its orders
+Any process that reaches a port can send to it. A datagram begins with the token of the run and is parsed only after the
+token has been checked. Others, and those whose values have wrong types, are ignored and counted.
+
+    python -I -S heartbeat.py PARENT RANK WORLD TIMEOUT FAMILY
+
+It prints its port. Lines of JSON on stdin are its orders.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+import math
 import os
 import select
 import signal
@@ -45,6 +52,87 @@ not come here, nor what would end a collective: the other one's end, which the n
 
 FAREWELLS = 8
 """Times that the last message is sent."""
+
+BURST = 256
+"""Datagrams, and connections, that are read between two looks at the clock: a flood holds up no heartbeat."""
+
+ENDS = ("", "bye", "failed", "lost", "gone")
+"""What a message may say of the end of its host: see `Peer.end`."""
+
+
+def seal(token: str, message: dict[str, Any]) -> bytes:
+    """The datagram of a message."""
+    return token.encode() + json.dumps(message).encode()
+
+
+def unseal(token: str, data: bytes) -> dict[str, Any]:
+    """The message of a datagram. Raises ValueError if it does not begin with the token, or is no JSON object."""
+    begin, rest = data[: len(token)], data[len(token) :]
+    if not token or not hmac.compare_digest(begin, token.encode()):
+        raise ValueError("it does not begin with the token of this run")
+    try:
+        message = json.loads(rest)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError("it is no JSON object")
+    return message
+
+
+def check_beat(message: dict[str, Any], world: int) -> None:
+    """Raises ValueError unless a message is one of `Links.message` in a world of this size."""
+    sender, end, ages = message.get("from"), message.get("end"), message.get("ages")
+    if not (_is_rank(sender, world) and isinstance(end, str) and end in ENDS and _are_ages(ages, world)):
+        raise ValueError("its values have wrong types, or name ranks that do not exist")
+
+
+def check_findings(found: dict[str, Any], world: int) -> None:
+    """Raises ValueError unless a message holds findings as `Links.findings` returns them."""
+    lists = [found.get(name) for name in ("gone", "fine")]
+    right = all(isinstance(each, list) and all(_is_rank(host, world) for host in each) for each in lists)
+    if not (right and all(_are_ages(found.get(kind), world) for kind in KINDS)):
+        raise ValueError("its values have wrong types, or name ranks that do not exist")
+
+
+def _is_rank(value: Any, world: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < world
+
+
+def _are_ages(value: Any, world: int) -> bool:
+    """Whether a value maps ranks, as texts, to seconds."""
+    return isinstance(value, dict) and all(
+        host.isascii()
+        and host.isdigit()
+        and len(host) <= len(str(world))
+        and int(host) < world
+        and isinstance(age, int | float)
+        and not isinstance(age, bool)
+        and math.isfinite(age)
+        for host, age in value.items()
+    )
+
+
+class Ignored:
+    """Counts datagrams that are ignored, and reports the first one on standard error."""
+
+    def __init__(self, here: str) -> None:
+        self.here, self.count = here, 0
+
+    def add(self, sender: tuple[Any, ...], why: ValueError) -> None:
+        """Counts a datagram."""
+        self.count += 1
+        if self.count == 1:
+            place = f"{sender[0]} port {sender[1]}"
+            self._say(f"ignored a UDP datagram from {place}: {why}. Further ones are ignored and counted")
+
+    def close(self) -> None:
+        """Reports how many were ignored, if more than one."""
+        if self.count > 1:
+            self._say(f"ignored {self.count} UDP datagrams that were no heartbeats of this run")
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):  # the disk of the log is full
+            print(f"{self.here}: {text}", file=sys.stderr, flush=True)
 
 
 def watched(hosts: Iterable[int], here: int) -> set[int]:
@@ -155,27 +243,30 @@ class Links:
 class Heartbeat:
     """The process: sends, receives, and reports its findings to the ranks of this host."""
 
-    def __init__(self, parent: int, links: Links, family: int) -> None:
-        self.parent, self.links = parent, links
-        self.run, self.ears = "", list[int]()
+    def __init__(self, parent: int, links: Links, world: int, family: int) -> None:
+        self.parent, self.links, self.world = parent, links, world
+        self.token, self.ears = "", list[int]()
         self._network = socket.socket(family, socket.SOCK_DGRAM)
         self._network.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         self._network.bind(("", 0))
         self._network.setblocking(False)
         self.port: int = self._network.getsockname()[1]
-        self._door = socket.socket(family, socket.SOCK_STREAM)
-        """Connections show that this host is alive if its UDP does not arrive."""
-        with suppress(OSError):  # another program has the port, and answers too
-            self._door.bind(("", self.port))
-            self._door.listen()
+        self._doors = list[socket.socket]()
+        """A socket whose connections show that this host is alive if its UDP does not arrive. None if another program
+        has the port, and answers too."""
+
+        with suppress(OSError):
+            self._doors.append(socket.create_server(("", self.port), family=socket.AddressFamily(family)))
+            self._doors[0].setblocking(False)
         self._loopback = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._orders = b""
+        self._ignored = Ignored(f"heartbeat of rank {links.here} on {socket.gethostname()}, port {self.port}")
 
     def serve(self) -> None:
         """Beats until the first rank of this host orders the end, or has ended."""
         last = time.monotonic()
         while True:
-            inputs: list[Any] = [self._network, 0]
+            inputs: list[Any] = [self._network, *self._doors, 0]
             readable = select.select(inputs, [], [], max(0.0, last + BEAT - time.monotonic()))[0]
             now = time.monotonic()
             if now - last > PAUSE:
@@ -183,6 +274,7 @@ class Heartbeat:
                 self.links.stood_still(now - last, now)
             else:
                 self._receive(now)
+            self._answer_doors()
             end = self._obey(now) if 0 in readable else ""
             if os.getppid() != self.parent:
                 end = end or "gone"
@@ -194,22 +286,36 @@ class Heartbeat:
                 self._tell(self.links.findings(now))
 
     def _receive(self, now: float) -> None:
-        with suppress(BlockingIOError):
-            while True:
-                try:
-                    data, address = self._network.recvfrom(65536)
-                    message = json.loads(data)
-                    if self.run and message["run"] == self.run:
-                        self.links.hear(message, address, now)
-                except (ConnectionError, KeyError, TypeError, ValueError):
-                    continue  # an address where nobody listens any more; a message that is not ours
+        for _ in range(BURST):
+            try:
+                data, sender = self._network.recvfrom(65536)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # an address where nobody listens any more
+            if not self.token:
+                continue  # it is not known yet: another host has learnt of this one earlier
+            try:
+                message = unseal(self.token, data)
+                check_beat(message, self.world)
+            except ValueError as error:
+                self._ignored.add(sender, error)
+            else:
+                self.links.hear(message, sender, now)
+
+    def _answer_doors(self) -> None:
+        """Takes connections, of which the kernel holds only so many, and ends them."""
+        for door in self._doors:
+            with suppress(OSError):  # no connection is left, or its other end has gone
+                for _ in range(BURST):
+                    door.accept()[0].close()
 
     def _obey(self, now: float) -> str:
         data = os.read(0, 1 << 20)
         *lines, self._orders = (self._orders + data).split(b"\n")
         for line in lines:
             order = json.loads(line)
-            self.run, self.ears = order.get("run", self.run), order.get("ears", self.ears)
+            self.token, self.ears = order.get("token", self.token), order.get("ears", self.ears)
             for host, address in order.get("hosts", {}).items():
                 self.links.know(int(host), tuple(address), now)
             if end := order.get("end"):
@@ -217,14 +323,14 @@ class Heartbeat:
         return "" if data else "gone"
 
     def _send(self, message: dict[str, Any], now: float) -> None:
-        data = json.dumps(message | {"run": self.run}).encode()
+        data = seal(self.token, message)
         for address in self.links.targets(now):
             with suppress(OSError):  # no carrier, no route: the other side notices that nothing comes
                 self._network.sendto(data, address)
 
     def _tell(self, findings: dict[str, Any]) -> None:
         if any(findings[kind] for kind in (*KINDS, "gone")):
-            data = json.dumps(findings | {"run": self.run}).encode()
+            data = seal(self.token, findings)
             for port in self.ears:
                 with suppress(OSError):
                     self._loopback.sendto(data, ("127.0.0.1", port))
@@ -234,13 +340,14 @@ class Heartbeat:
             now = time.monotonic()
             self._send(self.links.message(now, end), now)
             time.sleep(0.02)
+        self._ignored.close()
 
 
 def main() -> None:
-    parent, here, timeout, family = sys.argv[1:]
+    parent, here, world, timeout, family = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the ranks
-    heartbeat = Heartbeat(int(parent), Links(int(here), float(timeout)), int(family))
+    heartbeat = Heartbeat(int(parent), Links(int(here), float(timeout)), int(world), int(family))
     print(heartbeat.port, flush=True)
     heartbeat.serve()
 

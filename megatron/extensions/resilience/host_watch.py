@@ -2,13 +2,14 @@
 other hosts are lost. Hosts that are cut off before their heartbeats know of each other notice that the store does not
 answer, and that its host accepts no connection either.
 
-Keys of the store: link/R, what `Link` says of rank R; heartbeats, the name of this start in heartbeats.
+Keys of the store: link/R, what `Link` says of rank R; heartbeats, the token of this start in heartbeats.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.extensions.resilience.flags import ResilienceConfig
-from megatron.extensions.resilience.heartbeat import FULL_MESH
+from megatron.extensions.resilience.heartbeat import FULL_MESH, Ignored, check_findings, unseal
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.failure_report import ADVICE, Failure
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import Board
+from megatron.training.reliability.untrusted import parse_record
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 ADVICE_HOST = (
@@ -48,6 +50,9 @@ LOOK = 0.5
 
 ANSWER = 2.0
 """Seconds in which the kernel of a host that lives accepts a connection."""
+
+TOKEN_BYTES = 16
+"""Random bytes in the token of a start."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class HostWatch(Watch):
         self, launch: Launch, status: RankStatus, failures: FailureHandler, board: Board, timeout: float
     ) -> None:
         self._launch, self._status, self._failures, self._board = launch, status, failures, board
-        self._store, self._timeout, self._run = AskedStore(board.store), timeout, ""
+        self._store, self._timeout, self._token = AskedStore(board.store), timeout, ""
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
@@ -123,6 +128,7 @@ class HostWatch(Watch):
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._ignored = Ignored(launch.name(socket.gethostname()))
 
     def open(self) -> None:
         """Starts to watch."""
@@ -130,7 +136,7 @@ class HostWatch(Watch):
         board.store = self._store
         self._ear.bind(("127.0.0.1", 0))
         threading.Thread(target=self._ask_after_store, name="store watch", daemon=True).start()
-        self._run = board.agree("heartbeats", os.urandom(8).hex())
+        self._token = board.claim("heartbeats", secrets.token_hex(TOKEN_BYTES), _parse_token)
         self._failures.at_exit.append(self.close)
         self._publish(self._start() if self._launch.local_rank == 0 else 0)
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
@@ -144,18 +150,20 @@ class HostWatch(Watch):
         world = self._launch.world_size
         if len(self._links) < world and (world <= FEW or board.complete("link")):
             # A new one, as the other thread may be looking through the old one.
-            self._links = self._links | {rank: Link(**json.loads(text)) for rank, text in board.get_all("link").items()}
+            self._links = self._links | board.read_all("link", _parse_link)
         known = len(self._links) if len(self._links) == world or len(self._hosts()) <= FULL_MESH else 0
         if self._process is not None and known > self._told:
             self._told = known
-            hosts = {rank: _resolved(self._address(rank), link.port) for rank, link in self._hosts().items()}
+            found = {rank: _resolved(self._address(rank), link.port) for rank, link in self._hosts().items()}
+            hosts = {rank: address for rank, address in found.items() if address}
             here = self._links[self._launch.rank].machine
             ears = [link.ear for link in self._links.values() if link.machine == here]
-            self._order(run=self._run, ears=ears, hosts={rank: address for rank, address in hosts.items() if address})
+            self._order(token=self._token, ears=ears, hosts=hosts)
 
     def close(self) -> None:
         """Ends the watch; other hosts hear whether that is without a failure, by one, or because they were lost."""
         self._closed.set()
+        self._ignored.close()
         if self._process is not None:
             with suppress(OSError, subprocess.TimeoutExpired):
                 self._order(end="lost" if self._lost else "failed" if self._failures.ending else "bye")
@@ -164,7 +172,7 @@ class HostWatch(Watch):
     def _start(self) -> int:
         """Starts the heartbeat of this host. Returns its port."""
         family = _way_to(*_store_address())[0]
-        words = [os.getpid(), self._launch.rank, self._timeout, int(family)]
+        words = [os.getpid(), self._launch.rank, self._launch.world_size, self._timeout, int(family)]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -207,13 +215,16 @@ class HostWatch(Watch):
 
     def _listen(self) -> None:
         while not self._closed.is_set():
-            data = self._ear.recv(65536)
+            data, sender = self._ear.recvfrom(65536)
             try:
-                findings = json.loads(data)
-                if findings.get("run") == self._run and not self._closed.is_set():
+                findings = unseal(self._token, data)
+                check_findings(findings, self._launch.world_size)
+            except ValueError as error:
+                self._ignored.add(sender, error)
+                continue
+            try:
+                if not self._closed.is_set():
                     self._act(findings)
-            except ValueError:
-                continue  # not from a heartbeat
             except Exception as error:
                 self._failures.fail(error)  # nobody would watch any more
 
@@ -312,6 +323,19 @@ class HostWatch(Watch):
         title = "cut off from other hosts" if alone else "host cannot be reached"
         phase = f"{self._status.phase_and_action()}, as seen from {self._host_name(here)}"
         return Failure(rank, who, phase, title, "\n".join(lines), ADVICE_HOST)
+
+
+def _parse_link(text: str) -> Link:
+    link = parse_record(Link, text)
+    if not (0 < link.ear < 1 << 16 and 0 <= link.port < 1 << 16):
+        raise ValueError(f"there is no port {link.ear}, or no port {link.port}")
+    return link
+
+
+def _parse_token(text: str) -> str:
+    if len(text) != 2 * TOKEN_BYTES or not set(text) <= set("0123456789abcdef"):
+        raise ValueError(f"it is no token of {2 * TOKEN_BYTES} hexadecimal digits")
+    return text
 
 
 def _store_address() -> tuple[str, int]:

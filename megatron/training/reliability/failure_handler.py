@@ -242,7 +242,7 @@ class FailureHandler:
         board = self._board
         gone = {rank for rank, peer in board.neighbours().items() if not peer.state()} | set(silent)
         board.wait(lambda: len(board.get_all("place")) >= self._launch.world_size - 1 - len(gone), GATHER)
-        return {rank: Standing.from_json(text) for rank, text in board.get_all("place").items()}
+        return board.read_all("place", Standing.from_json)
 
     def _blamed(self, failure: Failure, silent: Collection[int], standings: dict[int, Standing]) -> Failure:
         """The failure of a rank that waited, attributed to the rank it waited for."""

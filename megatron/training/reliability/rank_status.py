@@ -14,6 +14,7 @@ from typing import Any
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import HANG_ANALYSES
 from megatron.training.reliability.failure_report import place_in, place_of
+from megatron.training.reliability.untrusted import parse_record
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Standing:
 
     @classmethod
     def from_json(cls, text: str) -> Standing:
-        return cls(**json.loads(text))
+        """Raises ValueError unless the text describes a standing."""
+        return parse_record(cls, text)
 
 
 @dataclass(frozen=True)

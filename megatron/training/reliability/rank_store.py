@@ -8,7 +8,8 @@ Keys:
     came/W      how many ranks have come to meeting W         came/W/R R has come
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick after which all ranks carry it out
-No call blocks for longer than the store takes to answer, so ranks that are gone hold up nobody.
+No call blocks for longer than the store takes to answer, so ranks that are gone hold up nobody. Any process that can
+reach the port can write to the store: a malformed value counts as none, and is reported once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.untrusted import Ignored, parse_integer, parse_record
 
 PERIOD = 0.4
 """Seconds between two looks of a rank at the store."""
@@ -109,12 +111,15 @@ def out_of_memory_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
+KINDS = ("save", "stop", "resume")
+
+
 @dataclass(frozen=True)
 class Request:
     """Something that all ranks shall do after the same tick."""
 
     kind: str
-    """`save`, `stop`, or `resume`: stop, and be started again."""
+    """One of `KINDS`: `save`, `stop`, or `resume`, which is to stop and be started again."""
 
     why: str
 
@@ -124,6 +129,24 @@ T = TypeVar("T")
 
 def _json(value: Any) -> str:
     return json.dumps(asdict(value))
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
+
+
+def _parse_peer(text: str) -> Peer:
+    peer = parse_record(Peer, text)
+    if peer.pid < 1:  # the number of a group of processes, to which a signal would go
+        raise ValueError(f"pid is {peer.pid}, not above 0")
+    return peer
+
+
+def _parse_request(text: str) -> Request:
+    request = parse_record(Request, text)
+    if request.kind not in KINDS:
+        raise ValueError(f"kind is {request.kind!r}, not one of {', '.join(KINDS)}")
+    return request
 
 
 class Board:
@@ -136,26 +159,52 @@ class Board:
         self.launch, self.peers = launch, dict[int, Peer]()
         self.ranks = range(launch.world_size)
         self.me = Peer.here()
+        self.ignored = Ignored(lambda: self.name(launch.rank), reports=launch.rank == 0)
+        """Malformed values in the store, of which rank 0 reports the first one."""
+
+        self._malformed = dict[str, int]()
+        """Key -> hash of the malformed value that was counted, so that none is counted again at every look."""
+
         self._beats = 0
         store.set(f"peer/{launch.rank}", _json(self.me))
 
     def get(self, key: str) -> str | None:
         """A value, None where there is none yet."""
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return _text(self.store.get(key)) if self.store.check([key]) else None
 
-    def agree(self, key: str, value: str) -> str:
-        """Sets a value unless there is one; returns what is."""
-        return self.store.compare_set(key, "", value).decode()
-
-    def _read(self, key: str, kind: Callable[..., T]) -> T | None:
+    def read(self, key: str, parse: Callable[[str], T]) -> T | None:
+        """A value as `parse` returns it, None where there is none yet or `parse` raises ValueError."""
         text = self.get(key)
-        return kind(**json.loads(text)) if text else None
+        return self._parsed(key, text, parse) if text else None
+
+    def read_all(self, name: str, parse: Callable[[str], T]) -> dict[int, T]:
+        """Rank -> value as `parse` returns it, of the ranks that have one for which `parse` does not raise."""
+        found = {rank: self._parsed(f"{name}/{rank}", text, parse) for rank, text in self.get_all(name).items()}
+        return {rank: value for rank, value in found.items() if value is not None}
+
+    def claim(self, key: str, value: str, parse: Callable[[str], T]) -> T:
+        """Sets a value unless there is one for which `parse` does not raise; returns what is."""
+        parse(value)
+        found, there = None, b""
+        while found is None:
+            there = self.store.compare_set(key, there, value)
+            found = self._parsed(key, _text(there), parse)
+        return found
+
+    def _parsed(self, key: str, text: str, parse: Callable[[str], T]) -> T | None:
+        try:
+            return parse(text)
+        except ValueError as error:
+            if self._malformed.get(key) != hash(text):
+                self._malformed[key] = hash(text)
+                self.ignored.add(f"the value of {key} in the rendezvous store", error)
+            return None
 
     def get_all(self, name: str) -> dict[int, str]:
         """Rank -> value, of the ranks that have one."""
         keys = [f"{name}/{rank}" for rank in self.ranks]
         if self.store.check(keys):
-            return dict(zip(self.ranks, (value.decode() for value in self.store.multi_get(keys)), strict=True))
+            return dict(zip(self.ranks, map(_text, self.store.multi_get(keys)), strict=True))
         found = {rank: self.get(key) for rank, key in zip(self.ranks, keys, strict=True)}
         return {rank: value for rank, value in found.items() if value is not None}
 
@@ -166,7 +215,7 @@ class Board:
     def neighbours(self) -> dict[int, Peer]:
         """The other ranks on this machine, once all have come."""
         if not self.peers and self.complete("peer"):
-            self.peers = {rank: Peer(**json.loads(text)) for rank, text in self.get_all("peer").items()}
+            self.peers = self.read_all("peer", _parse_peer)
         rank, space = self.launch.rank, self.me.namespace
         return {r: peer for r, peer in self.peers.items() if r != rank and peer.namespace == space and space}
 
@@ -190,10 +239,10 @@ class Board:
 
     def post_cause(self, failure: Failure) -> Failure:
         """Makes `failure` the report unless there is one; returns what is."""
-        return Failure(**json.loads(self.store.compare_set("cause", "", _json(failure)).decode()))
+        return self.claim("cause", _json(failure), self._parse_failure)
 
     def cause(self) -> Failure | None:
-        return self._read("cause", Failure)
+        return self.read("cause", self._parse_failure)
 
     def post_report(self, failure: Failure) -> None:
         """Tells the other ranks that the report is printed, and what it says."""
@@ -201,7 +250,13 @@ class Board:
 
     def report(self) -> Failure | None:
         """The report that was printed."""
-        return self._read("told", Failure)
+        return self.read("told", self._parse_failure)
+
+    def _parse_failure(self, text: str) -> Failure:
+        failure = parse_record(Failure, text)
+        if failure.reporter not in self.ranks or not 0 < failure.code < 256:
+            raise ValueError(f"there is no rank {failure.reporter}, or no exit code {failure.code}")
+        return failure
 
     def say(self, key: str, value: str = "") -> None:
         """Sets this rank's value of `key`, as listed above."""
@@ -209,19 +264,20 @@ class Board:
 
     def ask(self, number: int, request: Request) -> None:
         """Makes `request` the one of this number unless there is one."""
-        self.store.compare_set(f"ask/{number}", "", _json(request))
+        self.claim(f"ask/{number}", _json(request), _parse_request)
 
     def asked(self, number: int) -> Request | None:
-        return self._read(f"ask/{number}", Request)
+        return self.read(f"ask/{number}", _parse_request)
 
     def agreed(self, number: int) -> int | None:
         """The tick after which a request is carried out: the last that any rank had begun. Rank 0 works it out."""
-        if self.launch.rank == 0 and not self.store.check([f"agreed/{number}"]):
-            positions = self.get_all(f"at/{number}")
+        found = self.read(f"agreed/{number}", parse_integer)
+        if found is None and self.launch.rank == 0:
+            positions = self.read_all(f"at/{number}", parse_integer)
             if len(positions) == len(self.ranks):
-                self.store.set(f"agreed/{number}", str(max(map(int, positions.values()))))
-        text = self.get(f"agreed/{number}")
-        return int(text) if text else None
+                found = max(positions.values())
+                self.store.set(f"agreed/{number}", str(found))
+        return found
 
     def beat(self, phase: str) -> None:
         """A sign of life."""

@@ -94,8 +94,8 @@ class StopRequests:
                     self._wishes.remove(request)
                 with self._change:
                     self._asked = request
-                    board.say(f"at/{self._number}", str(self._ticks))
         if self._asked is not None and self._after is None:
+            board.say(f"at/{self._number}", str(self._ticks))  # no tick begins until all ranks know each other's
             after = board.agreed(self._number)
             if after == 0 and self._asked.kind == "resume":
                 return f"ending before the first step: {self._asked.why}"

@@ -135,6 +135,7 @@ class Watchdog:
             self._thread.join(5)
         for watch in self._watches:
             watch.close()
+        board.ignored.close()
         board.say("over")
         if first:
             board.wait(lambda: len(board.get_all("over")) == self.launch.world_size, 10.0)

@@ -41,9 +41,12 @@ from megatron.extensions.diagnosis.trace.recorder import CollectiveTaps, Recorde
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Meter, RunView
+from megatron.training.reliability.untrusted import parse_integer
 from megatron.training.run import TrainingRun
 
 ROUND_TRIPS = 24
+MALFORMED = (IndexError, KeyError, RecursionError, TypeError, ValueError, zlib.error)
+"""Errors of reading a dump of other bytes or types than expected."""
 
 Clock = Callable[[], int]
 
@@ -102,7 +105,12 @@ def _ask(store: dist.Store, key: str, clock: Clock) -> Offset:
         store.set(f"{key}/ping/{number}", "")
         store.wait([f"{key}/pong/{number}"])
         returned.append(clock())
-    answered = map(int, store.get(f"{key}/times").decode().split())
+    try:
+        answered = [int(time) for time in store.get(f"{key}/times").split()]
+    except ValueError:  # another process has written to the store
+        answered = []
+    if len(answered) != ROUND_TRIPS:
+        return Offset(sent[0])
     trips = zip(sent, returned, answered, strict=True)
     round_trip, middle, there = min((back - out, (out + back) // 2, there) for out, back, there in trips)
     return Offset(middle, there - middle, round_trip)
@@ -275,7 +283,7 @@ class Tracer(Callback):
             "memory": held_bytes(run),
         }
         dump = {"spans": spans, "in_flight": recorder.in_flight, "facts": facts}
-        dumps = self._collect(dump, alignment)
+        dumps = self._collect(dump, alignment, run.say)
         if not dumps:
             return
         self._writer = threading.Thread(target=self._write, args=(dumps, run.progress.iteration, run.say))
@@ -291,7 +299,7 @@ class Tracer(Callback):
         else:
             say(f" trace of iterations {self._first} to {last}: {path}")
 
-    def _collect(self, dump: Mapping[str, Any], alignment: Alignment) -> list[RankTrace]:
+    def _collect(self, dump: Mapping[str, Any], alignment: Alignment, say: Callable[[str], None]) -> list[RankTrace]:
         """The recordings of all ranks, on rank 0; [] elsewhere. One rank after the other, through the store, so that
         rank 0 holds one packed dump at a time and no collective takes memory of the device."""
         packed = zlib.compress(json.dumps([dump, [vars(alignment.first), vars(alignment.last)]]).encode(), 1)
@@ -308,16 +316,17 @@ class Tracer(Callback):
             store.set(f"{key}/{launch.rank}/pieces", str(len(cuts)))
             dist.barrier(group=self.runtime.state.world.group)
             return []
-        found = [_unpacked(packed)]
+        found, malformed = [_unpacked(packed)], list[int]()
         for rank in range(1, launch.world_size):
             store.set(f"{key}/{rank}/wanted", "")
-            pieces = int(store.get(f"{key}/{rank}/pieces"))
-            names = [f"{key}/{rank}/{number}" for number in range(pieces)]
-            found.append(_unpacked(b64decode(b"".join(store.get(name) for name in names))))
-            for name in names:
-                store.delete_key(name)
+            try:
+                found.append(_unpacked(_fetched(store, f"{key}/{rank}")))
+            except MALFORMED:  # another process has written to the store
+                malformed.append(rank)
         dist.barrier(group=self.runtime.state.world.group)
-        return found
+        if malformed:
+            say(f" no trace is written: recordings in the rendezvous store are malformed, of ranks {malformed}")
+        return [] if malformed else found
 
     def _lists(self) -> Callable[[int], Lists] | None:
         """The action lists of a step by its micro-batches; None where passes run in turns, whose times are one."""
@@ -358,6 +367,15 @@ def held_bytes(run: RunView) -> dict[str, int]:
     else:
         held["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return held
+
+
+def _fetched(store: dist.Store, key: str) -> bytes:
+    """The packed dump that a rank has put into the store in pieces, which are deleted."""
+    names = [f"{key}/{number}" for number in range(parse_integer(store.get(f"{key}/pieces").decode()))]
+    packed = b64decode(b"".join(store.get(name) for name in names))
+    for name in names:
+        store.delete_key(name)
+    return packed
 
 
 def _unpacked(packed: bytes) -> RankTrace:

@@ -1,0 +1,102 @@
+"""Parses messages that arrive on a socket or through the rendezvous store, where any process that reaches the port can
+write. A malformed message is ignored and counted, and the first one is reported. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+T = TypeVar("T")
+
+DIGITS = 18
+"""Digits of the largest integer that a message may hold."""
+
+SHOWN = 40
+"""Characters of a malformed text that its report shows."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError also if it is nested too deeply or is not UTF-8."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+
+
+def parse_record(kind: Callable[..., T], text: str | bytes) -> T:
+    """The dataclass instance that a JSON object describes.
+
+    Raises ValueError unless the object has the fields of the class and values of their types. A field of type Any
+    accepts every value."""
+    values, types = parse_json(text), _types(kind)
+    if not isinstance(values, dict):
+        raise ValueError(f"it is no JSON object, but {_short(values)}")
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    absent = [name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING]
+    if missing := [name for name in absent if name not in values]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"it has an unknown field, {_short(name)}")
+        if not _has_type(value, types[name]):
+            raise ValueError(f"{name} is {_short(value)}, not of type {types[name].__name__}")
+    return kind(**values)
+
+
+def parse_integer(text: str) -> int:
+    """The value of a text of decimal digits. Raises ValueError for any other text."""
+    if not (text.isascii() and text.isdigit() and len(text) <= DIGITS):
+        raise ValueError(f"it is no whole number, but {_short(text)}")
+    return int(text)
+
+
+@cache
+def _types(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if kind in (int, float) and isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 10**DIGITS
+    return isinstance(value, kind) and not (kind is float and not math.isfinite(value))
+
+
+def _short(value: Any) -> str:
+    """A value as an error shows it, of containers the type only: they may be long and deep."""
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__}"
+    text = ascii(value[:SHOWN]) if isinstance(value, str) else str(value)[:SHOWN]
+    return text if len(str(value)) <= SHOWN else f"{text}..."
+
+
+class Ignored:
+    """Counts malformed messages and reports the first one on standard error."""
+
+    def __init__(self, here: Callable[[], str], reports: bool = True) -> None:
+        """`here` names this process in its reports; it makes none without `reports`."""
+        self.count = 0
+        self._here, self._reports = here, reports
+
+    def add(self, what: str, why: object) -> None:
+        """Counts a message: `what` says where it arrived, `why` what is wrong with it."""
+        self.count += 1
+        if self.count == 1:
+            self._say(f"ignored {what}: {why}. Further ones are ignored and counted")
+
+    def close(self) -> None:
+        """Reports how many messages were ignored, if there was more than one."""
+        if self.count > 1:
+            self._say(f"ignored {self.count} malformed messages")
+
+    def _say(self, text: str) -> None:
+        if self._reports:
+            with suppress(OSError):  # the disk of the log is full
+                print(f"{self._here()}: {text}", file=sys.stderr, flush=True)
