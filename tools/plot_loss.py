@@ -2,13 +2,12 @@
 
     python tools/plot_loss.py runs/a runs/b --output loss.png
 
-A run is its --save folder, or its metrics.jsonl. Each has one line of training loss and dots of validation loss. If a
-resumed run logged an iteration twice, the later record counts.
+A run is its --save folder, or its metrics.jsonl. Each has one line of training loss and dots of validation loss, under
+the name of its folder. If a resumed run logged an iteration twice, the later record counts. Dashed lines mark phases.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -17,32 +16,25 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from .common import refuse_picture, run_tool, tool_parser
-from .pictures.drawing import Series, curves, write_picture
-from .pictures.run_folder import read_metrics
+from .pictures.drawing import Marks, Series, curves, write_picture
+from .pictures.run_folder import labels_of, read_metrics
 
 TRAIN_KEY = "lm_loss"
 VALID_KEY = "valid_loss"
 
 
-def labels_of(folders: list[Path]) -> list[str]:
-    """The folder of each run, without what all of them begin with."""
-    folders = [folder.resolve() for folder in folders]
-    shared = Path(os.path.commonpath(folders))
-    shared = shared.parent if shared in folders else shared
-    return [str(folder.relative_to(shared)) for folder in folders]
-
-
 def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
     """Writes the picture and returns a line that says what is in it."""
     series, summary, runs = [], [], [read_metrics(path) for path in paths]
-    for number, (path, run, label) in enumerate(zip(paths, runs, labels_of([run.path for run in runs]), strict=True)):
+    for number, (path, run, label) in enumerate(zip(paths, runs, labels_of(runs), strict=True)):
         losses, valid = run.values(TRAIN_KEY), run.values(VALID_KEY)
         if not losses:
             raise ValueError(f"{path} has no record with an iteration and {TRAIN_KEY}")
         series.append(Series(f"{label}, training", losses, colour=f"C{number}"))
         series.append(Series(f"{label}, validation", valid, dots=True, colour=f"C{number}"))
         summary.append(f"{path}: lm loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f}, {len(valid)} validation points")
-    if (figure := curves("lm loss", "nats per token", series, size=(8, 4.5))) is None:
+    marks = Marks(phases=runs[0].phases if all(run.phases == runs[0].phases for run in runs) else ())
+    if (figure := curves("lm loss", "nats per token", series, marks=marks, size=(8, 4.5))) is None:
         raise ValueError("no loss is a finite number")
     if log_scale:
         from matplotlib.ticker import LogFormatter

@@ -1,11 +1,11 @@
 """One HTML page about a run: loss, throughput, memory, layout, timeline, saves, faults, configuration.
 
     python tools/report.py runs/a
-    python tools/report.py runs/a --against runs/b --output a.html
+    python tools/report.py runs/a --against runs/b runs/c --output a.html
 
 RUN is a --save folder. The page needs no network and no script, and shows what there is: of a run that crashed or still
-runs, without a trace, or with damaged files. --against adds another run's loss and the values that differ. Code that
-the run names is not executed; --extension names it for the plan of a run with parts of your own.
+runs, without a trace, or with damaged files. --against adds the curves of other runs and the values that differ. Code
+that the run names is not executed; --extension names it for the plan of a run with parts of your own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_extension_flag(parser, argv)
     add = parser.add_argument
     add("run", type=Path, help="--save folder of the run, or its metrics.jsonl")
-    add("--against", type=Path, metavar="RUN", help="another run to compare with")
+    add("--against", type=Path, metavar="RUN", nargs="+", action="extend", default=[], help="runs to compare with")
     add("--output", type=Path, metavar="FILE.html", help="default: report.html in the folder of the run")
     add("--metrics-file", type=Path, help="default: metrics.jsonl in the folder of the run")
     add("--trace", type=Path, help="default: the newest in the folder trace of the run")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     refuse(too_small(args, gpus_per_node=1))
     run = read_run(args.run, args.metrics_file, args.outcome, args.trace)
-    other = read_run(args.against) if args.against is not None else None
+    others = [read_run(path) for path in args.against]
     plan, why = None, "--no-plan"
     if args.plan is not None:
         plan = read_plan(args.plan)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan, why = computed_plan(run)
     output = args.output or run.path / "report.html"
     refuse_unwritable("--output", output)
-    text = report(run, other, plan, why, args.gpus_per_node)
+    text = report(run, others, plan, why, args.gpus_per_node)
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as file:
         file.write_text(text, encoding="utf-8")
@@ -63,28 +63,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(
-    run: RunFolder, other: RunFolder | None = None, plan: Any = None, why_no_plan: str = "", gpus_per_node: int = 8
+    run: RunFolder, others: Sequence[RunFolder] = (), plan: Any = None, why_no_plan: str = "", gpus_per_node: int = 8
 ) -> str:
     """The page of a run."""
     last = next((record["time"] for record in reversed(run.records) if "time" in record), None)
     lead = sections.html.paragraph(
         f"{run.path.resolve()}" + (f"; last record {sections.when(last)} UTC" if last else ""), "soft"
     )
-    if other is not None:
-        lead += sections.html.paragraph(f"compared with {other.path.resolve()}", "soft")
+    if others:
+        paths = ", ".join(str(other.path.resolve()) for other in others)
+        lead += sections.html.paragraph(f"compared with {paths}", "soft")
     return sections.html.page(
         f"Run {run.name}",
         lead,
         {
             "Summary": sections.summary(run),
-            "Loss": sections.loss(run, other),
-            "Throughput": sections.throughput(run),
+            "Loss": sections.loss(run, others),
+            "Throughput": sections.throughput(run, others),
             "Memory": sections.memory(run, plan, why_no_plan),
             "Layout": sections.layout(run, gpus_per_node),
             "Timeline": sections.timeline(run),
             "Saves": sections.saves(run),
             "Faults and restarts": sections.faults(run),
-            "Configuration": sections.configuration(run, other),
+            "Configuration": sections.configuration(run, others),
         },
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,10 @@ NAMES = {
 }
 HUES = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#cdb4db", "#84a59d", "#f6bd60", "#a3b18a")
 """Fills that are light enough for dark text."""
+
+SOFT = "#59636e"
+WIDE, NARROW = 11.0, 4.6
+"""Widths of pictures in inches: of a desktop's window, and of a phone's."""
 
 LOOK = {
     "svg.fonttype": "none",
@@ -88,6 +93,15 @@ def inline(figure: Figure) -> str:
 
 
 @dataclass(frozen=True)
+class Marks:
+    """Iterations of a run that charts mark."""
+
+    restarts: Sequence[float] = ()
+    phases: Sequence[tuple[float, str]] = ()
+    """(iterations before it, name) of each."""
+
+
+@dataclass(frozen=True)
 class Series:
     """One curve; with `dots`, single measurements."""
 
@@ -103,11 +117,11 @@ def curves(
     series: Sequence[Series],
     text: Callable[[float], str] | None = None,
     zero: bool = False,
-    marks: Sequence[float] = (),
-    size: tuple[float, float] = (5.8, 2.6),
+    marks: Marks = Marks(),
+    size: tuple[float, float] = (4.9, 2.5),
 ) -> Figure | None:
-    """A chart over iterations; None where no series has a finite value. With `zero` the axis begins at 0. `marks` are
-    upright lines at iterations; `text` writes the axis' values, those of bytes at powers of two."""
+    """A chart over iterations; None where no series has a finite value. With `zero` the axis begins at 0. `text` writes
+    the axis' values, those of bytes at powers of two."""
     finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
@@ -117,31 +131,46 @@ def curves(
     for one in finite:
         look: dict[str, Any] = {"linestyle": "none" if one.dots else "-", "color": one.colour}
         look |= {"marker": "o", "markersize": 4} if one.dots or len(one.points) == 1 else {}
-        axes.plot(*zip(*one.points, strict=True), linewidth=1.2, label=one.name, **look)
-    first, last = axes.get_xlim()
-    for mark in marks:
-        if first <= mark <= last:
-            axes.axvline(mark, color=COLOURS["reduction"], linewidth=1)
+        axes.plot(*zip(*one.points, strict=True), linewidth=1.2, label=one.name or None, **look)
+    draw_marks(axes, marks)
     axes.set(title=f"{title}{f' ({unit})' if unit else ''}", xlabel="iteration")
     axes.grid(alpha=0.3)
     if zero:
         axes.set_ylim(bottom=0)
     if text is not None:
         write_values(axes.yaxis, text)
-    if len(finite) > 1:
-        axes.legend(fontsize="small")
+    if sum(bool(one.name) for one in finite) > 1:
+        figure.legend(loc="outside lower left", ncols=2, fontsize="small", frameon=False)
     return figure
 
 
-def write_values(axis: Axis, text: Callable[[float], str]) -> None:
+def draw_marks(axes: Axes, marks: Marks) -> None:
+    """Upright lines where a run was restarted, and where a phase begins, with its name."""
+    first, last = axes.get_xlim()
+    for mark in marks.restarts:
+        if first <= mark <= last:
+            axes.axvline(mark, color=COLOURS["reduction"], linewidth=1)
+    beside: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+    for begin, name in marks.phases:
+        if first <= begin <= last:
+            axes.axvline(begin, color=SOFT, linewidth=0.8, linestyle="--")
+            axes.annotate(name, (begin, 1), (2, -2), rotation=90, color=SOFT, fontsize="small", **beside)
+
+
+def wrapped(text: str, width: float) -> str:
+    """A title in as many lines as it needs in a figure of `width` inches."""
+    return "\n".join(textwrap.fill(line, max(20, int(13 * (width - 1.4)))) for line in text.splitlines())
+
+
+def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6) -> None:
     """Has an axis write its values by a function; those of bytes at round numbers of their unit."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-    axis.set_major_locator(MaxNLocator(6))
+    axis.set_major_locator(MaxNLocator(most_values))
     if text is byte_text:
         most = max(axis.get_view_interval()[1], 1.0)
         unit = 1024 ** int(math.log(most, 1024))
-        steps = MaxNLocator(6).tick_values(0, most / unit)
+        steps = MaxNLocator(most_values).tick_values(0, most / unit)
         axis.set_major_locator(MultipleLocator((steps[1] - steps[0]) * unit))
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(value) if value else "0"))
 
@@ -184,7 +213,8 @@ def fill_legend(figure: Figure, fills: Mapping[str, str]) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=name) for name, colour in fills.items()]
-    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), fontsize="small")
+    columns = len(patches) if figure.get_figwidth() > NARROW else 2
+    figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize="small")
 
 
 def short_number(value: float) -> str:

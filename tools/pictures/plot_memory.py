@@ -24,7 +24,7 @@ from megatron.extensions.diagnosis.trace.trace_file import read_trace
 from megatron.training.config.batch_size import byte_text
 
 from ..common import refuse_picture, run_tool, tool_parser
-from .drawing import HUES, fill_legend, name_rows, new_figure, write_picture, write_values
+from .drawing import HUES, NARROW, WIDE, fill_legend, name_rows, new_figure, wrapped, write_picture, write_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,24 +120,31 @@ def on_device(bar: Bar) -> int:
     return sum(size for name, size in bar.sizes.items() if name != "host")
 
 
-def memory_picture(bars: Sequence[Bar]) -> Figure:
-    """One horizontal bar each, by category, plan and measurement of a pipeline rank beside each other."""
+def memory_picture(bars: Sequence[Bar], width: float = WIDE) -> Figure:
+    """One horizontal bar each, by category, plan and measurement of a pipeline rank beside each other. A narrow picture
+    has the sizes below the names."""
     every = in_order(bars)
     drawn = every[:MOST_RANKS]
     more = f"; {len(drawn)} of {len(every)} bars are drawn" if len(every) > len(drawn) else ""
     used = {name: colour for name, colour in CATEGORIES.items() if any(name in bar.sizes for bar in drawn)}
-    figure = new_figure(11, 1.3 + 0.26 * len(drawn))
+    narrow = width <= NARROW
+    figure = new_figure(width, (1.9 + 0.55 * len(drawn)) if narrow else (1.3 + 0.26 * len(drawn)))
     axes = figure.subplots()
     for number, bar in enumerate(drawn):
         begin = 0
         for name, size in bar.sizes.items():
             axes.barh(number, size, left=begin, height=0.8, color=CATEGORIES[name], edgecolor="white", linewidth=0.5)
             begin += size
-        axes.annotate(f"{byte_text(on_device(bar))}{bar.note}", (begin, number), (4, 0), **BESIDE)
-    name_rows(axes, [f"{bar.label} {'planned' if bar.planned else 'held'}" for bar in drawn])
-    axes.set_title(f"memory by category, planned and held{more}")
+        if not narrow:
+            axes.annotate(f"{byte_text(on_device(bar))}{bar.note}", (begin, number), (4, 0), **BESIDE)
+    names = [f"{bar.label} {'planned' if bar.planned else 'held'}" for bar in drawn]
+    if narrow:
+        sizes = [byte_text(on_device(bar)) for bar in drawn]
+        names = ["\n".join([*name.split(", "), size]) for name, size in zip(names, sizes, strict=True)]
+    name_rows(axes, names)
+    axes.set_title(wrapped(f"memory by category, planned and held{more}", width))
     axes.set_xlim(left=0)
-    write_values(axes.xaxis, byte_text)
+    write_values(axes.xaxis, byte_text, 3 if narrow else 6)
     fill_legend(figure, used)
     return figure
 

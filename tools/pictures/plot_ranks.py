@@ -25,7 +25,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.diagnosis.trace.trace_file import read_trace
 
 from ..common import add_config_flags, config_of, refuse_picture, run_tool, tool_parser
-from .drawing import HUES, new_figure, write_picture
+from .drawing import HUES, new_figure, wrapped, write_picture
 from .run_folder import LAYOUT
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def crossing_line(found: RankMap, axis: str) -> str:
 
 def _count(found: RankMap) -> str:
     nodes = len(found.ranks_of)
-    return f"{len(found.nodes)} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+    return f"{len(found.nodes)} rank{'s' if len(found.nodes) > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -153,31 +153,35 @@ IN_ROW = 8
 """Ranks of a node beside each other."""
 
 
-def rank_picture(found: RankMap) -> Figure:
+def rank_picture(found: RankMap, most_width: float = 15.0) -> Figure:
     """A box for each node with a cell for each rank: coloured by pipeline rank, with its coordinates; a red frame where
-    tensor-parallel ranks are on several nodes. Coordinates are in cells."""
+    tensor-parallel ranks are on several nodes. Coordinates are in cells. The picture is at most `most_width` inches
+    wide, or as wide as one node."""
     from matplotlib.patches import Rectangle
 
     nodes = list(found.ranks_of.items())
     drawn, most = nodes[:MOST_NODES], max(len(ranks) for _, ranks in nodes)
     detailed = len(drawn) <= 16
     width, height = (1.1, 0.5) if detailed else (0.3, 0.22)
-    box_width, box_height = min(most, IN_ROW) + 0.4, -(-most // IN_ROW) + 0.9
-    columns = max(1, min(len(drawn), int(15 / (box_width * width))))
+    in_row = IN_ROW if (IN_ROW + 0.4) * width <= most_width else IN_ROW // 2
+    box_width, box_height = min(most, in_row) + 0.4, -(-most // in_row) + 0.9
+    columns = max(1, min(len(drawn), int(most_width / (box_width * width))))
     rows = -(-len(drawn) // columns)
     notes = [crossing_line(found, axis) for axis in found.axes]
     split = {rank for group in found.dims.groups("tp") if found.nodes_of(group) > 1 for rank in group}
     legend = "colour: pipeline rank" + ("; red frame: TP crosses nodes" if split else "")
     more = f"; the first {MOST_NODES} are drawn" if len(nodes) > MOST_NODES else ""
-    figure = new_figure(max(6, columns * box_width * width), rows * box_height * height + 0.2 * (len(notes) + 3))
+    figure_width = max(min(6, most_width), columns * box_width * width)
+    title = wrapped("\n".join([f"{_count(found)}{more}", *notes]), figure_width + 1)
+    figure = new_figure(figure_width, rows * box_height * height + 0.2 * (title.count("\n") + 3))
     axes = figure.subplots()
-    axes.set_title("\n".join([f"{_count(found)}{more}", *notes]))
+    axes.set_title(title)
     for number, (node, ranks) in enumerate(drawn):
         x, y = number % columns * box_width, number // columns * box_height
         axes.add_patch(Rectangle((x, y), box_width - 0.2, box_height - 0.2, fill=False, edgecolor="#d1d9e0"))
         axes.text(x + 0.1, y + 0.35, node[: int(box_width * width * 12)])
         for place, rank in enumerate(ranks):
-            at = x + 0.1 + place % IN_ROW, y + 0.6 + place // IN_ROW
+            at = x + 0.1 + place % in_row, y + 0.6 + place // in_row
             _draw_rank(axes, found, rank, at, detailed, rank in split)
     axes.set(xlim=(-0.05, columns * box_width), ylim=(rows * box_height, -0.05), xticks=[], yticks=[], xlabel=legend)
     axes.spines[:].set_visible(False)

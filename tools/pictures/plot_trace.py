@@ -27,12 +27,15 @@ from ..common import refuse_picture, run_tool, tool_parser
 from .drawing import (
     COLOURS,
     NAMES,
+    NARROW,
+    WIDE,
     draw_actions,
     fill_legend,
     idle_shares,
     name_rows,
     new_figure,
     time_text,
+    wrapped,
     write_picture,
     write_values,
 )
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_RANKS = 64
-INCHES = 11.0
-"""Width of a picture."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,22 +99,24 @@ def told(trace: Trace, step: MeasuredStep) -> str:
     return f"iteration {step.iteration}, pipeline of ranks {', '.join(map(str, step.ranks))}: " + "; ".join(lines)
 
 
-def timeline_picture(trace: Trace, step: MeasuredStep) -> Figure:
+def timeline_picture(trace: Trace, step: MeasuredStep, width: float = WIDE) -> Figure:
     """The plan above the measurement, on one scale."""
     plan = planned_step(trace, step)
     panels = [("planned, with the median times of this trace", plan)] if plan is not None else []
     panels.append((f"measured, iteration {step.iteration}", step))
     longest = max(each.makespan for _, each in panels) or 1.0
     row = 0.3 if len(step.ranks) <= 16 else 0.17
-    figure = new_figure(INCHES, 0.5 + len(panels) * (row * len(step.ranks) + 0.6))
+    below = 0.5 if width > NARROW else 1.0
+    figure = new_figure(width, below + len(panels) * (row * len(step.ranks) + below / 2 + 0.35))
     for axes, (name, each) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         for number, line in enumerate(each.timeline):
-            draw_actions(axes, number, line, each.start, 72 * (INCHES - 1.4) / longest)
+            draw_actions(axes, number, line, each.start, 72 * (width - 1.4) / longest)
         busy = [covered((timed.start, timed.stop) for timed in line) for line in each.timeline]
         name_rows(axes, [f"rank {rank}" for rank in step.ranks])
         idle_shares(axes, [1 - time / each.makespan if each.makespan else 0.0 for time in busy])
-        axes.set(title=f"{name}: {time_text(each.makespan)}, bubble {each.bubble:.1%}", xlim=(0, longest))
-        write_values(axes.xaxis, time_text)
+        axes.set_title(wrapped(f"{name}: {time_text(each.makespan)}, bubble {each.bubble:.1%}", width))
+        axes.set_xlim(0, longest)
+        write_values(axes.xaxis, time_text, 6 if width > NARROW else 3)
     kinds = {timed.action.kind.value for _, each in panels for line in each.timeline for timed in line}
     fill_legend(figure, {name: COLOURS[kind] for kind, name in NAMES.items() if kind in kinds})
     return figure
@@ -136,7 +139,7 @@ def phase_of(event: Event, iteration: int) -> str | None:
     return "wait" if category == "wait" and args.get("axis") == "pp" else None
 
 
-def phases_picture(trace: Trace, iteration: int) -> Figure:
+def phases_picture(trace: Trace, iteration: int, width: float = WIDE) -> Figure:
     """Phases of each rank's step, from its data to its update, on the clock of all ranks."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     steps: dict[int, tuple[float, float]] = {}
@@ -153,7 +156,7 @@ def phases_picture(trace: Trace, iteration: int) -> Figure:
     shown = sorted(steps)[:MOST_RANKS]
     first, last = min(start for start, _ in steps.values()), max(stop for _, stop in steps.values())
     more = f"; the first {MOST_RANKS} of {len(steps)} ranks" if len(steps) > MOST_RANKS else ""
-    figure = new_figure(INCHES, 1.1 + 0.22 * len(shown))
+    figure = new_figure(width, (1.1 if width > NARROW else 2.0) + 0.22 * len(shown))
     axes = figure.subplots()
     used = {kind for line in parts.values() for kind, *_ in line}
     legend = {name: COLOURS[kind] for kind, name in NAMES.items() if kind in used}
@@ -165,8 +168,9 @@ def phases_picture(trace: Trace, iteration: int) -> Figure:
         fills = [COLOURS.get(kind, "white") for kind, *_ in line]
         axes.broken_barh(times, (number - 0.4, 0.8), facecolors=fills)
     name_rows(axes, [f"rank {rank}" for rank in shown])
-    axes.set(title=f"step {iteration} of every rank: {time_text(last - first)}{more}", xlim=(0, last - first or 1.0))
-    write_values(axes.xaxis, time_text)
+    axes.set_title(wrapped(f"step {iteration} of every rank: {time_text(last - first)}{more}", width))
+    axes.set_xlim(0, last - first or 1.0)
+    write_values(axes.xaxis, time_text, 6 if width > NARROW else 3)
     fill_legend(figure, legend)
     return figure
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,12 @@ from markupsafe import Markup
 from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
 from megatron.training.config.batch_size import byte_text
 
-from .drawing import Series, curves, inline, short_number, time_text
+from .drawing import NARROW, WIDE, Marks, Series, curves, inline, short_number, time_text
 from .plot_memory import in_order, measured_bars, memory_picture, planned_bars, told
 from .plot_ranks import lines, map_of_trace, planned_map, rank_picture
 from .plot_trace import chosen, phases_picture, timeline_picture
 from .plot_trace import told as step_told
-from .run_folder import CONFIG, RunFolder, number
+from .run_folder import CONFIG, RunFolder, labels_of, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,15 +33,27 @@ if TYPE_CHECKING:
 MOST_ROWS = 200
 IN_SIGHT = 20
 
-html: Any = (
-    Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template("page.html").module
-)
+
+def cell_look(value: Any) -> str:
+    """Class of a table's cell: a short text stays on one line, and only a long word may be broken."""
+    words = str(value).split()
+    return "short" if len(str(value)) <= 22 else "long" if max(map(len, words), default=0) > 24 else ""
+
+
+_pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+_pages.filters["look"] = cell_look
+html: Any = _pages.get_template("page.html").module
 """The macros of page.html."""
 
 
-def figures(pictures: Iterable[Figure | None], wide: bool = False) -> Markup:
-    """Pictures beside each other as far as there is room; wide ones below each other, in their own size."""
-    return html.pictures([inline(picture) for picture in pictures if picture is not None], wide)
+def figures(pictures: Iterable[Figure | None]) -> Markup:
+    """Charts beside each other as far as there is room."""
+    return html.pictures([inline(picture) for picture in pictures if picture is not None], "pictures")
+
+
+def wide_figures(draw: Callable[[float], Figure]) -> Markup:
+    """What `draw` draws in a number of inches, for wide windows and for a phone's."""
+    return html.pictures([inline(draw(WIDE))], "wide") + html.pictures([inline(draw(NARROW))], "narrow")
 
 
 def summary(run: RunFolder) -> Markup:
@@ -87,19 +100,42 @@ def status(run: RunFolder) -> tuple[str, str]:
     return "not recorded", ""
 
 
-def loss(run: RunFolder, other: RunFolder | None) -> Markup:
-    """Curves of loss, validation loss, gradient norm and learning rate, of two runs where there are two."""
-    series = []
-    for each, of in [(run, ""), *([(other, f", {other.name}")] if other is not None else [])]:
-        series += [Series(f"training{of}", each.values("lm_loss"))]
-        if valid := each.values("valid_loss"):
-            series.append(Series(f"validation{of}", valid, dots=True))
+COLOURS_OF_RUNS = [f"C{number}" for number in range(10)] * 10
+
+
+def names_of(runs: Sequence[RunFolder]) -> list[str]:
+    """The names of runs in legends; their paths if two have the same."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else labels_of(runs)
+
+
+def marks_of(run: RunFolder) -> Marks:
+    """Restarts and phases of a run."""
     again = [number(event.get("iteration")) for event in run.events if event.get("event") == "start"][1:]
-    marks = [at for at in again if at is not None]
+    return Marks([at for at in again if at is not None], run.phases)
+
+
+def of_runs(runs: Sequence[RunFolder], key: str) -> list[Series]:
+    """The curve of a metric of each run that has it, in the run's colour."""
+    named = zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False)
+    return [Series(name, run.values(key), colour=colour) for run, colour, name in named]
+
+
+def loss(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
+    """Curves of loss, validation loss, gradient norm and learning rate, those of several runs over each other."""
+    runs, series = [run, *others], []
+    for each, colour, name in zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False):
+        series.append(Series(name if others else "training", each.values("lm_loss"), colour=colour))
+        if valid := each.values("valid_loss"):
+            series.append(Series("" if others else "validation", valid, dots=True, colour=colour))
+    marks = marks_of(run)
+    told = ["nats per token"]
+    told += ["dots: validation"] if any(one.dots and not one.name for one in series) else []
+    told += ["red: restarts"] if marks.restarts else []
     shown = [
-        curves("loss", "nats per token" + ("; red: restarts" if marks else ""), series, marks=marks),
-        curves("gradient norm", "before clipping", [Series("gradient norm", run.values("grad_norm"))], zero=True),
-        curves("learning rate", "", [Series("learning rate", run.values("learning_rate"))], zero=True),
+        curves("loss", "; ".join(told), series, marks=marks),
+        curves("gradient norm", "before clipping", of_runs(runs, "grad_norm"), zero=True, marks=marks),
+        curves("learning rate", "", of_runs(runs, "learning_rate"), zero=True, marks=marks),
     ]
     losses = run.values("lm_loss")
     bad = len(losses) - len(_finite(losses))
@@ -118,15 +154,16 @@ def _cell(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def throughput(run: RunFolder) -> Markup:
-    """Tokens and FLOP/s, and the time of a step."""
+def throughput(run: RunFolder, others: Sequence[RunFolder] = ()) -> Markup:
+    """Tokens and FLOP/s, and the time of a step; those of several runs over each other."""
+    marks = marks_of(run)
     shown = [
-        curves(title, unit, [Series(name, run.values(key))], text, zero=True)
-        for title, unit, name, key, text in (
-            ("tokens per second", "all ranks", "tokens/s", "tokens_per_second", None),
-            ("step time", "s", "step time", "step_time", None),
-            ("TFLOP/s per device", "", "TFLOP/s", "tflops_per_device", None),
-            ("MFU", "", "MFU", "mfu", "{:.1%}".format),
+        curves(title, unit, of_runs([run, *others], key), text, zero=True, marks=marks)
+        for title, unit, key, text in (
+            ("tokens per second", "all ranks", "tokens_per_second", None),
+            ("step time", "s", "step_time", None),
+            ("TFLOP/s per device", "", "tflops_per_device", None),
+            ("MFU", "", "mfu", "{:.1%}".format),
         )
     ]
     slow = [
@@ -161,7 +198,7 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
         text += html.paragraph("--trace records the held memory of each rank by category.", "soft")
     elif any("process" in (facts.get("memory") or {}) for facts in run.trace["otherData"]["ranks"]):
         text += html.paragraph(ON_CPU, "soft")
-    drawn = figures([memory_picture(bars)], wide=True) if bars else Markup()
+    drawn = wide_figures(partial(memory_picture, bars)) if bars else Markup()
     words = html.details("The bars in words", html.bullets([f"{bar.label}: {told(bar)}" for bar in in_order(bars)]))
     return (figures([chart]) or html.paragraph("The run has logged no memory.")) + drawn + words + text
 
@@ -180,7 +217,7 @@ def layout(run: RunFolder, gpus_per_node: int) -> Markup:
     if found is None:
         return html.paragraph(source or "The layout is not known: the configuration or the number of ranks is missing.")
     text = html.pre("\n".join(lines(found)))
-    return html.paragraph(source, "soft") + figures([rank_picture(found)], wide=True) + html.details("As text", text)
+    return html.paragraph(source, "soft") + wide_figures(partial(rank_picture, found)) + html.details("As text", text)
 
 
 def timeline(run: RunFolder) -> Markup:
@@ -194,7 +231,8 @@ def timeline(run: RunFolder) -> Markup:
     try:
         steps = measured_steps(run.trace)
         step = chosen(run.trace)
-        pictures = [timeline_picture(run.trace, step), phases_picture(run.trace, step.iteration)]
+        pictures = wide_figures(partial(timeline_picture, run.trace, step))
+        pictures += wide_figures(partial(phases_picture, run.trace, step.iteration))
     except (KeyError, TypeError, ValueError) as error:
         return html.paragraph(f"The trace {run.trace_path.name} cannot be drawn: {error!r}.")
     rows = [
@@ -209,7 +247,7 @@ def timeline(run: RunFolder) -> Markup:
     all_steps = html.table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
     return (
         html.paragraph(f"{step_told(run.trace, step)}. {clock}{older if run.older_trace else ''}")
-        + figures(pictures, wide=True)
+        + pictures
         + html.paragraph(where, "soft")
         + html.details("All traced steps", all_steps)
     )
@@ -289,7 +327,9 @@ def starts_and_ends(run: RunFolder) -> list[list[Any]]:
         if event.get("event") == "start":
             if rows and rows[-1][1] == "start":
                 rows.append(["", KILLED, "killed, or its machine has stopped"])
-            rows.append([time, "start", f"at iteration {event.get('iteration')} on {event.get('world_size')} ranks"])
+            ranks = event.get("world_size")
+            about = f"at iteration {event.get('iteration')} on {ranks} rank{'' if ranks == 1 else 's'}"
+            rows.append([time, "start", about])
         elif event.get("event") == "end":
             rows.append([time, f"end: {event.get('name', '')}", event.get("why", "")])
     return rows
@@ -308,19 +348,16 @@ def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
     return sorted(found, key=lambda pause: -pause[1])[:most]
 
 
-def configuration(run: RunFolder, other: RunFolder | None) -> Markup:
-    """All values, and where another run's differ."""
+def configuration(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
+    """All values, and where those of other runs differ."""
     if not run.config:
         return html.paragraph(f"{CONFIG} is missing or cannot be read.")
-    text = ""
-    if other is not None:
-        keys = sorted(run.config.keys() | other.config.keys())
-        differ = [
-            [key, _value(run.config, key), _value(other.config, key)]
-            for key in keys
-            if run.config.get(key) != other.config.get(key)
-        ]
-        heads = ("flag", run.name, other.name if other.name != run.name else str(other.path))
+    text, runs = "", [run, *others]
+    if others:
+        keys = sorted({key for each in runs for key in each.config})
+        values = [[key, *(_value(each.config, key) for each in runs)] for key in keys]
+        differ = [row for row in values if len(set(row[1:])) > 1]
+        heads = ("flag", *names_of(runs))
         text += html.table(f"{len(differ)} values that differ", heads, differ) or html.paragraph("No value differs.")
     rows = [[key, _value(run.config, key)] for key in run.config]
     return text + html.details(f"All {len(rows)} values", html.table(CONFIG, ("flag", "value"), rows))

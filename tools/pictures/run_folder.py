@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,11 +52,13 @@ class RunFolder:
     trace: Trace | None = None
     notes: list[str] = field(default_factory=list)
 
+    phases: list[tuple[float, str]] = field(default_factory=list)
+    """(iterations before it, name) of each phase that has begun, if the run has several."""
+
     @property
     def name(self) -> str:
-        """The folder; one called checkpoints by its parent folder, too."""
-        path = self.path.resolve()
-        return f"{path.parent.name}/{path.name}" if path.name in ("checkpoints", "save") else path.name
+        """The name of its folder."""
+        return named_folder(self.path).name
 
     @property
     def world_size(self) -> int | None:
@@ -99,6 +103,22 @@ class RunFolder:
         return [(iteration, value) for iteration, value in found if value is not None]
 
 
+def named_folder(path: Path) -> Path:
+    """The folder that a run is called after: that of its checkpoints, or the parent of one called `checkpoints`."""
+    path = path.resolve()
+    return path.parent if path.name in ("checkpoints", "save") and path.parent.name else path
+
+
+def labels_of(runs: Sequence[RunFolder]) -> list[str]:
+    """A name for each run: its folder, without what all of them begin with."""
+    folders = [named_folder(run.path) for run in runs]
+    if len(set(folders)) < len({run.path.resolve() for run in runs}):
+        folders = [run.path.resolve() for run in runs]
+    shared = Path(os.path.commonpath(folders))
+    shared = shared.parent if shared in folders else shared
+    return [str(folder.relative_to(shared)) for folder in folders]
+
+
 def number(value: Any) -> float | None:
     """A number of a record, also one that stands there as "NaN"; None for all else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -122,7 +142,23 @@ def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
     _read_metrics(run, metrics or path / METRICS_FILE)
     if metrics and metrics.name != METRICS_FILE and not run.records and metrics.stat().st_size:
         raise ValueError(refusal(metrics, "name the --save folder of a run, or its --metrics-file"))
+    run.phases = list(_phases(run))
     return run
+
+
+def _phases(run: RunFolder) -> Iterator[tuple[float, str]]:
+    """Where the phases begin that the newest readable checkpoint has recorded."""
+    saved = path_kind.saved_folders(run.path) if run.path.is_dir() else {}
+    for _, folder in sorted(saved.items(), reverse=True):
+        try:
+            found = json.loads((folder / path_kind.METADATA).read_text(encoding="utf-8"))["stages"]
+            begun = [(int(each["first_sample"]), str(each["name"])) for each in found]
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            continue
+        consumed = run.values("consumed_samples")
+        for first, name in begun if len(begun) > 1 else []:
+            yield max((at for at, samples in consumed if samples <= first), default=0.0), name
+        return
 
 
 def read_run(

@@ -13,7 +13,9 @@ import pytest
 from megatron.extensions.diagnosis.trace.trace_file import write_trace
 from megatron.training.reliability.run_status import record_event
 from tests.extensions.diagnosis.trace_cases import simulated_trace
-from tools.pictures.run_folder import read_run
+from tools.pictures import report_sections as sections
+from tools.pictures.drawing import NARROW
+from tools.pictures.run_folder import RunFolder, labels_of, read_run
 from tools.report import computed_plan, main
 
 SECTIONS = "summary loss throughput memory layout timeline saves faults-and-restarts configuration".split()
@@ -120,7 +122,57 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
     write_metrics(other, 10)
     (other / "run_config.yaml").write_text(TRACED.replace("0.001", "0.002").replace("train-iters: 400\n", ""))
     text, _ = page_of(run, "--against", str(other))
-    assert "2 values that differ" in text and "training, other $x$" in text and "not set" in text
+    assert "2 values that differ" in text and "other $x$" in text and "not set" in text
+
+
+def test_curves_of_several_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
+    """Loss, gradient norm, learning rate and throughput, each run in a colour of its own, its validation too."""
+    for name in ("b", "c"):
+        write_metrics(tmp_path / name, 10)
+        with (tmp_path / name / "metrics.jsonl").open("a") as file:
+            file.write('{"iteration": 10, "valid_loss": 2.5}\n')
+    runs = [read_run(path) for path in (run, tmp_path / "b", tmp_path / "c")]
+    pictures = re.findall(
+        r"<svg.*?</svg>", sections.loss(runs[0], runs[1:]) + sections.throughput(runs[0], runs[1:]), re.S
+    )
+    assert len(pictures) == 5
+    for picture in pictures:
+        assert [name in picture for name in (">b<", ">c<")] == [True, True]
+        assert {"#1f77b4", "#ff7f0e", "#2ca02c"} <= set(re.findall(r"stroke: (#\w+)", picture))
+    dots = re.findall(r"<use [^>]*style=\"fill: (#\w+)", pictures[0])
+    assert dots[-3:] == ["#1f77b4", "#ff7f0e", "#2ca02c"] and "dots: validation" in pictures[0]
+    page_of(run, "--against", str(tmp_path / "b"), str(tmp_path / "c"))
+    (alone,) = re.findall(r"<svg.*?</svg>", sections.loss(runs[1], []), re.S)[:1]
+    assert set(re.findall(r"<use [^>]*style=\"fill: (#\w+)", alone)) == {"#1f77b4"}
+
+
+def test_phases_are_marked_in_every_chart(run: Path) -> None:
+    begun = [("main", 0), ("long <b>", 80), ("end", 200)]
+    stages = [{"name": name, "first_sample": first} for name, first in begun]
+    write_metrics(run, 40)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line | {"consumed_samples": 8 * line["iteration"]}) + "\n" for line in lines)
+    )
+    (run / "iter_0000020/metadata.json").write_text(json.dumps({"stages": stages}))
+    (run / "iter_0000030/metadata.json").write_text('{"stages": [3]}')
+    found = read_run(run)
+    assert found.phases == [(0.0, "main"), (10.0, "long <b>"), (25.0, "end")]
+    pictures = re.findall(r"<svg.*?</svg>", sections.loss(found, []) + sections.throughput(found, []), re.S)
+    assert len(pictures) == 5 and all(">end</text>" in each and ">long &lt;b&gt;</text>" in each for each in pictures)
+
+
+def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
+    """A browser shows one of both; tables break no short text."""
+    source = page_of(run)[1]
+    widths = {
+        look: re.findall(rf'<div class="{look}"><figure><svg[^>]* width="([\d.]+)pt', source)
+        for look in ("wide", "narrow")
+    }
+    assert len(widths["wide"]) == len(widths["narrow"]) == 4
+    assert max(map(float, widths["narrow"])) <= 72 * NARROW + 1 < 72 * 6 <= min(map(float, widths["wide"])) + 1
+    assert sections.cell_look("2026-11-28 16:50:44") == "short" and sections.cell_look("x" * 40) == "long"
+    assert sections.cell_look("three words that are long enough to wrap") == ""
 
 
 def test_a_run_that_went_on_at_another_layout(run: Path) -> None:
@@ -207,7 +259,7 @@ def test_the_plan_of_a_run_whose_tokenizer_is_gone(tmp_path: Path) -> None:
     (folder / "run_config.yaml").write_text(CONFIG + model + tokenizer)
     found = read_run(folder)
     plan, why = computed_plan(found)
-    assert why == "" and plan is not None and found.name == "a/checkpoints"
+    assert why == "" and plan is not None and found.name == "a"
     assert [rank["pp_rank"] for rank in plan] == [0, 1] and all(rank["weights"] > 0 for rank in plan)
 
 
@@ -219,3 +271,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         main([str(tmp_path / "a")])
     with pytest.raises(ValueError, match="is not a file that can be written"):
         main([str(tmp_path / "a" / "checkpoints"), "--no-plan", "--output", str(tmp_path)])
+
+
+def test_runs_are_called_after_their_folders(tmp_path: Path) -> None:
+    def labels(*names: str) -> list[str]:
+        return labels_of([RunFolder(tmp_path / name) for name in names])
+
+    assert labels("quickstart/checkpoints") == ["quickstart"]
+    assert labels("a/checkpoints", "b/checkpoints", "b/c") == ["a", "b", "b/c"]
+    assert labels("a", "a/checkpoints") == ["a", "a/checkpoints"]
