@@ -371,8 +371,10 @@ def chosen(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
     problems = []
     for name in wanted or ():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            problems.append(f"--layouts {name}: no such row; {f'did you mean {close[0]}?' if close else 'see --list'}")
+            longer = [row for row in known if row.startswith(f"{name}-")]
+            close = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            near = f", and like it {'are' if len(close) > 1 else 'is'} {', '.join(close)}" if close else ""
+            problems.append(f"--layouts {name}: no such row{near}; --list prints all rows with their flags")
     if problems:
         raise ValueError("\n".join(problems))
     return [name for name in known if wanted is None or name in wanted]

@@ -7,28 +7,35 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 
 @contextmanager
-def at_interrupt(call: Callable[[], None]) -> Iterator[None]:
-    """The first SIGINT calls `call`; behind it, as in a process that ignores the signal, all is as it was before."""
-    before = signal.getsignal(signal.SIGINT)
-    if before == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+def at_interrupt(call: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
+    """The first of these signals calls `call`. After it, the signals do what they did before. One that the process
+    ignores stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handlers = {number: signal.getsignal(number) for number in signals}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, before)
+        restore()
         call()
 
-    signal.signal(signal.SIGINT, handle)
+    for number in before:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 def end_process() -> None:

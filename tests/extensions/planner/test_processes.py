@@ -40,3 +40,29 @@ def test_forks_end_with_their_parent(number: int, code: int) -> None:
     assert process.exitcode == code
     with pytest.raises(EOFError):  # the last process that could write has ended
         receiver.recv()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_search_is_ended_by_either_signal_once(number: int) -> None:
+    called: list[int] = []
+    before = {each: signal.signal(each, lambda *_: called.append(2)) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with at_interrupt(lambda: called.append(1), (signal.SIGINT, signal.SIGTERM)):
+            for _ in range(2):
+                os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert called == [1, 2, 2]
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with at_interrupt(lambda: called.append(1), (signal.SIGTERM,)):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert called == []

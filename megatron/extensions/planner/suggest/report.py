@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -198,7 +199,7 @@ MOST_TIMED = 90
 
 def progress_text(effort: Effort) -> str:
     counts = f"{effort.traced:,} kinds of layers timed, {effort.predicted:,} layouts predicted"
-    return f"searching: {counts}; Ctrl-C ends with what is found"
+    return f"searching: {counts}; Ctrl-C or SIGTERM ends with what is found"
 
 
 def print_suggestions(
@@ -239,7 +240,7 @@ def print_suggestions(
             mine = Found(run.own_layout, config, costs.step(config), tuple(costs.memory(config)), given=True)
             show(title, list(verdict_lines(mine, limit)))
             record["given"] = verdict_record(mine, limit)
-        with at_interrupt(search.end_early):
+        with at_interrupt(search.end_early, (signal.SIGINT, signal.SIGTERM)):
             found = search.best(SUGGESTED)
     if mine is not None and mine.fullest.total <= limit:
         found = ranked_with(mine, found)
