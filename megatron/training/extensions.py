@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from megatron.training.config.code_record import standing
 from megatron.training.config.flags import ExtensionSection, Resolve, Rules, add_section
-from megatron.training.config.problem import Problem
+from megatron.training.config.problem import Problem, path_rule
 
 __all__ = ["ExtensionError", "Problem", "extension_flags", "load_extensions"]
 
@@ -130,6 +130,8 @@ def _load(name: str) -> str:
     whole = name if path is None else str(path)
     if whole in _LOADED:
         return whole
+    if path is not None and (broken := path_rule("local", name)) is not None:
+        raise ExtensionError(f"{name}: {broken[0]}", broken[1])
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "there is no such file"
         raise ExtensionError(f"{name}: {what}" + ("" if Path(name).is_absolute() else f", relative to {Path.cwd()}"))

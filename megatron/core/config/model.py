@@ -378,6 +378,22 @@ class TransformerConfig(
         skipped = self._pattern(self.rotary and self.no_rope_freq is not None, self.no_rope_freq, last_of_each)
         return tuple(self.rotary and not skips for skips in skipped)
 
+    def unreadable_patterns(self) -> dict[str, str]:
+        """Field -> error of each pattern of layers that cannot be read, of features that the model does not have."""
+        found = {}
+        for name, present in (
+            ("moe_layer_freq", self.num_experts is not None),
+            ("linear_attention_freq", self.experimental_attention_variant is not None),
+            ("window_attn_skip_freq", self.local_span != Span()),
+            ("no_rope_freq", self.rotary),
+        ):
+            if not present and (text := getattr(self, name)) is not None and self.num_layers > 0:
+                try:
+                    layer_pattern(text, self.num_layers, each)
+                except ValueError as error:
+                    found[name] = str(error)
+        return found
+
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
         """By layer, whether it has a part that is `present` in the model: in all layers, or those of a text."""
         if not present or text is None:

@@ -15,7 +15,7 @@ from megatron.extensions.planner.rehearsal.matching import DISTINCT, chosen_rank
 from megatron.extensions.planner.terminal import at_interrupt, end_process
 from megatron.training.config.commands import Command, GivenOptions, Prepared
 from megatron.training.config.input_files import missing_inputs
-from megatron.training.config.problem import Problem
+from megatron.training.config.problem import Problem, path_rule
 
 
 def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
@@ -51,6 +51,8 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
 
 def _can_write(path: Path) -> bool:
     """Whether a file can be written there, which is seen before a long search."""
+    if path_rule("local", str(path)) is not None:
+        return False
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 

@@ -56,7 +56,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         for section in EXTENSION_SECTIONS.values():
             config = section.with_files(config)
         config = without_credentials(config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         (problems if line.command is None else inputs).extend(Problem.of_errors("--data-path", None, error))
     if launch.rank == 0:
         for note in (*line.notes, *notes):

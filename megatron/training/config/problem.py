@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ NO_URL = (
     "use such a path, and copy from or to the other storage yourself",
 )
 """Rule and remedy where a URL is given for a path."""
+
+
+LONGEST_NAME = 255
+"""Bytes of a file's name on the file systems of Linux."""
+
+LONGEST_PATH = 4095
 
 
 @dataclass(frozen=True)
@@ -119,3 +126,17 @@ def nearest_divisor(size: int, value: int) -> int:
 def divides(divisor: int | None, value: int | None) -> bool:
     """Whether `divisor` divides `value`. True if either is missing or not positive, as another rule reports that."""
     return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0
+
+
+def path_rule(kind: str, path: str) -> tuple[str, str] | None:
+    """(rule, remedy) of a path that no file can have, else None. `kind` is "local", or "url" where a URL may stand."""
+    if "://" in path:
+        return NO_URL if kind == "local" else None
+    if "\0" in path:
+        return "has a zero byte, which no path has", "correct the path"
+    longest = max(len(os.fsencode(name)) for name in path.split("/"))
+    if longest > LONGEST_NAME:
+        return f"has a name of {longest:,} bytes, and file systems take {LONGEST_NAME}", "use shorter names"
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        return f"is longer than {LONGEST_PATH:,} bytes, the longest path", "use shorter names"
+    return None

@@ -13,7 +13,7 @@ from megatron.training.config.code_record import standing
 from megatron.training.config.commands import GivenOptions, options
 from megatron.training.config.flags import Flag, field_table, home_of, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES, flag_tables
-from megatron.training.config.problem import Problem
+from megatron.training.config.problem import Problem, path_rule
 from megatron.training.config.yaml_text import compose_yaml, read_yaml_file
 
 SAME_SETTING = (
@@ -181,6 +181,11 @@ class FlagReader(GivenOptions):
             remedy = "for example " + ("2, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4")
             self.wrong(flag, name, texts, str(error), remedy)
             return
+        if flag.spec.path is not None:  # before anything opens it
+            for text in texts:
+                if (broken := path_rule(flag.spec.path, text)) is not None:
+                    self.wrong(flag, name, [text], *broken)
+                    return
         choices = flag.spec.choices
         illegal = [v for v in (value if flag.takes_several else (value,)) if choices is not None and v not in choices]
         if choices is None or not illegal:

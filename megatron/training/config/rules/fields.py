@@ -18,7 +18,7 @@ from megatron.training.config.flags import (
     spelling_table,
     value_of,
 )
-from megatron.training.config.problem import NO_URL, Problem
+from megatron.training.config.problem import Problem, path_rule
 from megatron.training.config.run_config import RunConfig
 
 REQUIRED = {
@@ -53,7 +53,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(flag.name, value, *broken)
         elif flag.spec.path == "local" and value is not None:
             words = value if flag.takes_several else (value,)
-            yield from (Problem(flag.name, word, *NO_URL) for word in words if "://" in word)
+            yield from (Problem(flag.name, word, *broken) for word in words if (broken := path_rule("local", word)))
     if config.optimizer.lr is None and not config.training.skip_train:
         yield Problem("--lr", None, "is required", "add the peak learning rate, for example --lr 3e-4")
 
@@ -89,6 +89,31 @@ def _as_given(c: RunConfig, condition: Condition) -> str:
     return " ".join([name, *rest]) if value is None else f"{name} {value}"
 
 
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+"""Magnitudes that fp32 holds with all its digits."""
+
+LIMITS: dict[str, tuple[float, str]] = {
+    **dict.fromkeys(("minutes", "mins"), (100_000_000, ", about 190 years")),
+    "seconds": (1_000_000_000, ", about 32 years"),
+    **dict.fromkeys(("eps", "epsilon"), (1, "")),
+    **dict.fromkeys(("lr", "std", "coeff", "decay", "multiplier", "multipliers", "factor"), (1_000_000, "")),
+}
+"""Word in the name of a field -> the largest number that it may have, and what that is, for flags of this program."""
+
+
+def _limit(flag: Flag) -> tuple[float, str] | None:
+    """The limit by the name of a field; that of its own bounds counts where it has one."""
+    own = flag.spec.at_most is not None or flag.spec.below is not None
+    words = flag.field.split("_") if flag.kind is float and not own and _is_ours(flag) else []
+    return next((LIMITS[word] for word in words if word in LIMITS), None)
+
+
+def _is_ours(flag: Flag) -> bool:
+    """Whether this program defines a flag, and not an extension of a user."""
+    extension = EXTENSION_SECTIONS.get(flag.section)
+    return extension is None or extension.cls.__module__.startswith("megatron.")
+
+
 def number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
     """(rule, remedy) of a number that is out of bounds, else None."""
     default = "give another number, or remove it" if flag.default is None else f"the default is {flag.default}"
@@ -96,6 +121,10 @@ def number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
         default = "for example --lr 3e-4"
     if not math.isfinite(value):
         return "must be finite", default
+    if flag.kind is float and _is_ours(flag) and value and not SMALLEST <= abs(value) <= LARGEST:
+        return f"must be 0 or between {SMALLEST:g} and {LARGEST:g}, the normal numbers of fp32", default
+    if (limit := _limit(flag)) is not None and value > limit[0]:
+        return f"must be at most {limit[0]:,}{limit[1]}", default
     spec = flag.spec
     if not spec.bounded and flag.section in EXTENSION_SECTIONS:
         return None

@@ -10,7 +10,7 @@ from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.facts import MixerFacts
 from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, layers_by_pattern
 from megatron.core.registry import imported
-from megatron.training.config.flags import flags_of, value_of
+from megatron.training.config.flags import dashed, flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
 from megatron.training.config.run_config import RunConfig
 
@@ -182,6 +182,8 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
     some_local = m.window_size is not None or m.attention_chunk_size is not None
     if m.num_layers < 1:
         return
+    for field, error in m.unreadable_patterns().items():
+        yield Problem(dashed(field), getattr(m, field), error, f"use for example 4 or {pattern_of(m.num_layers)}")
     for flag, pattern, present, read, what in (
         ("--window-attn-skip-freq", m.window_attn_skip_freq, some_local, lambda: m.local_pattern, "a window or chunks"),
         ("--no-rope-freq", m.no_rope_freq, m.rotary, lambda: m.rope_pattern, "a rotary embedding"),

@@ -1,0 +1,51 @@
+"""Paths that no file can have are refused before anything opens them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.training.config.arguments import command_line, read_flags
+from megatron.training.config.flags import all_flags
+from megatron.training.config.problem import path_rule
+from megatron.training.extensions import ExtensionError
+
+LONG = "a" * 300
+
+
+def test_rules_of_paths() -> None:
+    assert path_rule("local", f"runs/{'a' * 255}/b") is None and path_rule("url", f"s3://bucket/{LONG}") is None
+    for path, said in (
+        (f"runs/{LONG}/b", "has a name of 300 bytes, and file systems take 255"),
+        ("ä" * 128, "has a name of 256 bytes"),
+        ("a/" * 2500, "is longer than 4,095 bytes"),
+        ("a\0b", "has a zero byte"),
+        ("s3://bucket/a", "is a URL"),
+    ):
+        rule = path_rule("local", path)
+        assert rule is not None and rule[0].startswith(said)
+
+
+PATHS = [flag for flag in all_flags() if flag.spec.path is not None and flag.field != "extension"]
+
+
+@pytest.mark.parametrize("flag", PATHS, ids=lambda flag: flag.name)
+def test_every_flag_of_a_path_refuses_a_name_that_is_too_long(flag: object, tmp_path: Path) -> None:
+    name = flag.name  # type: ignore[attr-defined]
+    (problem,) = read_flags([name, f"{tmp_path}/{LONG}"]).problems
+    assert (problem.flag, problem.rule) == (name, "has a name of 300 bytes, and file systems take 255")
+
+
+def test_extensions_and_files_of_commands_refuse_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ExtensionError, match="has a name of 303 bytes"):
+        read_flags(["--extension", f"{LONG}.py"])
+    with pytest.raises(SystemExit, match="2"):
+        command_line(["--dry-run", "--json", LONG])
+    assert f"--json {LONG}: cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--data-args-path", "--train-weighted-split-paths-path", "--save", "--data-phases"])
+def test_a_url_is_refused_where_a_file_is_read(flag: str) -> None:
+    (problem,) = read_flags([flag, "s3://bucket/list"]).problems
+    assert problem.flag == flag and problem.rule.startswith("is a URL")
