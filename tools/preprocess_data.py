@@ -173,7 +173,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_extension_flag(parser, argv)
     group = parser.add_argument_group("input and output")
     group.add_argument("--input", nargs="+", required=True, help="files, globs, folders or URLs")
-    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to tokenize, a dataset each")
+    group.add_argument(
+        *("--json-keys", "--text-key"),
+        nargs="+",
+        default=["text"],
+        help="keys or columns to tokenize, a dataset each",
+    )
     group.add_argument(
         "--text-documents",
         choices=("file", "line"),

@@ -121,7 +121,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files, globs, folders or URLs")
-    add("--json-keys", nargs="+", default=["text"], help="keys or columns whose text to take")
+    add("--json-keys", "--text-key", nargs="+", default=["text"], help="keys or columns whose text to take")
     add("--output-prefix", required=True, help="writes PREFIX.model and PREFIX.vocab")
     add("--overwrite", action="store_true", help="replace output files that exist")
     add("--vocab-size", type=int, required=True, help="number of tokens, including special tokens and bytes")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron.core.config.data import weight_of
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS
 from megatron.core.parts import DATA_READERS, DATASET_WRAPPERS
@@ -20,8 +23,8 @@ from megatron.training.extensions import extension_flags
 class TextDataConfig:
     """How text files become documents."""
 
-    text_key: str = "text"
-    """Key of JSON objects, or column of tables, that holds a document, where data are text files."""
+    text_key: tuple[str, ...] = flag(("text",), "--json-keys", many=True)
+    """Key of JSON objects, or column of tables, that holds a document of text files; PATH=KEY for one data set."""
 
     text_documents: str = flag("file", choices=("file", "line"))
     """Unit of a document in a plain text file."""
@@ -34,6 +37,26 @@ class TextDataConfig:
 
     tokenizer_workers: int | None = flag(None, above=0)
     """Processes of a node that tokenize text files; default: one a core."""
+
+    def key_of(self, path: str) -> str:
+        """The key of the documents of a data set."""
+        own = [word[len(path) + 1 :] for word in self.text_key if word.startswith(f"{path}=")]
+        return (own or [word for word in self.text_key if "=" not in word] or ["text"])[-1]
+
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        paths = _paths_of(config)
+        plain = [word for word in self.text_key if "=" not in word]
+        if len(plain) > 1:
+            rule = "a record has one document, so that one key holds for all data sets"
+            example = f"{paths[-1] if paths else 'b.jsonl'}={plain[-1]}"
+            yield Problem("--text-key", " ".join(plain), rule, f"name the data sets of the others, as {example}")
+        for word in (word for word in self.text_key if "=" in word):
+            path = next((each for each in paths if word.startswith(f"{each}=")), word.rpartition("=")[0])
+            if word == f"{path}=":
+                yield Problem("--text-key", word, "names no key", "write PATH=KEY")
+            elif path not in paths and "://" not in path and not glob.glob(path):  # a phase may have other data
+                rule = f"there is no data set {path}; those of the run are {', '.join(paths) or 'none'}"
+                yield Problem("--text-key", word, rule, "correct the path in PATH=KEY")
 
 
 @extension_flags("fill in the middle", may_change=True)
@@ -89,6 +112,14 @@ class FillInMiddleConfig:
         for name, value in vars(self).items():
             if value != getattr(FillInMiddleConfig, name) and (name, value) != ("fim_rate", 0.0):
                 yield Problem(dashed(name), value, "has no effect without --fim-data", "add --fim-data")
+
+
+def _paths_of(config: RunConfig) -> list[str]:
+    """Paths of the text data of a configuration, as its flags name them."""
+    data = config.data
+    words = [*(data.data_path or ()), *(data.train_data_path or ()), *(data.valid_data_path or ())]
+    words += [*(data.test_data_path or ()), *(word.partition("=")[2] for word in data.valid or ())]
+    return list(dict.fromkeys(re.sub(r"@[0-9.]+:[0-9.]+$", "", word) for word in words if weight_of(word) is None))
 
 
 PATH_KINDS.register("text", f"{__package__}.inputs:is_text", about="is text", order=45)

@@ -97,7 +97,7 @@ class TextData:
 
         Raises ValueError where files are missing, damaged, or have more bad records than --max-bad-lines."""
         files = find_inputs([value], flag)
-        reading = Reading((self.options.text_key,), self.options.text_documents, "--text-key")
+        reading = Reading((self.options.key_of(value),), self.options.text_documents, "--text-key")
         job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, self.prepare)
         folder = self._folder(flag, value)
         try:

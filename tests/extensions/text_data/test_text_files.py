@@ -42,6 +42,7 @@ from tests.extensions.text_data.input_corruption import TEXTS as DOCUMENTS
 from tests.forked import run_program
 from tests.harness import run_world, running
 from tests.pure.test_path_kind import check_kind
+from tests.rules import BASE, problems
 from tests.tiny import TINY
 from tools.preprocess_data import main as preprocess
 
@@ -463,6 +464,38 @@ def test_origins_name_the_source_of_the_flags(tmp_path: Path) -> None:
     blend = [str(word) for path in paths for word in (1, path)]
     assert run_world(1, source_names, blend) == [{"a.jsonl", "a.jsonl-2", "b.txt"}]
     assert run_world(1, source_names, [str(paths[2])]) == [{"b.txt"}]
+
+
+def test_a_text_key_for_each_data_set(tmp_path: Path) -> None:
+    row = '{"text": "plain", "body": "of a body", "a=b": "of a sign"}\n'
+    for name in ("a.jsonl", "b.jsonl", "date=1/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(row)
+    a, b, c = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "date=1/c.jsonl"))
+    keys = ("body", f"{b}=text", f"{c}=a=b")
+    found = [IndexedDataset(tokenized(path, text_key=keys))[0].tolist()[:-1] for path in (a, b, c)]
+    assert found == [list(b"of a body"), list(b"plain"), list(b"of a sign")]
+    with pytest.raises(ValueError, match=r"no key 'nope' \(--text-key\); the keys are 'text', 'body', 'a=b'"):
+        tokenized(a, text_key=("body", f"{a}=nope"))
+    flags = f"--tokenizer-type ByteTokenizer --vocab-size 257 --data-path 1 {a} 1 {b} "
+    for words, said in {
+        f"{b}=text": "",
+        f"body {b}=text {c}=text": "",
+        "text body": f"--text-key text body: a record has one document.*name the data sets of the others, as {b}=body",
+        f"{tmp_path}/d.jsonl=text": f"there is no data set {tmp_path}/d.jsonl; those of the run are {a}, {b}",
+        f"{b}=": "names no key; write PATH=KEY",
+    }.items():
+        for name in ("--text-key", "--json-keys"):
+            told = "\n".join(problems(f"{flags} {name} {words}", base=BASE.replace("--mock-data", "")))
+            assert re.search(said or "^$", told), words
+
+
+def test_tools_take_both_names_of_the_text_key(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
+    for name in ("--json-keys", "--text-key"):
+        flags = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / name), name, "body"]
+        assert preprocess([*flags, "--tokenizer-type", "ByteTokenizer"]) == 0
+        assert IndexedDataset(f"{tmp_path / name}_body_document")[0].tolist() == list(b"one")
 
 
 def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
