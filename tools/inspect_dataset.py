@@ -6,9 +6,14 @@
     python tools/inspect_dataset.py --data-path data/corpus_text_document --split 90,5,5 --seq-length 1024 \\
         --train-samples 1000 --dump samples.npz
 
-The exit code is 1 if a dataset is inconsistent. With --dump, the data flags have the same meaning as in training. The
-file then holds the arrays `train`, `valid` and `test` [samples, seq_length + 1] of token ids, for existing splits, and
-`train_len`, `valid_len` and `test_len`, the number of samples of each.
+    python tools/inspect_dataset.py corpus.jsonl --document 17 --tokenizer-type ByteTokenizer
+    python tools/inspect_dataset.py --sample-log samples.jsonl --step 18 --data-path 0.7 a.jsonl 0.3 b.jsonl \\
+        --tokenizer-type ByteTokenizer
+
+Text files are those of a run, tokenized as there. --sample-log shows the samples of a step, whose data sets are given
+as in the run. The exit code is 1 if a dataset is inconsistent. With --dump, the data flags have the same meaning as in
+training. The file then holds the arrays `train`, `valid` and `test` [samples, seq_length + 1] of token ids, for
+existing splits, and `train_len`, `valid_len` and `test_len`, the number of samples of each.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +37,16 @@ from megatron.core.datasets.build import build_datasets, parse_blend, split_shar
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
 from megatron.core.datasets.indices import parse_split
+from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
 from megatron.core.fsync import whole_file
+from megatron.core.parts import DATA_READERS
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.extensions.text_data.flags import TextDataConfig
+from megatron.training.extensions import load_extensions
+from megatron.training.metrics.data_sources import SourceNames
 
 from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, dataset_at, run_tool, tool_parser
+from .common.sample_log import lines_of_step, record_of_step
 
 SPLITS = ("train", "valid", "test")
 DATA_FIELDS = (
@@ -92,18 +105,63 @@ def show(dataset: IndexedDataset, count: int, length: int, tokenizer: Tokenizer 
             yield f"    {tokenizer.detokenize(ids)!r}"
 
 
+def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """All tokens of a document, decoded where there is a tokenizer. Raises ValueError if there is no such document."""
+    if not 0 <= number < dataset.num_documents:
+        raise ValueError(
+            f"--document {number}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1}; choose one of them"
+        )
+    first, last = map(int, dataset.document_boundaries[number : number + 2])
+    ids = np.concatenate([dataset.get(sequence) for sequence in range(first, last)] or [np.empty(0, np.int64)])
+    yield f"  document {number}, {len(ids):,} tokens"
+    yield f"    {ids.tolist() if tokenizer is None else repr(tokenizer.detokenize(ids.tolist()))}"
+
+
+def prefix_of(path: str, args: argparse.Namespace) -> str:
+    """Prefix of the indexed dataset of a path: itself, or the tokens of text, made now if no run has made them."""
+    reader = reader_of(path)
+    if reader is None:
+        return path
+    if not args.tokenizer_type:
+        raise ValueError(refusal(path, "give the prefix of an indexed dataset, or add the tokenizer of the text"))
+    options = replace(config_of(TextDataConfig, args), append_eod=not args.no_append_eod)
+    data = config_of(DatasetConfig, args).with_options(options)
+    prepare = partial(load_extensions, args.extension)
+    made: str = DATA_READERS[reader](data, config_of(TokenizerConfig, args), args.vocab_size, prepare).prefix("", path)
+    return made
+
+
+def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
+    """Prints what a step was trained on."""
+    if args.step is None:
+        raise ValueError("--sample-log needs --step, the iteration to show")
+    record = record_of_step(Path(args.sample_log), args.step)
+    config, sources = config_of(DatasetConfig, args), SourceNames()
+    if not (config.data_path or config.train_data_path):
+        raise ValueError("--sample-log needs the data of the run, as --data-path PREFIX")
+    sources.numbers(config, "train")
+    paths = {name: split_share(path)[0] for name, path in zip(sources.names, sources.paths, strict=True)}
+    prefixes = {name: prefix_of(path, args) for name, path in paths.items()}
+    decode = None if tokenizer is None else lambda ids: tokenizer.detokenize(ids.tolist())
+    for line in lines_of_step(record, prefixes, decode):
+        print(line)
+
+
 def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokenizer | None) -> int:
     """Prints what there is to say about each dataset; returns the number of contradictions found."""
     eod = tokenizer.eod if tokenizer is not None and args.eod is None else args.eod
     found = 0
     for prefix in prefixes:
-        dataset = dataset_at(prefix)
+        dataset = dataset_at(prefix_of(prefix, args))
         problems = dataset.verify()
         if problems:
             print(f"{prefix}: damaged")
         else:
             for line in (*describe(dataset, eod), *show(dataset, args.show, args.show_tokens, tokenizer)):
                 print(line)
+            for number in args.document or ():
+                for line in show_document(dataset, number, tokenizer):
+                    print(line)
         if tokenizer is not None and not problems and dataset.num_tokens:
             high = token_range(dataset.tokens)[1]
             if high >= tokenizer.vocab_size:
@@ -165,12 +223,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prefix", nargs="*", help="datasets to describe and verify")
     parser.add_argument("--show", type=int, default=0, help="number of sequences to show")
     parser.add_argument("--show-tokens", type=int, default=64, help="tokens to show of each sequence")
+    parser.add_argument("--document", type=int, nargs="+", metavar="N", help="documents to show whole, counted from 0")
+    parser.add_argument("--sample-log", metavar="FILE", help="file of a run's --sample-log")
+    parser.add_argument("--step", type=int, metavar="N", help="iteration of --sample-log to show")
     parser.add_argument("--eod", type=int, help="EOD token, where no tokenizer is given")
     parser.add_argument("--dump", metavar="FILE.npz", help="write the samples of the data flags")
     for split in SPLITS:
         parser.add_argument(f"--{split}-samples", type=int, help=f"{split} samples asked for (default: one epoch)")
     add_config_flags(parser, "data, as in training", *DATA_FIELDS)
     add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
+    add_config_flags(parser, "text files, as in training", "text_key", "text_documents", "max_bad_lines")
+    parser.add_argument("--no-append-eod", action="store_true", help="documents of text files do not end with EOD")
     return parser.parse_args(argv)
 
 
@@ -188,6 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = None
     if args.tokenizer_type:
         tokenizer = build_tokenizer(config_of(TokenizerConfig, args), args.vocab_size)
+    if args.sample_log:
+        show_step(args, tokenizer)
+        return 0
     problems = inspect(list(dict.fromkeys([*args.prefix, *from_flags])), args, tokenizer)
     if args.dump and not problems:
         dump(args, tokenizer)

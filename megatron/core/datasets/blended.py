@@ -61,6 +61,10 @@ class BlendedDataset(TextDataset):
         dataset, sample = self._place(index)
         return dataset.origin(sample)
 
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        dataset, sample = self._place(index)
+        return dataset.documents_of(sample)
+
     def sources_of(self, samples: range) -> NDArray[np.int64]:
         return self.index.dataset[samples.start : samples.stop].astype(np.int64)
 
@@ -83,6 +87,11 @@ def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
     return found
 
 
+def documents_of(dataset: Dataset, index: int) -> list[tuple[int, int, int]]:
+    """`TextDataset.documents_of`; empty if a data set does not know it."""
+    return list(dataset.documents_of(index)) if hasattr(dataset, "documents_of") else []
+
+
 class DatasetView:
     """The samples of another data set, under the same numbers. A subclass changes some of what it says of them."""
 
@@ -100,6 +109,9 @@ class DatasetView:
 
     def origin(self, index: int) -> str:
         return self.inner.origin(index)
+
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        return documents_of(self.inner, index)
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
         return sources_of(self.inner, samples)

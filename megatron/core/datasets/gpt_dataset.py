@@ -139,6 +139,12 @@ class TextDataset(ABC):
     def origin(self, index: int) -> str:
         """Start of a sample: `dataset:document+token`."""
 
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        """(document, first token in it, number of tokens) of each part of a sample's seq_length + 1 tokens, in order.
+
+        Empty if a data set does not know them."""
+        return []
+
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
@@ -219,6 +225,21 @@ class GPTDataset(TextDataset):
         )
         self.index = GPTIndex(*arrays)
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
+
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        first, offset = map(int, self.index.sample_index[int(self.index.shuffle_index[index])])
+        found, left = [], self.format.seq_length + 1
+        while left:
+            number = int(self.index.document_index[first])
+            lengths = self.indexed.lengths if self.pieces is None else self.pieces.lengths
+            count = min(left, int(lengths[number]) - offset)
+            if count and self.pieces is None:
+                found.append((number, offset, count))
+            elif count and self.pieces is not None:
+                start = int(self.pieces.starts[number]) + offset
+                found.append((int(self.pieces.documents[number]), start, count))
+            first, offset, left = first + 1, 0, left - count
+        return found
 
     def _text(self, index: int) -> NDArray[np.int64]:
         drawn = int(self.index.shuffle_index[index])

@@ -96,6 +96,10 @@ class _View(TextDataset):
         segment, number = self._place(index)
         return segment.origin(number)
 
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        segment, number = self._place(index)
+        return segment.documents_of(number)
+
     def _place(self, index: int) -> tuple[GPTDataset, int]:
         number = int(np.searchsorted(self.ends, index + self.first, side="right"))
         before = int(self.ends[number - 1]) if number else 0

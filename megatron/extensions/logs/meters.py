@@ -2,12 +2,15 @@
 
 --sample-log has one JSON object a line, of samples in order, as they came out of the data iterators:
 
-    {"iteration": 3, "samples": [16, 23], "origins": ["data_text_document:412+96", ...], "crc32": ["5b0ea3c1", ...]}
+    {"iteration": 3, "samples": [16, 23], "origins": ["data_text_document:412+96", ...],
+     "documents": [[[412, 96, 30], [7, 0, 35]], ...], "crc32": ["5b0ea3c1", ...]}
 
 `samples` are the first and the last by their number in the run, `origins` the dataset with the document and the token
-in it where each begins, `crc32` sums of the token ids that the model was given. The first rank of every data-parallel
-group of a step reports its samples, so the file shows the samples trained, not those planned: the same seed and data
-give the same file at every layout, micro-batch size and number of workers.
+in it where each begins, `documents` the parts of each with document, first token and number of tokens, `crc32` sums of
+the token ids that the model was given. tools/inspect_dataset.py --sample-log decodes a step.
+
+The first rank of every data-parallel group of a step reports its samples, so the file shows the samples trained, not
+those planned: the same seed and data give the same file at every layout, micro-batch size and number of workers.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.collectives import gather_objects
+from megatron.core.datasets.blended import documents_of
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.optimizer.clip_grads import sum_of_squares
 from megatron.extensions.logs.flags import LogsConfig
@@ -152,6 +156,7 @@ class SampleLog(Callback):
                 "iteration": step.iteration,
                 "samples": [numbers[0], numbers[-1]],
                 "origins": [self._dataset.origin(number) for number in numbers],
+                "documents": [documents_of(self._dataset, number) for number in numbers],
                 "crc32": [f"{checksum:08x}" for _, checksum in found],
             }
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.blended import sources_of
+from megatron.core.datasets.blended import documents_of, sources_of
 from megatron.core.datasets.gpt_dataset import Dataset, Sample
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.extensions.phases.epochs import epochs_so_far
@@ -68,6 +68,10 @@ class PhasedDataset:
         """Start of a sample: `dataset:document+token`."""
         part, number = self.place(index)
         return part.origin(number)
+
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        part, number = self.place(index)
+        return documents_of(part, number)
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
         """As of the parts, which number their sources alike."""

@@ -77,6 +77,10 @@ class FillInMiddle(TextDataset):
     def origin(self, index: int) -> str:
         return self.inner.origin(index)
 
+    def documents_of(self, index: int) -> list[tuple[int, int, int]]:
+        """Of the sample before its documents were rearranged."""
+        return self.inner.documents_of(index)
+
     def _text(self, index: int) -> NDArray[np.int64]:
         key = blake2b(f"{self.seed} {index}".encode(), digest_size=16).digest()
         draws = np.random.Generator(np.random.PCG64(int.from_bytes(key, "little")))

@@ -92,19 +92,21 @@ def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, An
     code = inspect.getsourcefile(inspect.unwrap(TOKENIZERS[kind]))
     if not getattr(TOKENIZERS[kind], "__module__", "").startswith("megatron.") and code is not None:
         files[Path(code).name] = file_digest(code)
-    identity = {"type": kind, "vocab_size": vocab_size, "files": files, "options": options}
-    return identity | {"ids": _ids_of_probes(json.dumps(identity, sort_keys=True, default=str), config, vocab_size)}
+    identity = {"type": kind, "files": files, "options": options}
+    key = json.dumps([identity, vocab_size], sort_keys=True, default=str)
+    return identity | {"ids": _ids_of_probes(key, config, vocab_size)}
 
 
 _PROBED: dict[str, str] = {}
-"""Results of `_ids_of_probes` by the identity of the tokenizer."""
+"""Results of `_ids_of_probes` by the identity of the tokenizer and --vocab-size."""
 
 
 def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | None) -> str:
-    """Hash of the ids of some texts, which tells versions of packages apart that tokenize differently."""
+    """Hash of the vocabulary's size and of the ids of some texts, which differ between versions of packages that
+    tokenize differently."""
     if identity not in _PROBED:
         tokenizer = build_tokenizer(config, vocab_size)
-        found: list[Any] = [tokenizer.eod, tokenizer.bos]
+        found: list[Any] = [tokenizer.vocab_size, tokenizer.eod, tokenizer.bos]
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])

@@ -1,0 +1,74 @@
+"""Reads a file of --sample-log: what a step was trained on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.config.json_text import parse_json
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+
+def record_of_step(log: Path, step: int) -> dict[str, Any]:
+    """The record of a step. Raises ValueError if the file has none."""
+    steps, number = list[int](), 0
+    try:
+        with open(log, encoding="utf-8") as stream:
+            for line in stream:
+                number += 1
+                record = parse_json(line)
+                steps.append(record["iteration"])
+                if record["iteration"] == step:
+                    return dict(record)
+    except OSError as error:
+        raise ValueError(f"--sample-log {log}: {error.strerror}; give the file of a run's --sample-log") from None
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"--sample-log {log}: line {number} is no record of --sample-log") from None
+    known = f"it has steps {min(steps)} to {max(steps)}" if steps else "it is empty"
+    raise ValueError(f"--step {step}: {log} has no such step; {known}")
+
+
+def lines_of_step(
+    record: Mapping[str, Any], prefixes: Mapping[str, str], decode: Callable[[NDArray], str] | None
+) -> Iterator[str]:
+    """Lines about each sample of a step: its parts, decoded, and whether their tokens are those that were trained on.
+
+    `prefixes` are those of the data sets by their names in the log. Raises ValueError for an unknown name."""
+    opened: dict[str, IndexedDataset] = {}
+    yield f"step {record['iteration']}: samples {record['samples'][0]} to {record['samples'][1]}"
+    rows = zip(
+        record["origins"], record.get("documents") or [[]] * len(record["origins"]), record["crc32"], strict=True
+    )
+    for number, (origin, parts, checksum) in enumerate(rows, record["samples"][0]):
+        name = origin.rpartition(":")[0]
+        if name not in prefixes:
+            given = ", ".join(prefixes) or "none"
+            raise ValueError(
+                f"the log names the data set {name}, and those given are {given}; give all with --data-path"
+            )
+        dataset = opened.setdefault(name, IndexedDataset(prefixes[name]))
+        try:
+            ids = [dataset.get(document, start, start + count) for document, start, count in parts]
+        except IndexError:
+            raise ValueError(
+                f"{prefixes[name]} has too few documents for sample {number}; give the run's data"
+            ) from None
+        yield f"sample {number}, {origin}{_doubt(ids, checksum)}"
+        for (document, start, count), tokens in zip(parts, ids, strict=True):
+            yield f"  document {document}, tokens {start} to {start + count - 1}"
+            yield f"    {decode(tokens)!r}" if decode is not None else f"    {tokens.tolist()}"
+
+
+def _doubt(ids: list[NDArray], checksum: str) -> str:
+    """What to say where tokens are not those that the checksum of the log is of."""
+    if not ids:
+        return ": the log does not say which documents it has"
+    text = np.concatenate(ids).astype(np.int64)[:-1]
+    if f"{zlib.crc32(text.tobytes()):08x}" == checksum:
+        return ""
+    return ": these are not the tokens that were trained on (other data, or a sample rearranged by --fim-data)"
