@@ -339,6 +339,11 @@ def check_may_start(options: CheckpointConfig) -> None:
             f"{flag} needs a checkpoint, and --load {options.load} holds no checkpoint (there is no {LATEST} in it): "
             f"correct the path, or drop {flag} to start from scratch"
         )
+    if not options.may_be_missing and not Path(str(options.load)).exists():
+        raise ValueError(
+            f"--load {options.load} does not exist, and is not the folder of --save; correct the path, or add "
+            "--allow-missing-checkpoint to start from scratch"
+        )
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:

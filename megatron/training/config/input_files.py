@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.dist_checkpointing.path_kind import kind_of, reader_of
+from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, reader_of, refusal
 from megatron.core.parts import DATA_READERS, MODEL_LOADERS
 from megatron.training.config.flags import dashed
 from megatron.training.config.output_files import unwritable
@@ -28,7 +30,9 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
     options, (plan, _) = config.checkpoint, plan_class(config).planned(config)
     sets = [phase.config.data for phase in plan.phases] if plan is not None else []
     yield from dict.fromkeys(problem for data in sets for problem in missing_data(data))
-    for field in ("finetune", "exit_on_missing_checkpoint"):
+    unusable = unusable_checkpoint(config)
+    yield from unusable
+    for field in () if unusable else ("finetune", "exit_on_missing_checkpoint"):
         load = Path(options.load) if options.load and getattr(options, field) else None
         if load is not None and saved_metadata(load) is None and kind_of(load) not in MODEL_LOADERS:
             rule, remedy = (
@@ -36,6 +40,25 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
                 f"correct the path, or drop {dashed(field)}",
             )
             yield Problem("--load", options.load, rule, remedy)
+
+
+def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Problem]:
+    """The problem of --load if it does not exist, or is a file, and the run may not start from scratch. Unless the
+    flags or the checkpoint say what the model is (`has_model`), a folder must hold one, too."""
+    options = config.checkpoint
+    load, kind = str(options.load), kind_of(options.load or "")
+    if options.may_be_missing or PATH_KINDS.facts(kind).loaded_as or (has_model and os.path.isdir(load)):
+        return []
+    if kind != "missing":
+        return [Problem.of_message("--load", load, f"--load {load}: {refusal(load).removeprefix(f'{load} ')}")]
+    remedy = "correct the path, or add --allow-missing-checkpoint to start from scratch"
+    if HUB_NAME.fullmatch(load) and not Path(load).parent.exists():
+        remedy += f"; a model of the Hugging Face hub is downloaded first: hf download {load} --local-dir FOLDER"
+    return [Problem("--load", load, "does not exist, and is not the folder of --save", remedy)]
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*[A-Za-z0-9]")
+"""A name such as Qwen/Qwen3-0.6B."""
 
 
 def missing_data(data: DatasetConfig) -> Iterator[Problem]:

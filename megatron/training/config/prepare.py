@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine
 from megatron.training.config.commands import Prepared, refuse
-from megatron.training.config.flags import EXTENSION_SECTIONS, without_credentials
-from megatron.training.config.input_files import missing_inputs
+from megatron.training.config.flags import EXTENSION_SECTIONS, dashed, without_credentials
+from megatron.training.config.input_files import missing_inputs, unusable_checkpoint
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
-from megatron.training.config.rules.fields import single_values
+from megatron.training.config.rules.fields import REQUIRED, single_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_past_batches, with_saved_flags
 from megatron.training.config.validation import Problem, findings, resolve
@@ -73,6 +73,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         for notice in (each for each in found if each.harmless):
             print(notice, file=sys.stderr)
     problems += [each for each in found if not each.harmless]
+    problems = _about_load(config, problems, launch)
     config = resolve(config, world_size, vocab_size)
     if line.command is not None:
         run = Prepared(config, world_size, problems, inputs, line.given, line.json_file, launch)
@@ -83,6 +84,18 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
             problems += missing_inputs(config, problems)
         refuse(problems, launch, None)
     return config
+
+
+def _about_load(config: RunConfig, problems: list[Problem], launch: Launch) -> list[Problem]:
+    """The problems, with that of a --load which cannot be used in place of flags of the model that it would state. On
+    several hosts, where it may lie on some, the ranks decide together when they load it."""
+    required = {dashed(field) for field in REQUIRED}
+    others = [each for each in problems if each.value is not None or each.flag not in required]
+    has_model = len(others) == len(problems)
+    if has_model and launch.several_hosts:
+        return problems
+    unusable = unusable_checkpoint(config, has_model)
+    return [*unusable, *others] if unusable else problems
 
 
 def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Problem]:

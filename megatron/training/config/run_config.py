@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -142,8 +143,8 @@ class CheckpointConfig:
     """Folder for checkpoints, metrics and the resolved configuration."""
 
     load: str | None = flag(None, path="local")
-    """Folder to load the latest checkpoint from; training starts from scratch if there is none. Or a Hugging Face
-    folder, of which the model's flags and weights are loaded."""
+    """Folder to load the latest checkpoint from; training starts from scratch if it holds none, or if it is --save and
+    does not exist yet. Or a Hugging Face folder, of which the model's flags and weights are loaded."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval", at_least=0)
     """Iterations between checkpoints, 0 for none; one is always written at the end when --save is given."""
@@ -183,6 +184,18 @@ class CheckpointConfig:
 
     exit_on_missing_checkpoint: bool = flag(False, no_effect_without="--load")
     """Exit with an error if --load contains no checkpoint."""
+
+    allow_missing_checkpoint: bool = flag(
+        False, no_effect_without="--load", excludes="--exit-on-missing-checkpoint: it is the opposite"
+    )
+    """Start from scratch if --load does not exist, also where it is not --save."""
+
+    @property
+    def may_be_missing(self) -> bool:
+        """Whether --load need not exist: the first start of a run that resumes from its own --save."""
+        if self.load is None or self.allow_missing_checkpoint:
+            return True
+        return self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)
 
     @property
     def anew(self) -> bool:
