@@ -99,6 +99,7 @@ def test_saved_configuration_runs_again_and_an_evaluation_leaves_it_as_it_was(tm
 
 def test_a_new_run_keeps_the_metrics_of_an_old_one(tmp_path: Path) -> None:
     nothing = ["--train-iters", "2", "--save", str(tmp_path), "--load", str(tmp_path / "nothing")]
+    nothing.append("--allow-missing-checkpoint")
     for _ in range(2):
         said = run_forked(1, [*MODEL, *nothing], tmp_path / "screen")
         assert f"no checkpoint in --load {tmp_path / 'nothing'}: starting at iteration 0" in said

@@ -73,7 +73,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         for notice in (each for each in found if each.harmless):
             print(notice, file=sys.stderr)
     problems += [each for each in found if not each.harmless]
-    problems = _about_load(config, problems, launch)
+    problems = _about_load(config, problems, together=launch.several_hosts or line.command is not None)
     config = resolve(config, world_size, vocab_size)
     if line.command is not None:
         run = Prepared(config, world_size, problems, inputs, line.given, line.json_file, launch)
@@ -86,13 +86,14 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     return config
 
 
-def _about_load(config: RunConfig, problems: list[Problem], launch: Launch) -> list[Problem]:
-    """The problems, with that of a --load which cannot be used in place of flags of the model that it would state. On
-    several hosts, where it may lie on some, the ranks decide together when they load it."""
+def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
+    """The problems, with that of a --load which cannot be used in place of flags of the model that it would state.
+    `together`: where the flags say what the model is, it is found later, by the ranks of several hosts, of which some
+    may have the folder, or by a command."""
     required = {dashed(field) for field in REQUIRED}
     others = [each for each in problems if each.value is not None or each.flag not in required]
     has_model = len(others) == len(problems)
-    if has_model and launch.several_hosts:
+    if has_model and together:
         return problems
     unusable = unusable_checkpoint(config, has_model)
     return [*unusable, *others] if unusable else problems

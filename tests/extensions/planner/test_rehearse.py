@@ -69,7 +69,9 @@ def test_of_one_rank_nothing_is_said_to_agree(flags: str, why: str) -> None:
 
 def test_a_run_without_faults_is_said_to_be_sound(tmp_path: Path) -> None:
     report, missing = tmp_path / "report.json", tmp_path / "no"
-    code, text = rehearse("--world-size", "4", "--json", str(report), "--load", str(missing))
+    code, text = rehearse(
+        "--world-size", "4", "--json", str(report), "--load", str(missing), "--allow-missing-checkpoint"
+    )
     assert code == 0 and "Rehearsal of 4 of 4 ranks, 3 of 4 micro-batches" in text, text
     assert "No rank fails, and their collectives agree." in text and "checkpoint of all ranks: " in text
     assert f"a run would start at iteration 0: --load {missing}: there is no such folder on this machine" in text
