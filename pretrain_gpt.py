@@ -10,7 +10,13 @@ from contextlib import suppress
 from megatron.training.config.arguments import command_line
 from megatron.training.config.output_files import drop_output, open_closed_streams, why_unwritten
 from megatron.training.config.prepare import prepare
-from megatron.training.reliability.launch import Launch, choose_allocators, hold_ignored_signals
+from megatron.training.reliability.launch import (
+    Launch,
+    choose_allocators,
+    hold_ignored_signals,
+    skip_final_collection,
+)
+from megatron.training.reliability.lossy_output import lossy_output
 from megatron.training.reliability.run_status import ExitCode, code_for_launcher, early_end_told
 from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible_output
@@ -19,6 +25,7 @@ from megatron.training.reliability.visible_text import visible_output
 def main(argv: list[str] | None = None) -> int:
     """Parses, validates, and trains. Returns the exit code (`megatron.training.reliability.run_status`)."""
     hold_ignored_signals()
+    skip_final_collection()
     closed = open_closed_streams()
     try:
         launch = Launch.from_environment()
@@ -51,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     # torch is imported only now: help, validation and plans need no torch.
     from megatron.training.training import pretrain
 
-    return code_for_launcher(pretrain(config, launch))
+    with lossy_output():
+        return code_for_launcher(pretrain(config, launch))
 
 
 if __name__ == "__main__":

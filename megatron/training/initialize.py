@@ -131,17 +131,18 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     watchdog.watch(config)
     if launch.rank == 0 and (problems := list(unwritable(config))):
         raise ValueError("\n".join(map(str, problems)))
-    deadlines = {}
+    # Durations are of the monotonic clock, as the system's may be set during a run.
+    now, deadlines = time.monotonic(), {}
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")
     if training.exit_duration_in_mins:
-        until = time.time() + 60 * training.exit_duration_in_mins
+        until = now + 60 * training.exit_duration_in_mins
         deadlines[f"--exit-duration-in-mins {training.exit_duration_in_mins}"] = (until, "stop")
     if end := os.environ.get("SLURM_JOB_END_TIME"):
         margin = training.exit_margin_in_mins
         if not end.isdigit():
             raise ValueError(f"SLURM_JOB_END_TIME={end}: must be in seconds since 1970, as SLURM sets it; or unset it")
-        deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
+        deadlines[f"the SLURM job ends in {margin} minutes"] = (now + int(end) - time.time() - 60 * margin, "resume")
     watchdog.start(training.exit_signal_handler, deadlines)
 
 

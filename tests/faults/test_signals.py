@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 
+from megatron.training import initialize
+from megatron.training.config.run_config import RunConfig, TrainingConfig
+from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_status import ExitCode
+from megatron.training.reliability.stop_requests import SignalListener
+from megatron.training.reliability.watchdog import Watchdog
 from tests.extensions import installed
 from tests.faults.broken_pretrain import slow_down
 from tests.faults.runs import MODEL, ROOT
@@ -124,6 +129,42 @@ def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytes
         run.codes()
     assert run.saved == run.stopped_at
     assert ("the SLURM job ends in 1.0 minutes" if "margin" in flag else flag) in run.text
+
+
+def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that a run was given is a duration, whatever the date; the SLURM job ends so many seconds from now."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    config = RunConfig(training=TrainingConfig(exit_duration_in_mins=30, exit_signal_handler=False))
+    watchdog, now = Watchdog(Launch()), time.time()
+    initialize.start_watchdog(config, watchdog)
+    try:
+        assert watchdog.board is not None
+        monkeypatch.setattr(time, "time", lambda: now + 7200)
+        watchdog._look(watchdog.board)
+        assert not watchdog.requests.pending
+        monkeypatch.setattr(time, "monotonic", lambda past=time.monotonic: past() + 31 * 60)
+        for _ in range(2):
+            watchdog._look(watchdog.board)
+        assert watchdog.requests.pending
+    finally:
+        monkeypatch.undo()
+        watchdog.close()
+
+
+def test_a_signal_to_a_child_is_none_to_the_run() -> None:
+    """A worker process that an extension ends with SIGTERM would have stopped the run."""
+    listener = SignalListener()
+    listener.start(True)
+    try:
+        if not (child := os.fork()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert listener.wait(0.0) == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert listener.wait(HANG) == [(signal.SIGTERM, False)]
+    finally:
+        listener.stop(ignore=False)
 
 
 @pytest.mark.grid("launcher", [], ["torch.distributed.run"])

@@ -28,6 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, token in (("ok", 7), ("big", 60000)):
         write_documents(folder / name, [np.full(40, token)] * 20)
     (folder / "file").write_text("")
+    for name in ("metrics.jsonl", "run_config.yaml"):
+        (folder / "folders" / name).mkdir(parents=True)
     return folder
 
 
@@ -48,6 +50,11 @@ CASES = {
         "  --metrics-file {0}: is a folder; use a file in it\n"
         "  --save {0}/file: {0}/file is a file, not a folder; use a folder that can be written\n"
         "  --load {0}/file: is a file; use the folder of the checkpoints, or one checkpoint",
+    ),
+    "folders for files": (
+        "--mock-data --save {0}/folders",
+        "--save {0}/folders: has a folder metrics.jsonl, where the run writes a file; remove or rename that folder\n"
+        "  --save {0}/folders: has a folder run_config.yaml, where the run writes a file",
     ),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import multiprocessing as mp
 import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from megatron.training.checkpointing import Checkpointer, ModelLoader, load_stag
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler
+from megatron.training.reliability.child_processes import end_children
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.failure_report import ADVICE, Failure, died
 from megatron.training.reliability.launch import Launch
@@ -181,3 +184,28 @@ def test_a_full_disk_is_reported_in_a_sentence(error: BaseException, told: bool)
     failure = Failure.of(error, 0, "rank 0", "saving", CheckpointConfig())
     assert str(error) in failure.what and ("make room on the disk" in failure.advice) == told
     assert failure.text().count("not saved") <= 1
+
+
+def test_children_of_a_process_that_fails_end_with_it(tmp_path: Path) -> None:
+    """Also one that ignores SIGTERM; not one with a session of its own."""
+
+    def run() -> None:
+        stubborn = (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+        )
+        child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline()
+        others = [subprocess.Popen(["sleep", "600"], start_new_session=apart) for apart in (False, True)]
+        (tmp_path / "pids").write_text(" ".join(str(process.pid) for process in (child, *others)))
+        end_children()
+        os._exit(0)
+
+    process = mp.get_context("fork").Process(target=run)
+    process.start()
+    assert join([process]) == [0]
+    *ended, stays = (Path(f"/proc/{pid}/stat") for pid in (tmp_path / "pids").read_text().split())
+    try:
+        assert all(not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX" for stat in ended)
+        assert stays.exists()
+    finally:
+        os.kill(int(stays.parent.name), signal.SIGKILL)

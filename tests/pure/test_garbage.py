@@ -12,6 +12,7 @@ import pytest
 from megatron.training.config.run_config import TrainingConfig
 from megatron.training.hooks import Task
 from megatron.training.tasks import GarbageCollection
+from tests.apart import python_apart
 
 
 class Knot:
@@ -60,3 +61,11 @@ def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
     assert gc.isenabled()
     task = collection.task()
     assert not any(task.at(iteration, last=True) for iteration in range(1, 9))
+
+
+@pytest.mark.parametrize("program", ["pretrain_gpt.main(['--help'])", "tools.common.run_tool(lambda: 0)"])
+def test_a_program_ends_without_looking_for_garbage(program: str) -> None:
+    """That takes seconds once torch is imported, of the half minute that a preempted job has."""
+    last = "atexit.register(lambda: print('skipped:', gc.get_freeze_count() > 0))"
+    shown = python_apart("-c", f"import atexit, gc; {last}; import pretrain_gpt, tools.common; {program}", code=0)
+    assert shown.stdout.splitlines()[-1] == "skipped: True"

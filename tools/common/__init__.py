@@ -28,7 +28,7 @@ from megatron.training.config.output_files import (
     why_unwritten,
 )
 from megatron.training.extensions import load_extensions
-from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.launch import Launch, skip_final_collection
 from megatron.training.reliability.visible_text import visible_output
 
 if TYPE_CHECKING:
@@ -246,6 +246,7 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
     """Runs a tool's main and exits with its code: 2 and one line a problem for errors of the user, 130 and 143 when it
     is interrupted or terminated (by an exception, so that temporary files are removed)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    skip_final_collection()
     open_closed_streams()
     with visible_output():
         sys.exit(_exit_code(main))

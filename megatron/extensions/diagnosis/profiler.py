@@ -14,6 +14,7 @@ from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
+from megatron.training.reliability.lossy_output import told_if_unwritten
 
 
 class Profiler(Callback):
@@ -79,9 +80,10 @@ class Profiler(Callback):
         if running is not None:
             running.stop()
             path = output_folder(self.config, "profile") / f"rank-{self.rank}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(path))
-            run.say(f" profile of rank {self.rank}: {path}")
+            with told_if_unwritten(f"profile of rank {self.rank}"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                running.export_chrome_trace(str(path))
+                run.say(f" profile of rank {self.rank}: {path}")
         if ranges is not None:
             torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
             ranges.__exit__(None, None, None)
@@ -91,7 +93,9 @@ class Profiler(Callback):
         out."""
         recording, self._recording = self._recording, False
         if recording:
-            torch.cuda.memory._dump_snapshot(f"{self.options.memory_snapshot_path}.rank{self.rank}")
+            path = f"{self.options.memory_snapshot_path}.rank{self.rank}"
+            with told_if_unwritten(f"memory snapshot {path}"):
+                torch.cuda.memory._dump_snapshot(path)
 
 
 def output_folder(config: RunConfig, name: str) -> Path:

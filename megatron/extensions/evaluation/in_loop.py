@@ -20,6 +20,7 @@ from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_b
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.sinks import Record
+from megatron.training.reliability.lossy_output import told_if_unwritten
 from megatron.training.run import TrainingRun
 
 
@@ -69,7 +70,8 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     runtime.say(f" tasks after iteration {iteration} ({record['eval_tasks_seconds']:.1f} s)\n{table}")
     samples = config.options(EvalTasksConfig).eval_tasks_samples
     if runtime.is_main and samples:
-        _write_samples(Path(samples), iteration, results["samples"])
+        with told_if_unwritten(f"evaluation samples of iteration {iteration}"):
+            _write_samples(Path(samples), iteration, results["samples"])
     log.write(record)
     for callback in run.callbacks:
         callback.on_evaluation(run, "tasks", record)

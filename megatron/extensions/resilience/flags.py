@@ -40,6 +40,13 @@ class StopFileFlags:
     trigger_path: str | None = flag(None, path="local")
     """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
 
+    def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
+        switch = self.kill_switch_path
+        if switch and Path(switch).is_dir():
+            yield Problem(
+                "--kill-switch-path", switch, "is a folder, and must be a file", "use the path of a file in it"
+            )
+
     def folders(self, config: RunConfig) -> list[Path]:
         """Folder of the files."""
         return [Path(folder) for folder in (config.checkpoint.save, self.trigger_path) if folder]

@@ -100,7 +100,7 @@ class StopFiles(Watch):
 
     def due(self) -> Iterator[Request]:
         """The requests that are due now. The files `save` and `exit` are removed when they are seen."""
-        if self._kill_switch is not None and self._kill_switch.exists():
+        if self._kill_switch is not None and self._kill_switch.exists() and not self._kill_switch.is_dir():
             yield Request("stop", f"--kill-switch-path {self._kill_switch} exists")
         for path, kind in self._files.items():
             try:

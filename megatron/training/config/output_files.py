@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.path_kind import EVENTS, LATEST, METRICS_FILE, RUN_CONFIG
 from megatron.core.fsync import NO_ROOM
 from megatron.training.config.flags import all_flags, value_of
 from megatron.training.config.problem import NO_URL, Problem
@@ -109,6 +110,10 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
         elif path and (why := why_unwritable(Path(path) if folder else Path(path).parent)):
             remedy = f"use a {'folder' if folder else 'file in a folder'} that can be written"
             yield Problem(flag.name, path, why, remedy)
-    load = config.checkpoint.load
+    load, save = config.checkpoint.load, config.checkpoint.save
+    for name in (METRICS_FILE, RUN_CONFIG, EVENTS, LATEST) if save else ():
+        if (Path(str(save)) / name).is_dir():
+            rule = f"has a folder {name}, where the run writes a file"
+            yield Problem("--save", save, rule, "remove or rename that folder")
     if load and Path(load).is_file():
         yield Problem("--load", load, "is a file", "use the folder of the checkpoints, or one checkpoint")

@@ -20,8 +20,10 @@ from dataclasses import replace
 from typing import NoReturn
 
 from megatron.training.config.run_config import CheckpointConfig
+from megatron.training.reliability.child_processes import end_children
 from megatron.training.reliability.failure_report import ADVICE, GONE, Failure, died, hung, is_consequence
 from megatron.training.reliability.launch import Launch, restarts_left, tell_last, write_error_file
+from megatron.training.reliability.lossy_output import flush_output
 from megatron.training.reliability.rank_status import RankStatus, Standing
 from megatron.training.reliability.rank_store import PERIOD, Board, NoStoreError
 from megatron.training.reliability.run_status import ExitCode, Outcome, code_for_launcher
@@ -315,8 +317,8 @@ class FailureHandler:
         until = time.monotonic() + 1.0
         for thread in closing:
             thread.join(max(0.0, until - time.monotonic()))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        end_children()
+        flush_output()
         os._exit(code_for_launcher(code))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -31,6 +33,14 @@ def choose_allocators(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def skip_final_collection() -> None:
+    """Has this process end without the garbage collections of a Python interpreter that ends.
+
+    They look through everything that torch has imported, which takes seconds after all work is done. Files are still
+    closed, and functions of `atexit` still run."""
+    atexit.register(gc.freeze)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ that a thread sees them while the main thread is inside a collective.
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from megatron.training.reliability.launch import SIGNALS
@@ -129,6 +131,7 @@ class SignalListener:
         if listen and threading.current_thread() is threading.main_thread():
             # The byte on the socket comes also while the main thread is inside a collective; the handler does not.
             signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=_forget_socket)  # a signal to a child is none to this process
             self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
 
@@ -155,6 +158,11 @@ class SignalListener:
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if ignore else handler)
+
+
+def _forget_socket() -> None:
+    with suppress(ValueError):  # of a thread that is not the main one
+        signal.set_wakeup_fd(-1)
 
 
 def _ignore(number: int, frame: Any) -> None:

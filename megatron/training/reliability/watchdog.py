@@ -77,8 +77,8 @@ class Watchdog:
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
         """Starts the thread, once connected. Call it on the main thread.
 
-        `signals`: whether signals end the run. `deadlines`: what else does -> (`time.time()` of its end, kind of the
-        request)."""
+        `signals`: whether signals end the run. `deadlines`: what else does -> (`time.monotonic()` of its end, kind of
+        the request)."""
         assert self.board is not None, "connect first"
         self._deadlines = deadlines
         for watch in self._watches:
@@ -177,7 +177,7 @@ class Watchdog:
                 self.failures.report_gone(rank, seen)
         if self.launch.rank == 0 and not self.requests.pending:
             for why, (when, kind) in self._deadlines.items():
-                if time.time() >= when:
+                if time.monotonic() >= when:
                     self.requests.ask(Request(kind, why))
         if message := self.requests.look(board, self.signals.first_at):
             self.failures.leave(message)

@@ -52,3 +52,10 @@ def test_a_kill_switch_stops_as_long_as_it_exists(tmp_path: Path) -> None:
         (request,) = files.due()
         assert request.kind == "stop" and str(switch) in request.why
     assert switch.exists()
+
+
+def test_a_kill_switch_that_is_a_folder_is_refused_and_stops_nothing(tmp_path: Path) -> None:
+    flags = StopFileFlags(kill_switch_path=str(tmp_path))
+    (problem,) = flags.validate(RunConfig(), 1)
+    assert "is a folder, and must be a file" in str(problem)
+    assert list(looks_in(tmp_path / "save", kill_switch_path=str(tmp_path)).due()) == []

@@ -1,0 +1,133 @@
+"""Standard output and standard error that never end a run: lines that cannot be written are dropped and counted.
+
+A log on a full disk, a closed terminal, or a reader that has gone away must not end training. A character that the
+encoding of the output lacks is written as an escape. No torch.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+PATIENCE = 30.0
+"""Seconds that a write waits for the reader of a pipe that does not block."""
+
+
+class LossyFile(io.RawIOBase):
+    """Writes to a file descriptor. Data that cannot be written is dropped, and its lines are counted; once writing
+    succeeds again, a line says how many were lost."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.lost = 0
+        """Lines that were dropped."""
+
+        self.why = ""
+        self._untold = False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        """Returns the number of bytes given, also if some are dropped."""
+        content = bytes(data)
+        if self._untold and self._left(f"\n{self.loss()}\n".encode()):
+            self._drop(content)
+            return len(content)
+        self._untold = False
+        if left := self._left(content):
+            self._drop(left)
+        return len(content)
+
+    def loss(self) -> str:
+        """How many lines were lost, and why."""
+        return f"{self.lost} line{'s' if self.lost > 1 else ''} of output could not be written: {self.why}"
+
+    def _drop(self, content: bytes) -> None:
+        self.lost += max(1, content.count(b"\n"))
+        self._untold = True
+
+    def _left(self, content: bytes) -> bytes:
+        """Writes, and returns what could not be written."""
+        while content:
+            try:
+                content = content[os.write(self._descriptor, content) :]
+            except BlockingIOError as error:
+                self.why = error.strerror or str(error)
+                if self._untold or not select.select([], [self._descriptor], [], PATIENCE)[1]:
+                    break
+            except OSError as error:
+                self.why = error.strerror or str(error)
+                break
+        return content
+
+
+@contextmanager
+def lossy_output() -> Iterator[None]:
+    """Replaces both standard streams by lossy ones. At the end, and when this process exits by `before_exit`, each
+    stream says on the other one what it has lost."""
+    before = sys.stdout, sys.stderr
+    streams = [_lossy(stream) for stream in before]
+    sys.stdout, sys.stderr = (new or old for new, old in zip(streams, before, strict=True))
+    _at_exit.append(lambda: _tell_losses(streams))
+    try:
+        yield
+    finally:
+        flush_output()
+        _at_exit.pop()
+        sys.stdout, sys.stderr = before
+
+
+_at_exit: list[Callable[[], None]] = []
+
+
+def flush_output() -> None:
+    """Flushes both standard streams, and prints what they have lost. Raises nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    for tell in _at_exit:
+        tell()
+
+
+@contextmanager
+def told_if_unwritten(what: str) -> Iterator[None]:
+    """Prints one line if the file `what` cannot be written, where a run is to continue without it."""
+    try:
+        yield
+    except OSError as error:
+        print(f"{what} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def _lossy(stream: TextIO) -> io.TextIOWrapper | None:
+    """A lossy stream to the same file; None where a stream has no file, as under a test."""
+    try:
+        stream.flush()
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return None
+    raw = LossyFile(descriptor)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace", line_buffering=True
+    )
+
+
+def _tell_losses(streams: list[io.TextIOWrapper | None]) -> None:
+    for stream, other in zip(streams, reversed(streams), strict=True):
+        raw = stream.buffer.raw if stream is not None and isinstance(stream.buffer, io.BufferedWriter) else None
+        if isinstance(raw, LossyFile) and raw.lost and other is not None:
+            name = "standard output" if stream is streams[0] else "standard error"
+            other.write(f"{name}: {raw.loss()}\n")
+            other.flush()
+            raw.lost = 0
