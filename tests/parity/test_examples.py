@@ -24,11 +24,13 @@ EXAMPLES = {
     "ademamix.py": "--optimizer ademamix --ademamix-alpha-warmup 3 --ademamix-beta3-warmup 3",
     "cyclic_wsd.py": "--lr-decay-style cyclic-wsd --lr-warmup-iters 1 --train-iters 3",
     "eager_1f1b.py": "--pipeline-schedule eager-1f1b",
+    "head_scaled_attention.py": "--attention-module head_scaled --num-query-groups 4 --position-embedding-type rope",
     "lion.py": "--optimizer lion",
     "moving_average.py": "--experimental-attention-variant moving_average --linear-attention-freq 2",
     "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
     "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
+    "template.py": "--activation-func my_activation --my-slope 0.2",
     "trainable_swish.py": "--activation-func trainable_swish",
 }
 """Example -> the flags that choose what it registers."""
@@ -36,7 +38,7 @@ EXAMPLES = {
 PART = ["dp2-to-tp2-sp-pp2-dp2"]
 """Rows of the default run, on two layers; those of --whole are all, on four."""
 
-DIFFERENTIABLE = ["goldfish_loss.py", "sandwich_norm.py", "trainable_swish.py"]
+DIFFERENTIABLE = ["goldfish_loss.py", "head_scaled_attention.py", "sandwich_norm.py", "trainable_swish.py"]
 """Examples with gradients of their own, which are compared with finite differences too."""
 
 
@@ -106,7 +108,39 @@ def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
     check_documents_apart(model, batch)
 
 
+def test_an_attention_of_your_own_generates_and_is_self_attention_with_factors_of_one() -> None:
+    load_extensions([str(ROOT / "examples" / "head_scaled_attention.py")])
+    plain = with_fields(model_of("llama"), {"qk_layernorm": False})
+    config = with_fields(plain, {"attention_module": "head_scaled"})
+    model, batch = GPTModel(config, FP64).eval(), random_batch(config, **packed_documents(config))
+    own = dict(model.named_parameters())
+    renamed = {"qkv": "linear_qkv", "proj": "linear_proj"}
+    with torch.no_grad():
+        built_in = GPTModel(plain, FP64).eval()
+        for name, value in built_in.named_parameters():
+            mine = next((name.replace(new, old) for old, new in renamed.items() if new in name), name)
+            value.copy_(own[mine])
+        tokens = Batch.of_tokens(batch.tokens)
+        whole = model.logits(None, tokens)
+        torch.testing.assert_close(whole, built_in.logits(None, tokens), rtol=1e-12, atol=1e-12)
+        next(value for name, value in own.items() if name.endswith("scales")).mul_(2)
+        whole = model.logits(None, tokens)
+        assert not torch.allclose(whole, built_in.logits(None, tokens))
+    torch.testing.assert_close(logits_in_parts(model, batch.tokens, (1, 6, 9))[0], whole, rtol=1e-12, atol=1e-12)
+    check_documents_apart(model, batch)
+
+
 MODEL = f"{TINY} --log-interval 1"
+
+
+def test_each_part_of_the_template_works(tmp_path: Path) -> None:
+    flags = "--extension examples/template.py --activation-func my_activation --my-interval"
+    out, _ = train(f"{flags} 2", tmp_path)
+    assert [line for line in out.splitlines() if "my callback" in line] == [
+        " my callback: 8 samples so far", " my callback: 16 samples so far"
+    ]  # fmt: skip
+    done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "9", code=2)
+    assert "--my-interval 9: is beyond the last iteration, --train-iters 4" in done.stderr
 
 
 def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:

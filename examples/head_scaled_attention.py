@@ -1,0 +1,52 @@
+"""An attention sublayer: each head's output is multiplied by a factor that is trained (NormFormer, arXiv 2110.09456).
+
+python pretrain_gpt.py --extension examples/head_scaled_attention.py --attention-module head_scaled ...
+
+It has grouped queries, rotary embeddings and generation, and runs under tensor, sequence, context and pipeline
+parallelism. docs/attention_sublayer.md explains it step by step.
+"""
+
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.batch import BatchContext
+from megatron.core.config import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.parts import ATTENTIONS
+from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.transformer.rotary import rotate_queries_and_keys
+
+
+@ATTENTIONS.register("head_scaled")
+class HeadScaledAttention(nn.Module):
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        h, d, heads, groups = config.hidden_size, config.head_dim, config.num_attention_heads, config.query_groups
+        self.layer, self.head_dim, self.heads_of_group = ctx.layer, d, heads // groups
+        self.rotation = config.layer(ctx.layer).rotation  # None without rotary embedding in this layer
+        # A group has its query heads, its key and its value side by side, so that a rank holds whole groups.
+        rows, init = (groups, self.heads_of_group + 2, d), Init("normal", config.init_method_std)
+        self.qkv = column_parallel(ColumnLinear(f"{name}.qkv", h, rows, config.add_bias_linear, init), ctx)
+        self.core = CoreAttention(name, config, ctx)
+        # Each tensor-parallel rank has the factors of its own heads, and their whole gradient.
+        self.scales = make_parameter(ParamMeta(f"{name}.scales", (heads,), {"tp": 0}, Init("ones")), ctx)
+        output_init = Init("normal", config.output_init_std)
+        self.proj = row_parallel(RowLinear(f"{name}.proj", heads * d, h, config.add_bias_linear, output_init), ctx)
+
+    def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
+        """x [s/tp, b, h] -> [s/tp, b, h] with sequence parallelism, [s, b, h] without; s/cp with context parallelism"""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.heads_of_group + 2, self.head_dim))  # [s, b, groups/tp, rows, d]
+        q, k, v = qkv.split((self.heads_of_group, 1, 1), dim=3)
+        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)  # [s, b, heads/tp, d], 2 of [s, b, groups/tp, d]
+        if self.rotation is not None:
+            q, k = rotate_queries_and_keys(q, k, *context.rotary[self.rotation])
+        out = self._attend(q, k, v, context)  # [s, b, heads/tp * d]
+        out = (out.unflatten(-1, (-1, self.head_dim)) * self.scales.unsqueeze(-1)).flatten(2)
+        return self.proj(out, addend=addend)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
+        """Core attention, in generation over the earlier tokens too."""
+        if context.cache is not None and (seen := context.cache.append(self.layer, k, v)) is not None:
+            return self.core.behind_cache(q, *seen, context.cache)
+        return self.core(q, k, v, context)

@@ -1,0 +1,70 @@
+"""A template for an extension: copy this file, rename it, and keep what you need.
+
+python pretrain_gpt.py --extension examples/template.py --activation-func my_activation --my-interval 10 ...
+python -m megatron.testing.parity --extension examples/template.py -- --activation-func my_activation
+
+It has flags of its own, a rule between flags, a part of the model, and a callback. docs/extending.md lists what else
+can be registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.config import TransformerConfig
+from megatron.core.config.flag_spec import flag
+from megatron.core.parts import ACTIVATIONS, CALLBACKS
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import Problem, extension_flags
+from megatron.training.hooks import Callback
+from megatron.training.run import TrainingRun
+
+# 1. Flags. A field is a flag, and the text below it is its help. `flag` states bounds, choices and other flags that it
+#    needs. A run must resume with the same values; add may_change=True if they may differ.
+
+
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What bounds cannot state: a `Problem` names flag, value, rule and remedy."""
+    options = config.options(MyFlags)
+    if options.my_interval and config.training.train_iters and options.my_interval > config.training.train_iters:
+        rule = f"is beyond the last iteration, --train-iters {config.training.train_iters}"
+        yield Problem("--my-interval", options.my_interval, rule, "use a smaller interval")
+
+
+@extension_flags("my extension", rules=rules)
+@dataclass(frozen=True)
+class MyFlags:
+    my_slope: float = flag(0.1, at_least=0)
+    """Slope of my_activation for negative values."""
+
+    my_interval: int = flag(0, at_least=0)
+    """Iterations between two lines of the callback; 0: none."""
+
+
+# 2. A part of the model, chosen by a flag of the program. It is built once for each layer, and reads flags of its own
+#    by `ctx.options`. Parameters are created by `make_parameter`, see examples/trainable_swish.py.
+
+
+@ACTIVATIONS.register("my_activation")
+class MyActivation:
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        self.slope = ctx.options(MyFlags).my_slope
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [s, b, f/tp] -> [s, b, f/tp]"""
+        return F.leaky_relu(x, self.slope)
+
+
+# 3. A callback: every rank builds one. `when` decides by the configuration whether the run has it.
+
+
+@CALLBACKS.register("my callback", when=lambda config: config.options(MyFlags).my_interval > 0)
+class MyCallback(Callback):
+    def on_step_end(self, run: TrainingRun) -> None:
+        if run.progress.iteration % self.config.options(MyFlags).my_interval == 0:
+            run.say(f" my callback: {run.progress.consumed_samples} samples so far")
