@@ -104,7 +104,14 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
     plan = indices.plan_epochs(total, samples, seq_length)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indices, "STREAM", 5)  # parts that end anywhere in a document
-        index = indices.GPTIndex(*indices.gpt_index_parts(lengths, range(len(lengths)), plan, seq_length, seed))
+        forms = []
+        for many in (0, 10**9):  # the ends of documents, the starts of samples
+            patch.setattr(indices, "MANY_SAMPLES", many)
+            parts = indices.gpt_index_parts(lengths, range(len(lengths)), plan, seq_length, seed)
+            forms.append(indices.GPTIndex(*parts))
+    found, index = forms
+    assert plan.samples == 0 or (found.sample_index.ndim, index.sample_index.ndim) == (1, 2)
+    assert all((one == other).all() for one, other in zip(found[::2], index[::2], strict=True))
     if samples is None:
         assert plan.epochs == 1
     else:
@@ -116,8 +123,9 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
     # A token is (document, place in it): the stream written out, and the samples read off the index.
     stream = [(document, place) for document in index.document_index for place in range(lengths[document])]
     for sample in range(plan.samples + 1):
-        position, offset = index.sample_index[sample]
+        position, offset = index.start(sample, seq_length)
         assert (index.document_index[position], offset) == stream[sample * seq_length]
+        assert found.start(sample, seq_length) == (position, offset)
 
 
 def test_positions_past_2_31_tokens():

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.config.data import DatasetConfig
+from megatron.core.datasets import indices
 from megatron.core.datasets.build import Demands, build_datasets, parse_blend, split_share
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
@@ -212,6 +213,20 @@ def test_an_index_file_that_has_changed_is_built_again(tmp_path, caplog, name, c
     train = build(**drawn).train
     assert [train.text(n).tolist() for n in range(30)] == expected and path.read_bytes() == written
     assert caplog.text.count(f"index file {path}: it has") == 1 and "building it again" in caplog.text
+
+
+def test_many_samples_of_a_document_need_no_row_each(tmp_path, monkeypatch):
+    """The samples, and what a resumed run compares, are those of the index with a row for each sample."""
+    data = ("1", write_documents(tmp_path / "x", [list(range(n, n + 200)) for n in range(7)]))
+    found = {}
+    for many in (indices.MANY_SAMPLES, 10**9):
+        monkeypatch.setattr(indices, "MANY_SAMPLES", many)
+        train = build(data_path=data, data_cache_path=str(tmp_path / f"cache {many}"), sizes=(900, 0, 0)).train
+        found[many] = train.fingerprint, [train.text(n).tolist() for n in range(900)]
+        (path,) = (tmp_path / f"cache {many}").rglob("*-sample_index.npy")
+        rows = np.load(path).size
+        assert rows < 900 // many if many < 10**9 else rows > 2 * 900
+    assert len(set(map(str, found.values()))) == 1
 
 
 def test_an_index_says_what_it_was_made_from(tmp_path):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indices import GPTIndex, gpt_index_parts, plan_epochs
+from megatron.core.datasets.indices import GPTIndex, finds_starts, gpt_index_parts, plan_epochs
 
 Sample = dict[str, NDArray | None]
 
@@ -219,7 +219,7 @@ class GPTDataset(TextDataset):
         arrays = cache.arrays(
             GPTIndex._fields,
             f"GPTDataset-{split}",
-            order,
+            order | ({"sample_index": "document ends"} if finds_starts(self.plan, numbers) else {}),
             lambda: gpt_index_parts(lengths, numbers, self.plan, format.seq_length, seed),
             made_from=[f"{indexed.prefix}.idx"],
         )
@@ -243,8 +243,8 @@ class GPTDataset(TextDataset):
 
     def _text(self, index: int) -> NDArray[np.int64]:
         drawn = int(self.index.shuffle_index[index])
-        first, offset = map(int, self.index.sample_index[drawn])
-        last = int(self.index.sample_index[drawn + 1, 0])
+        first, offset = self.index.start(drawn, self.format.seq_length)
+        last, _ = self.index.start(drawn + 1, self.format.seq_length)
         text = np.empty(self.format.seq_length + 1, np.int64)
         filled = 0
         for document in self.index.document_index[first : last + 1]:
@@ -258,7 +258,7 @@ class GPTDataset(TextDataset):
 
     def origin(self, index: int) -> str:
         """Start of a sample: `dataset:document+token`."""
-        first, offset = map(int, self.index.sample_index[int(self.index.shuffle_index[index])])
+        first, offset = self.index.start(int(self.index.shuffle_index[index]), self.format.seq_length)
         number = int(self.index.document_index[first])
         if self.pieces is not None:
             number, offset = int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])

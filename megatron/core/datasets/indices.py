@@ -89,10 +89,31 @@ class GPTIndex(NamedTuple):
     """[E * documents] document numbers, in the order of the token stream."""
 
     sample_index: NDArray
-    """[samples + 1, 2]: position in the document index and offset in that document where a sample starts."""
+    """[samples + 1, 2]: position in the document index and offset in that document where a sample starts; or, where
+    `finds_starts`, [E * documents]: tokens of the stream up to the end of each document."""
 
     shuffle_index: NDArray
     """[samples]: number in the stream of each drawn sample."""
+
+    def start(self, number: int, seq_length: int) -> tuple[int, int]:
+        """Position in the document index, and offset in that document, where sample `number` of the stream starts."""
+        if self.sample_index.ndim == 2:
+            position, offset = self.sample_index[number].tolist()
+            return position, offset
+        token = number * seq_length
+        # side="right" takes the document that holds the token itself, past any empty ones.
+        position = int(self.sample_index.searchsorted(token, side="right"))
+        return position, token - (int(self.sample_index[position - 1]) if position else 0)
+
+
+MANY_SAMPLES = 4
+"""Samples per document of the stream from which their starts are found when they are read. The starts of all samples
+would take more memory and time than everything else: two numbers for each, whatever part of them a run reads."""
+
+
+def finds_starts(plan: EpochPlan, documents: range) -> bool:
+    """Whether a split has the ends of documents for an index, and not the starts of samples."""
+    return plan.samples > MANY_SAMPLES * plan.epochs * len(documents)
 
 
 def gpt_index_parts(
@@ -106,7 +127,10 @@ def gpt_index_parts(
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan, random)
     yield document_index
-    yield build_sample_index(lengths, document_index, plan.samples, seq_length)
+    if finds_starts(plan, documents):
+        yield build_document_ends(lengths, document_index)
+    else:
+        yield build_sample_index(lengths, document_index, plan.samples, seq_length)
     yield build_shuffle_index(plan, random)
 
 
@@ -140,6 +164,16 @@ def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, 
         done = stop
     assert done == samples + 1, f"{samples} samples of {seq_length} tokens do not fit into {tokens} tokens"
     return index
+
+
+def build_document_ends(lengths: NDArray, document_index: NDArray) -> NDArray[np.int64]:
+    """Tokens of the stream up to the end of each document, [E * documents]."""
+    ends = np.empty(len(document_index), np.int64)
+    tokens = 0
+    for first, part, of_part in _lengths_in_parts(lengths, document_index):
+        ends[first : first + len(part)] = of_part + tokens
+        tokens += int(of_part[-1])
+    return ends
 
 
 def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tuple[int, NDArray, NDArray[np.int64]]]:
