@@ -43,6 +43,13 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of keys that a config.json may lack."""
 
+    class_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Value of each key that their configuration class has, where a config.json lacks it. None if the class derives it
+    from other keys; see `class_values`."""
+
+    class_names: Mapping[str, str] = field(default_factory=dict)
+    """Other names by which that class knows its keys."""
+
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Keys with the only values that we support; we write the first one."""
 
@@ -79,6 +86,9 @@ class Family:
     layers_each: int = 1
     """Our layers for each one that config.json counts."""
 
+    windows_below: str | None = None
+    """Key with a number: layers from this one on have no window, where a config.json does not list kinds of layers."""
+
     window_groups: int = 1
     """Key/value heads of a layer with a sliding window, for each one of other layers."""
 
@@ -103,6 +113,15 @@ class Family:
 
     layer_types: Sequence[str] = ()
     """Kinds of the first layers, which repeat, where a config.json does not list them."""
+
+    first_layer_types: Sequence[str] = ()
+    """Kinds of the first layers, in place of those of `layer_types`."""
+
+    last_layer_type: str | None = None
+    """Kind of the last layer, in place of that of `layer_types`."""
+
+    needed_layer_type: str | None = None
+    """Kind of the last layer if no other layer is of this kind."""
 
     linear_kind: str = "linear_attention"
     """Kind in layer_types of a layer with linear attention."""

@@ -36,7 +36,7 @@ weights.json, "like" for those of the base, and tables of its own, of which late
 outside of their layer, which has the family's weights and is called `multi_token_layer`."""
 
 SCHEMA["keys"] = Mapping[str, str | None]
-for _computed in ("model_type", "rules", "multi_token", "file"):
+for _computed in ("model_type", "rules", "multi_token", "file", "class_defaults", "class_names"):
     del SCHEMA[_computed]
 
 OF_OUR_FIELDS = {"keys": True, "powers": False, "fixed": False, "same": False}
@@ -78,7 +78,10 @@ def add_families(paths: Iterable[str]) -> None:
 
 
 def _built_in(name: str) -> dict[str, Any]:
-    return _parsed(FOLDER.joinpath(f"{name}.json"), f"families/{name}.json")
+    """The table of a built-in family, with the defaults of its class in transformers."""
+    table = _parsed(FOLDER.joinpath(f"{name}.json"), f"families/{name}.json")
+    own = _shared("class_defaults")["families"].get(name)
+    return table if own is None else table | {"class_defaults": own["defaults"], "class_names": own["names"]}
 
 
 def _parsed(path: Any, shown: str) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
     """What a table adds to that which it is `like`, if any. What it states of a key or a field replaces what the base
-    fixes."""
+    fixes, and the default of that key in the base's class."""
     own = dict(table)
     like = own.pop("like", None)
     if like is None:
@@ -170,6 +173,11 @@ def _whole(table: dict[str, Any]) -> dict[str, Any]:
     )
     for kind in ("only", "fixed"):
         base[kind] = {key: value for key, value in base.get(kind, {}).items() if key not in stated}
+    if "class_defaults" in own:
+        base = {key: value for key, value in base.items() if key not in ("class_defaults", "class_names")}
+    elif usual := base.get("class_defaults"):
+        stated |= own.get("defaults", {}).keys() | own.get("only", {}).keys()
+        base["class_defaults"] = {key: value for key, value in usual.items() if key not in stated - {*keys}}
     return base | {
         key: base[key] | value if key in base and isinstance(value, dict) else value for key, value in own.items()
     }

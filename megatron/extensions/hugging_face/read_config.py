@@ -16,10 +16,16 @@ from typing import Any, get_type_hints
 from megatron.core.config.json_text import parse_json
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.class_values import (
+    by_precedence,
+    derived_values,
+    inner_values,
+    usual_names,
+    usual_values,
+)
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.family_files import missing_part
 from megatron.extensions.hugging_face.read_layers import (
-    FULL,
     LOCAL,
     broken_rule,
     check_count,
@@ -35,27 +41,17 @@ from megatron.extensions.hugging_face.read_layers import (
     window_from_hf,
     windows,
 )
+from megatron.extensions.hugging_face.read_rotary import bases_from_hf, by_kind, rotary_from_hf, yarn_from_hf
 from megatron.extensions.hybrid_layers.flags import EXPERTS
 from megatron.training.config.flags import dashed, flags_of, home_of, run_of, sections, value_of, with_fields
 from megatron.training.config.rules.fields import number_rule
 from megatron.training.config.rules.moe import expert_groups
 
-YARN_SCALING = {
-    "factor": "rotary_scaling_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-}
-
-LLAMA3_SCALING = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_scaling_low_freq_factor",
-    "high_freq_factor": "rope_scaling_high_freq_factor",
-    "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
-}
-
 SELECTED, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 """Layers of DeepSeek-V4 that select compressed keys, or see all."""
+
+KIND_OF_RATIO = {0: LOCAL, 4: SELECTED, 128: COMPRESSED}
+"""Entry of `compress_ratios` in older files -> kind of the layer."""
 
 FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
 """Letter of a layer -> what fields begin with that only such layers have."""
@@ -107,19 +103,12 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     Raises ValueError listing every setting that cannot be expressed.
     """
     family = family_of(hf_config)
-    inner = {
-        f"{key}.{name}": each
-        for key, value in hf_config.items()
-        if any(known.startswith(f"{key}.") for known in (*family.keys, *family.defaults, *family.aliases))
-        and isinstance(value, dict)
-        for name, each in value.items()
-    }
-    hf_config = {**hf_config, **inner}
-    names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
+    hf_config = {**hf_config, **inner_values(hf_config, family)}
+    names = usual_names(family)
     listed = {key: list(value) if isinstance(value, tuple) else value for key, value in hf_config.items()}
-    given = sorted(listed.items(), key=lambda item: item[0] in family.aliases)  # which come before usual keys
-    hf = {**family.defaults, **{names.get(key, key): value for key, value in given}}
+    hf = usual_values(family, names) | {names.get(key, key): listed[key] for key in by_precedence(listed, family)}
     try:
+        hf |= derived_values(hf, family, names)
         if "hybrid_override_pattern" in family.keys:
             hf |= pattern_from_hf(hf)
         problems = list(_problems(hf, family))
@@ -127,6 +116,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
         problems += [] if config is None else _out_of_bounds(config)
         if config is not None and config.position_embedding_type == "rope" and config.rotary_dim == 1:
             problems = [f"1 of {config.head_dim} channels of a head is rotated, and two rotate together"]
+    except KeyError as error:
+        problems = [f"{error.args[0]} is missing"]
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         problems = [f"a value has the wrong type or is missing ({type(error).__name__}: {error})"]
     if problems or config is None:
@@ -155,7 +146,7 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             known = f"; {' and '.join(family.quantized)} is" if family.quantized else ""
             yield f"quantization_config is given; weights quantized by {method} are not supported{known}"
     for key, other in family.equal.items():
-        if hf.get(key, hf[other]) != hf[other]:
+        if hf.get(key) not in (None, hf[other]):
             yield f"{key} = {hf[key]!r} differs from {other} = {hf[other]!r}"
     classes = dict.fromkeys(sections()[flag.section] for flag in flags_of("model"))
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
@@ -179,8 +170,8 @@ def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]
         yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
     if "first_k_dense_replace" in family.defaults and not hf.get("mlp_layer_types"):
         first, layers = hf["first_k_dense_replace"], hf.get("num_hidden_layers")
-        if type(first) is not int or type(layers) is not int or not 0 <= first < layers:
-            yield f"first_k_dense_replace = {first!r} must be at least 0 and below num_hidden_layers = {layers!r}"
+        if type(first) is not int or type(layers) is not int or first < 0:
+            yield f"first_k_dense_replace = {first!r} must be a whole number, at least 0"
     of_topk = next((key for key, ours in family.keys.items() if ours == "moe_router_topk"), "")
     normalized = "norm_topk_prob" not in family.keys or hf["norm_topk_prob"]
     own_scores = family.fixed.get("moe_router_score_function") == "sigmoid" and of_topk not in family.only
@@ -210,7 +201,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     if "n_group" in family.keys and hf["n_group"] != 1 and fields["moe_router_topk"] != 2 * hf["topk_group"]:
         fields["moe_router_group_score_topk"] = 2
     if "first_k_dense_replace" in hf:
-        fields["moe_layer_freq"] = _experts_from_hf(hf)
+        fields["moe_layer_freq"] = _experts_from_hf(hf, family)
     if "mlp_only_layers" in family.defaults:
         dense, step = hf["mlp_only_layers"] or (), hf["decoder_sparse_step"]
         check_count("decoder_sparse_step", step)
@@ -220,11 +211,11 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         bases = hf.get("rope_parameters") or {}
         fields["position_embedding_type"] = "none" if bases.get("rope_theta", 0) is None else "rope"
     if fields["position_embedding_type"] == "rope" and "compress_rates" not in family.defaults:
-        fields |= _rotary_from_hf(hf, family)
+        fields |= rotary_from_hf(hf, family)
     if "layer_rope_theta" in family.defaults and hf["layer_rope_theta"]:
-        fields |= _bases_from_hf(hf, family)
+        fields |= bases_from_hf(hf, family)
     if "num_attention_heads_per_layer" in family.defaults and hf["num_attention_heads_per_layer"]:
-        full, local = _by_kind(hf, family, "num_attention_heads_per_layer")
+        full, local = by_kind(hf, family, "num_attention_heads_per_layer")
         fields |= {"num_attention_heads": full or local, "window_num_attention_heads": local}
     if "topk_method" in family.only and hf["topk_method"] != "greedy":
         fields |= _groups_from_hf(hf)
@@ -295,106 +286,55 @@ def fields_of(config: TransformerConfig) -> dict[str, Any]:
     return vars(config) | {flag.field: value_of(run, flag) for flag in flags_of("model")}
 
 
-def _experts_from_hf(hf: Mapping[str, Any]) -> str:
-    """--moe-layer-freq: by a list of all layers if there is one, else all but the first layers have experts."""
+def _experts_from_hf(hf: Mapping[str, Any], family: Family) -> str:
+    """--moe-layer-freq: by a list of all layers if there is one, else all but the first layers have experts, or
+    each N-th of these."""
     dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
+    if not hf.get("mlp_layer_types") and hf.get("moe_layer_freq", 1) != 1 and "moe_layer_freq" in family.defaults:
+        check_count("moe_layer_freq", hf["moe_layer_freq"])
+        experts = [layer >= dense and not layer % hf["moe_layer_freq"] for layer in range(layers)]
+        return pattern_text(experts, usual=True) or "1"
     if not hf.get("mlp_layer_types"):
-        return f"([0]*{dense}+[1]*{layers - dense})" if dense else "1"
+        return f"([0]*{dense}+[1]*{layers - dense})" if 0 < dense < layers else str([0] * layers) if dense else "1"
     return pattern_text(listed_layers(hf, "mlp_layer_types", ("dense", "sparse")), usual=True) or "1"
-
-
-def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files, which may
-    have them for each kind of layer."""
-    merged = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    local_base, local_percent = hf.get("rope_local_base_freq"), None
-    usual_percent = _rotated_fraction(hf, family)
-    if FULL in merged:
-        if "rope_local_base_freq" not in family.defaults:
-            raise ValueError("config.json: rope_parameters by kind of layer are not supported")
-        local, merged = merged[LOCAL], merged[FULL]
-        if local.get("rope_type", "default") != "default" and local != merged:
-            raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
-        local_base = None if local == merged else float(local["rope_theta"])
-        local_percent = float(local.get("partial_rotary_factor", usual_percent))
-    kind = merged.get("rope_type", merged.get("type", "default"))
-    percent = float(merged.get("partial_rotary_factor", usual_percent))
-    if percent != 1 and not {"partial_rotary_factor", "rotary_dim", "rope_local_base_freq"} & family.defaults.keys():
-        raise ValueError(f"config.json: partial_rotary_factor = {percent:g}, supported: 1, as all channels are rotated")
-    fields: dict[str, Any] = {
-        "rotary_base": float(merged.get("rope_theta", hf.get("rope_theta", 10000.0))),
-        "rotary_percent": percent,
-        "window_rotary_base": local_base,
-        "window_rotary_percent": None if local_percent == percent else local_percent,
-    }
-    if kind == "llama3":
-        fields["use_rope_scaling"] = True
-        fields |= {ours: merged[key] for key, ours in LLAMA3_SCALING.items()}
-    elif kind == "linear":
-        fields["rotary_seq_len_interpolation_factor"] = float(merged["factor"])
-    elif kind == "yarn":
-        fields |= {"rope_type": "yarn", **_yarn_from_hf(merged, hf)}
-    elif kind != "default":
-        known = "default, linear, llama3, yarn"
-        raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are {known}")
-    return fields
-
-
-def _bases_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Rotary bases of layers, 0 for those without rotary embedding."""
-    listed, (full, local) = hf["layer_rope_theta"], _by_kind(hf, family, "layer_rope_theta", without=0)
-    scaled = (hf.get("rope_scaling") or hf.get("rope_parameters") or {}).get("rope_type", "default") != "default"
-    if scaled and full and local and full != local:
-        raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
-    fields: dict[str, Any] = {"rotary_base": float(full or local)} if full or local else {}
-    fields["window_rotary_base"] = float(local) if full and local and full != local else None
-    return fields | {"no_rope_freq": pattern_text([not base for base in listed], usual=False)}
-
-
-def _by_kind(hf: Mapping[str, Any], family: Family, key: str, without: Any = None) -> tuple[Any, Any]:
-    """From a list by layer, the value of layers that see all earlier tokens, and of those with a sliding window; None
-    if there are none, apart from those with the value `without`."""
-    local = windows(hf, family) if hf.get("sliding_window") else [False] * hf["num_hidden_layers"]
-    if len(hf[key]) != len(local):
-        raise ValueError(f"config.json: {key} has {len(hf[key])} entries for {len(local)} layers")
-    found = []
-    for kind in (False, True):
-        values = {value for value, each in zip(hf[key], local, strict=True) if each == kind and value != without}
-        if len(values) > 1:
-            raise ValueError(
-                f"config.json: {key} = {hf[key]} differs among layers {'with' if kind else 'without'} a window"
-            )
-        found.append(next(iter(values), None))
-    return found[0], found[1]
 
 
 def _compressed_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Layers of DeepSeek-V4: tokens of compressed keys, routing by hashes, rotated channels, and both rotary bases."""
-    layers, rates = hf["num_hidden_layers"], hf["compress_rates"] or {SELECTED: 4, COMPRESSED: 128}
-    ratios, given = {LOCAL: 0, **rates}, hf.get("compress_ratios")
+    layers, rates = hf["num_hidden_layers"], {**(hf["compress_rates"] or {SELECTED: 4, COMPRESSED: 128})}
+    single = {SELECTED: hf.get("compress_rate_csa"), COMPRESSED: hf.get("compress_rate_hca")}
+    rates |= {kind: rate for kind, rate in single.items() if rate is not None}
+    ratios = {LOCAL: 0, **rates}
     usual = [COMPRESSED if layer < 2 or layer % 2 == 0 else SELECTED for layer in range(layers)]
-    kinds = hf["layer_types"] or usual
-    found = list(given[:layers]) if given and not hf["layer_types"] else [ratios[kind] for kind in kinds]
+    older = hf.get("compress_ratios") or ()
+    if unknown := {*older} - KIND_OF_RATIO.keys():
+        raise ValueError(f"config.json: compress_ratios has {sorted(unknown)}, supported: 0, 4 and 128")
+    kinds = hf["layer_types"] or [KIND_OF_RATIO[ratio] for ratio in older] or usual
+    found = [ratios[kind] for kind in kinds[:layers]]
     if rates[SELECTED] != 4 or rates[COMPRESSED] in (0, 4) or len(found) != layers:
         raise ValueError(f"config.json: compress_rates = {rates} of {len(found)} layers are not supported; CSA has 4")
     hashed = [kind == "hash_moe" for kind in hf["mlp_layer_types"] or ()]
     first = sum(hashed) if hf["mlp_layer_types"] else min(hf.get("num_hash_layers", 3), layers)
     if any(hashed[first:]):
         raise ValueError("config.json: mlp_layer_types has hash_moe behind moe, which is not supported")
-    rotary = int(hf["head_dim"] * (hf.get("partial_rotary_factor") or hf.get("qk_rope_head_dim", 64) / hf["head_dim"]))
+    counted = hf.get("qk_rope_head_dim")
+    usual_percent = 0.125 if counted is None else counted / hf["head_dim"]
+    rotary = int(hf["head_dim"] * (hf.get("partial_rotary_factor") or usual_percent))
     if rotary < 2 or rotary % 2 or hf["num_attention_heads"] % hf["o_groups"]:
         sizes = f"{rotary} rotated channels and o_groups = {hf['o_groups']} of {hf['num_attention_heads']} heads"
         raise ValueError(f"config.json: {sizes} are not supported; use an even number, and a divisor")
     fields = {"qk_head_dim": hf["head_dim"] - rotary, "qk_pos_emb_head_dim": rotary, "rotary_percent": 1.0}
-    both = hf.get("rope_parameters") or {}
-    main, scaled = both.get("main", {}), both.get("compress", hf.get("rope_scaling") or both)
+    both = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not (both.get("main") and both.get("compress")):
+        both = {"main": {}, "compress": {**both, "rope_theta": hf["compress_rope_theta"]}}
+    main, scaled = both["main"], both["compress"]
     kind = scaled.get("rope_type", scaled.get("type", "default"))
     if main.get("rope_type", "default") != "default" or kind not in ("default", "yarn"):
         raise ValueError("config.json: rope_parameters other than those of DeepSeek-V4 are not supported")
     if kind == "yarn":
         if scaled.get("attention_factor", 1.0) != 1.0:
             raise ValueError("config.json: YaRN with an attention_factor other than 1 is not supported")
-        fields |= {"rope_type": "yarn", **_yarn_from_hf({**scaled, "attention_factor": None, "mscale": None}, hf)}
+        fields |= {"rope_type": "yarn", **yarn_from_hf({**scaled, "attention_factor": None, "mscale": None}, hf)}
     return fields | {
         "mscale": 0.0,
         "mscale_all_dim": 0.0,
@@ -411,31 +351,3 @@ def _groups_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         check_count(key, hf.get(key))
     fields = {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
     return fields | {"moe_router_group_score_topk": 1}
-
-
-def _rotated_fraction(hf: Mapping[str, Any], family: Family) -> float:
-    """Fraction of a head's channels that are rotated; MiniMax M2 and GPT-J count them."""
-    if not hf.get("rotary_dim"):
-        return hf.get("partial_rotary_factor", 1.0)
-    theirs = {ours: key for key, ours in family.keys.items()}
-    width = hf.get("head_dim") or hf[theirs["hidden_size"]] // hf[theirs["num_attention_heads"]]
-    return hf.get("partial_rotary_factor", hf["rotary_dim"] / width)
-
-
-def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of YaRN. The factor of rotated channels may be given as such, or by mscale and mscale_all_dim."""
-    given = {key: value for key, value in scaling.items() if value is not None}
-    original = given["original_max_position_embeddings"]
-    given.setdefault("factor", hf["max_position_embeddings"] / original)
-    fields: dict[str, Any] = {ours: float(given[key]) for key, ours in YARN_SCALING.items() if key in given}
-    fields["original_max_position_embeddings"] = int(original)
-    both = given.get("mscale") and given.get("mscale_all_dim")
-    fields |= {"mscale": float(given["mscale"]), "mscale_all_dim": float(given["mscale_all_dim"])} if both else {}
-    fields["yarn_correction_range_round_to_int"] = bool(given.get("truncate", True))
-    if given.get("mscale_all_dim") and not both:
-        raise ValueError("config.json: YaRN with mscale_all_dim and without mscale is not supported")
-    wanted = given.get("attention_factor")
-    found = TransformerConfig(rope_type="yarn", **fields).rotary_mscale
-    if wanted is not None and not math.isclose(wanted, found, rel_tol=1e-6):
-        raise ValueError(f"config.json: YaRN with attention_factor = {wanted} is not supported; it must be {found:.6g}")
-    return fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, get_args, get_origin
 
 from megatron.extensions.hugging_face.families import Family
@@ -48,6 +48,17 @@ def pattern_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"hybrid_override_pattern": "".join(letters), "num_hidden_layers": len(letters)}
 
 
+def usual_kinds(family: Family, layers: int) -> list[str]:
+    """The kind of each layer of a family whose kinds repeat, where a config.json does not list them."""
+    kinds = [kind for kind, _ in zip(cycle(family.layer_types), range(layers), strict=False)]
+    kinds[: len(family.first_layer_types)] = family.first_layer_types[:layers]
+    if family.last_layer_type:
+        kinds[-1] = family.last_layer_type
+    if family.needed_layer_type and family.needed_layer_type not in kinds:
+        kinds[-1] = family.needed_layer_type
+    return kinds
+
+
 def linear_layers(hf: Mapping[str, Any], family: Family) -> list[bool]:
     """By layer, whether it has linear attention: by a list, by one of the others, or all but each N-th."""
     interval, others = hf["full_attention_interval"], hf.get("attn_layer_indices")
@@ -58,7 +69,7 @@ def linear_layers(hf: Mapping[str, Any], family: Family) -> list[bool]:
 
     def usual(number: int) -> bool:
         if family.layer_types:
-            return family.layer_types[number % len(family.layer_types)] == LINEAR
+            return usual_kinds(family, hf["num_hidden_layers"])[number] == LINEAR
         return bool(not interval or (number + 1) % interval) if others is None else number not in others
 
     return listed_layers({**hf, "layer_types": listed}, "layer_types", (FULL, LINEAR), usual)
@@ -89,10 +100,14 @@ def windows(hf: Mapping[str, Any], family: Family) -> list[bool]:
     """Whether each layer of a model with a sliding window has it: by layer_types, or as follows from a period."""
     first = hf.get("max_window_layers", 0) if hf.keys() & {"use_sliding_window", "sliding_window_pattern"} else 0
     period = hf.get("sliding_window_pattern") or 0
+    rotated = rotated_layers(hf) if "no_rope_layers" in family.defaults and not hf.get("layer_types") else None
 
     def usual(number: int) -> bool:
         if family.layer_types:
-            return family.layer_types[number % len(family.layer_types)] == LOCAL
+            within = family.windows_below is None or number < hf[family.windows_below]
+            return within and usual_kinds(family, hf["num_hidden_layers"])[number] == LOCAL
+        if rotated is not None:
+            return not rotated[number]
         return bool(number >= first and not (period and not (number + 1) % period))
 
     if "attention_types" in family.defaults:

@@ -15,15 +15,14 @@ from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.read_config import (
     COMPRESSED,
-    LLAMA3_SCALING,
     SELECTED,
-    YARN_SCALING,
     config_from_hf,
     family_of,
     fields_of,
     product_of,
 )
 from megatron.extensions.hugging_face.read_layers import CHUNKED, FULL, LOCAL, pattern_text, selecting
+from megatron.extensions.hugging_face.read_rotary import LLAMA3_SCALING, YARN_SCALING
 from megatron.training.config.saved_flags import resumed_fields
 
 OF_WINDOWS = (
@@ -78,8 +77,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf |= {key: hf[other] for key, other in family.equal.items()}
     for ours, powers in family.powers.items():
         hf |= _factor(hf, stated[ours], powers)
-    if "first_k_dense_replace" in family.defaults and config.moe_layers:
-        hf["first_k_dense_replace"] = config.moe_layers[0]
+    if "first_k_dense_replace" in family.defaults:
+        hf["first_k_dense_replace"] = config.moe_layers[0] if config.moe_layers else config.num_layers
     if "mlp_only_layers" in family.defaults:
         hf |= {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
     if "mlp_layer_types" in family.defaults:
@@ -106,7 +105,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         if usual and config.window_size is None and family.rotary_layers == "all":
             # Some classes want a number, which no layer looks at.
             hf["sliding_window"] = family.defaults.get("sliding_window")
-        if usual or 0 < sum(config.local_pattern) < config.num_layers:
+        by_number = "no_rope_layers" in family.defaults and any(config.local_pattern)
+        if usual or by_number or 0 < sum(config.local_pattern) < config.num_layers:
             hf["layer_types"] = [LOCAL if local else FULL for local in config.local_pattern]
     if "full_attention_interval" in family.defaults:
         hf["layer_types"] = [family.linear_kind if linear else FULL for linear in config.linear_pattern]

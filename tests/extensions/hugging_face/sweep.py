@@ -48,10 +48,11 @@ def tiny(model_type: str) -> dict[str, Any]:
     return sizes | TABLES["families"].get(model_type, {})
 
 
-def verdict(model_type: str, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """How a model of transformers compares with ours, and the details."""
+def verdict(model_type: str, settings: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    """How a model of transformers compares with ours, and the details. `written` is the config.json that is read here;
+    by default the one that transformers writes."""
     try:
-        stated = transformers.AutoConfig.for_model(model_type, **settings).to_dict()
+        stated = written or transformers.AutoConfig.for_model(model_type, **settings).to_dict()
     except Exception as error:
         return ILLEGAL, _line(error)
     try:

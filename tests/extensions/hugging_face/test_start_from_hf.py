@@ -100,9 +100,13 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
     assert f"--num-layers 4: is 3 in {mixtral}/config.json" in said and "--squared-relu" in said
     assert len(said.strip().splitlines()) == 3, said
     (broken := mixtral.with_name("broken")).mkdir()
-    (broken / "config.json").write_text('{"model_type": "llama"}')
+    (broken / "config.json").write_text('{"model_type": "llama", "hidden_size": null}')
     said = refusal(capsys, *flags, "--load", broken)
-    assert "config.json of model_type llama: " in said and "hidden_size is missing" in said and "required" not in said
+    assert (
+        "config.json of model_type llama: " in said
+        and "hidden_size = None must be a number" in said
+        and "required" not in said
+    )
 
 
 def test_a_folder_is_recognized_behind_checkpoints(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Writes the table of defaults that the configuration classes of the installed transformers have.
+
+    python -m tests.extensions.hugging_face.class_defaults
+
+A config.json may lack any key; the value is then the class's. The table has the defaults of every built-in family, and
+other names by which a class knows its keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import transformers
+
+from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.family_files import HERE
+
+TABLE = HERE.joinpath("class_defaults.json")
+COMMON = {each.name for each in dataclasses.fields(transformers.PreTrainedConfig)}
+"""Keys of every class, none of which describes a model's layers."""
+
+
+def defaults_of(cls: Any) -> dict[str, Any]:
+    """Values of the keys that a config.json lacks, before the class derives others from them."""
+    found = {}
+    for each in dataclasses.fields(cls):
+        if each.name not in COMMON:
+            made = each.default_factory is not dataclasses.MISSING
+            found[each.name] = each.default_factory() if made else each.default
+    if "rope_parameters" in found and isinstance(cls.default_theta, float):
+        found.setdefault("rope_theta", cls.default_theta)
+    return found
+
+
+def installed() -> dict[str, Any]:
+    """The table of the installed transformers."""
+    classes = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    families = {
+        name: {"defaults": defaults_of(classes[name]), "names": dict(classes[name].attribute_map)}
+        for name in sorted(HF_FAMILIES)
+        if name in classes
+    }
+    return {"transformers": transformers.__version__, "common": sorted(COMMON), "families": families}
+
+
+def main() -> None:
+    table = installed()
+    families = table.pop("families")
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in families.items())
+    TABLE.write_text(f'{json.dumps(table)[:-1]}, "families": {{\n{rows}\n}}}}\n', encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A config.json that lacks keys is read as transformers reads it: its defaults, and its rules for what follows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.training.config.flags import flags_of
+from tests.extensions.hugging_face import class_defaults, missing_keys, sweep
+from tests.extensions.hugging_face.hf_models import SIZES
+
+FIELDS = {flag.field for flag in flags_of("model")}
+FAMILIES = [
+    name
+    for name in HF_FAMILIES
+    if name in sweep.KNOWN and {*HF_FAMILIES[name].keys.values(), *HF_FAMILIES[name].fixed} <= FIELDS
+]
+"""Families with a class in transformers whose layers are installed."""
+
+
+def test_table_of_defaults_is_that_of_the_installed_transformers() -> None:
+    stated = json.loads(class_defaults.TABLE.read_text())
+    if stated["transformers"] != class_defaults.transformers.__version__:
+        pytest.skip(f"the table is that of transformers {stated['transformers']}")
+    assert stated == json.loads(json.dumps(class_defaults.installed()))
+
+
+def test_files_with_sizes_alone() -> None:
+    """Each family's config.json with the sizes of a tiny model, and no key that transformers can do without."""
+    found = {}
+    for name in FAMILIES:
+        left = {"model_type": name, **sweep.tiny(name)}
+        if text := missing_keys.difference(name, left, logits=False):
+            found[name] = text
+    assert not found
+
+
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.parametrize(
+    ("model_type", "changes", "deleted"),
+    [
+        ("qwen2", {"use_sliding_window": True}, ["layer_types", "max_window_layers"]),
+        ("qwen2_moe", {"use_sliding_window": True}, ["layer_types", "max_window_layers"]),
+        ("smollm3", {"use_sliding_window": True, "no_rope_layer_interval": 2}, ["layer_types", "no_rope_layers"]),
+        ("flint", {}, ["layer_types", "mlp_only_layers"]),
+        ("olmo_hybrid", {}, ["layer_types", "linear_num_value_heads", "linear_key_head_dim"]),
+        ("deepseek_v32", {"first_k_dense_replace": 3}, ["mlp_layer_types"]),
+        ("cohere2", {}, ["head_dim", "layer_types"]),
+    ],
+)
+def test_values_that_follow_from_other_keys(model_type: str, changes: dict[str, Any], deleted: list[str]) -> None:
+    """A config.json without them means the same model; of one family, logits and gradients are compared too."""
+    if model_type not in FAMILIES:
+        pytest.skip("the extension with its layers is not installed")
+    left = {key: value for key, value in missing_keys.tiny(model_type, changes).items() if key not in deleted}
+    assert missing_keys.difference(model_type, left, logits=model_type == "qwen2") == ""
+
+
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_key_of_a_family(family: str) -> None:
+    stated = missing_keys.tiny(family)
+    differences = {
+        key: missing_keys.difference(family, left, stated) for key, left in missing_keys.deletions(family, stated)
+    }
+    assert {key: text for key, text in differences.items() if text} == {}
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "ministral3"])
+def test_scaling_without_the_original_length(model_type: str, kind: str) -> None:
+    """It is the class's own, or the longest context."""
+    numbers = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "llama_4_scaling_beta": 0.1}
+    left = {"model_type": model_type, **SIZES, "rope_scaling": {"rope_type": kind, **numbers}}
+    assert missing_keys.difference(model_type, left, logits=False) == ""
+
+
+OLDER: dict[str, list[dict[str, Any]]] = {
+    "axk1": [{"first_k_dense_replace": 2}, {"moe_layer_freq": 2, "first_k_dense_replace": 0}],
+    "bloom": [{"n_embed": 48, "hidden_size": None}, {"num_hidden_layers": 2}],
+    "cohere2": [{"sliding_window_pattern": 2}],
+    "deepseek_v4": [
+        {"compress_rate_hca": 8},
+        {"compress_ratios": [0, 4, 128]},
+        {"num_hash_layers": 2},
+        {"qk_rope_head_dim": 8},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ],
+    "falcon": [{"n_embed": 48}],
+    "gemma3_text": [
+        {"sliding_window_pattern": 2},
+        {"rope_theta": 500.0, "rope_local_base_freq": 50.0},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ],
+    "glm_moe_dsa": [{"index_topk_freq": 2}, {"index_topk_freq": 2, "index_skip_topk_offset": 1}, {"num_experts": 16}],
+    "gpt2": [{"n_inner": 40}, {"hidden_size": 48}, {"max_position_embeddings": 40, "n_positions": 50}],
+    "gpt_neox": [{"rotary_pct": 0.5, "rotary_emb_base": 500}, {"rope_scaling": {"type": "linear", "factor": 2.0}}],
+    "lfm2": [{"tie_embedding": False}, {"block_ff_dim": 40}],
+    "minimax_m2": [{"rotary_dim": 8}],
+    "mixtral": [{"num_experts": 4, "num_local_experts": 6}],
+    "nemotron_h": [
+        {"mamba_n_groups": 4, "n_groups": 2},
+        {"mamba_d_conv": 3, "mamba_chunk_size": 9},
+        {"hybrid_override_pattern": "M-M*-"},
+    ],
+    "olmo3": [{"rope_theta": 500000.0}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}],
+    "phi3": [{"rope_theta": 300.0, "partial_rotary_factor": 0.5}],
+    "qwen3_5_text": [{"full_attention_interval": 2}],
+    "qwen3_5_moe_text": [{"full_attention_interval": 3}],
+    "qwen3_next": [{"full_attention_interval": 2}],
+}
+"""Keys of older files, or other names of keys, that classes still read."""
+
+
+@pytest.mark.parametrize("model_type", [each for each in OLDER if each in FAMILIES])
+def test_older_keys_and_other_names(model_type: str) -> None:
+    """What newer files state instead is left out."""
+    for changes in OLDER[model_type]:
+        newer = {"layer_types", "mlp_layer_types", "rope_parameters", "indexer_types", "layers_block_type"}
+        newer |= {"compress_rates"} if "compress_rate_hca" in changes else set()
+        left = {key: value for key, value in sweep.tiny(model_type).items() if key not in newer}
+        left = {key: value for key, value in (left | changes).items() if value is not None}
+        meant = missing_keys.difference(model_type, {"model_type": model_type, **left}, logits=False)
+        assert meant == "", changes
+
+
+def test_scaling_that_lacks_a_number_is_refused_in_plain_words() -> None:
+    for kind, needed in (("llama3", "factor and low_freq_factor and high_freq_factor"), ("linear", "factor")):
+        with pytest.raises(ValueError, match=f"rotary scaling of type '{kind}' lacks {needed}$"):
+            config_from_hf({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": kind}})
