@@ -37,11 +37,11 @@ class HFFolder:
 
 def _open_weights(folder: Path) -> dict[str, Sliceable]:
     for index, single, read in ((SAFE_INDEX, SAFE, read_header), (BIN_INDEX, BIN, _BinFiles().read)):
+        if (folder / single).is_file():  # as transformers, also beside an index, which an earlier model may have left
+            return dict(read(folder / single))
         if (folder / index).is_file():
             return _open_shards(folder, index, read)
-        if (folder / single).is_file():
-            return dict(read(folder / single))
-    raise ValueError(f"{folder} holds no weights: there is no {SAFE_INDEX}, {SAFE}, {BIN_INDEX} or {BIN}")
+    raise ValueError(f"{folder} holds no weights: there is no {SAFE}, {SAFE_INDEX}, {BIN} or {BIN_INDEX}")
 
 
 def _open_shards(folder: Path, index: str, read: Any) -> dict[str, Sliceable]:

@@ -16,14 +16,14 @@ from typing import Any, get_type_hints
 from megatron.core.config.json_text import parse_json
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import HF_FAMILIES
-from megatron.extensions.hugging_face.class_values import (
+from megatron.extensions.hugging_face.families import (
+    Family,
     by_precedence,
     derived_values,
     inner_values,
     usual_names,
     usual_values,
 )
-from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.family_files import missing_part
 from megatron.extensions.hugging_face.read_layers import (
     LOCAL,
@@ -127,6 +127,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
 
 def _out_of_bounds(config: TransformerConfig) -> list[str]:
     """Values outside the bounds of their flags, and groups of experts that have none to choose."""
+    if config.head_dim < 1:
+        return [f"a head has no channel: hidden_size {config.hidden_size} for {config.num_attention_heads} heads"]
     flags, values = {flag.field: flag for flag in flags_of("model")}, fields_of(config)
     numbers = ((flags[name], value) for name, value in values.items() if name in flags and type(value) in (int, float))
     found = ((flag.name, value, number_rule(flag, value)) for flag, value in numbers)

@@ -242,6 +242,15 @@ def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_single_file_precedes_an_index_beside_it(llama: Path, tmp_path: Path) -> None:
+    """As in transformers: an index that an earlier model left does not count, whatever it names."""
+    folder = shutil.copytree(llama, tmp_path / "model")
+    stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(stale))
+    convert("--input", folder, "--output", tmp_path / "ours", "--to", "hf")
+    assert_same_weights(llama, tmp_path / "ours")
+
+
 def test_errors_of_usage(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert "is missing" in refused(capsys, "--input", tmp_path / "absent", "--output", out)
