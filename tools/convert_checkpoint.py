@@ -59,7 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = f"{conversion.target.nbytes:,} bytes of weights"
     print(f"converted {args.input} ({source}) to {args.output} ({target}): {size}")
     if args.check is not None:
-        print(compare_logits(folders["hf"], folders["dcp"], args.check))
+        found = compare_logits(folders["hf"], folders["dcp"], args.check)
+        print(found)
+        if not found.equal:
+            rule = "the models differ by more than rounding in fp32 (1% of the largest logit)"
+            print(f"error: --check: {rule}; the output was written", file=sys.stderr)
+            return 1
     return 0
 
 

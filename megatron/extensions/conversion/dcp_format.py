@@ -64,6 +64,8 @@ class DCPSource(Source):
         names = (meta.name for meta, _ in model_states(self.config.model))
         self.states = [name for name in names if model_key(name) in checkpoint.tensors]
         self.side_files = side_files_of(self.config.tokenizer)
+        self.model_type = checkpoint.payload.get("model_type")
+        self.token_ids = checkpoint.payload.get("token_ids") or {}
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
         return wanted or self.checkpoint.tensors[model_key(name)].dtype
@@ -139,6 +141,8 @@ class DCPTarget(Target):
             },
             "rng": {"seed": self.config.training.seed},
             "config": values_by_section(self.config),
+            "model_type": self.source.model_type,
+            "token_ids": dict(self.source.token_ids),
         }
         return payload if training else payload | {"converted": True}
 

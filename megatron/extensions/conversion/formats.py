@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.param_meta import ParamMeta
@@ -80,7 +80,10 @@ class Source(ABC):
     """Names of what the model keeps beside parameters and the source has; a target makes what is missing."""
 
     model_type: str | None = None
-    """The Hugging Face family, if it is known."""
+    """The Hugging Face family that the model came from, if it is known."""
+
+    token_ids: Mapping[str, Any] = {}
+    """Ids by the names that Hugging Face's config.json has for them, for a model without files of a tokenizer."""
 
     side_files: Mapping[str, Path] = {}
     """Name in a Hugging Face folder -> file of the tokenizer or of settings of generation, to be copied along."""

@@ -54,6 +54,11 @@ def missing_part(kind: str, name: object) -> str | None:
     return _shared("missing_parts")[kind].get(name) if isinstance(name, str) else None
 
 
+def common_keys() -> list[str]:
+    """Keys that every configuration class of transformers has."""
+    return list(_shared("class_defaults")["common"])
+
+
 def __getattr__(name: str) -> Family:
     """A built-in family by its `model_type` in capitals: `family_files.GEMMA3_TEXT`."""
     if not name.isupper() or not FOLDER.joinpath(f"{name.lower()}.json").is_file():

@@ -35,7 +35,7 @@ from megatron.extensions.conversion.formats import (
 from megatron.extensions.conversion.streaming import made_ahead
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
-from megatron.extensions.hugging_face.read_config import config_from_hf, read_json
+from megatron.extensions.hugging_face.read_config import config_from_hf, family_of, read_json, unread_keys
 from megatron.extensions.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.extensions.hugging_face.weights import HFWeights, Placement, copies, multi_token_depths, placements
 from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
@@ -51,6 +51,8 @@ class HFSource(Source):
         model = config_from_hf(folder.config)
         model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
         self.model_type = str(folder.config["model_type"])
+        self.token_ids = stated_token_ids(folder.config)
+        self.notes = tuple(unread_keys(folder.config))
         depths = multi_token_depths(folder.tensors, model, self.model_type)
         model = replace(model, mtp_num_layers=depths or None)
         self.weights = HFWeights(folder.tensors, model, self.model_type)
@@ -92,7 +94,7 @@ class HFTarget(Target):
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
         self.model: TransformerConfig = source.config.model
-        model_type = options.model_type or source.model_type or choose_family(self.model)
+        model_type, other = _family_to_write(self.model, source.model_type, options.model_type)
         self.config = config_to_hf(self.model, model_type)
         self.placements = [*placements(self.model, model_type), *copies(self.model, model_type)]
         specs = dict(self._specs())
@@ -100,9 +102,9 @@ class HFTarget(Target):
         self.nbytes = sum(spec.nbytes for spec in specs.values())
         dtypes = [spec.dtype for spec in specs.values()]
         self.config["torch_dtype"] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
-        tokens, problem = token_ids(source.config, source.side_files)
+        tokens, problem = token_ids(source)
         self.config |= tokens
-        self.notes = (problem,) if problem else ()
+        self.notes = tuple(note for note in (other, problem) if note)
         if self.model.mtp_depths and not any(each.meta.name.startswith(MULTI_TOKEN) for each in self.placements):
             self.notes += (f"the modules of --mtp-num-layers {self.model.mtp_depths} are left out, {WITHOUT_MODULES}",)
         self.generation = {"_from_model_config": True, **tokens}
@@ -153,18 +155,41 @@ class HFTarget(Target):
             shutil.copyfile(path, folder / name)
 
 
-def token_ids(config: RunConfig, side_files: Mapping[str, Path]) -> tuple[dict[str, Any], str | None]:
-    """Ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read. The padding is
-    None if nothing names it: without the key transformers takes one that the vocabulary may not have."""
+def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
+    """The family of an export: the one that the user wants, that of the model's origin where the model still fits, or
+    the first that can express it; and a notice where it is another one than the origin."""
+    if wanted is not None or origin is None:
+        return wanted or choose_family(config), None
+    try:
+        config_to_hf(config, origin)
+    except ValueError as error:
+        chosen = choose_family(config)
+        return chosen, f"written as {chosen}, not as {origin}, which the model came from: {error}"
+    return origin, None
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def stated_token_ids(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids of a config.json, or the defaults of its class."""
+    usual = family_of(hf_config).class_defaults
+    return {key: hf_config.get(key, usual.get(key)) for key in TOKEN_IDS}
+
+
+def token_ids(source: Source) -> tuple[dict[str, Any], str | None]:
+    """Ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read. An id is None if
+    nothing names it: without the key transformers takes its class's, which may be another token."""
+    config, known = source.config, {key: source.token_ids.get(key) for key in TOKEN_IDS}
     if config.tokenizer.tokenizer_type is None:
-        return {"pad_token_id": None}, "the checkpoint names no tokenizer: no tokenizer files are written"
+        return known, "the checkpoint names no tokenizer: no tokenizer files are written"
     try:
         tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
-        pad = _pad_token_id(tokenizer, side_files)
+        pad = _pad_token_id(tokenizer, source.side_files)
     except (ValueError, OSError) as error:
         first = str(error).split("\n")[0]
-        remark = f"the tokenizer cannot be read, and config.json gets no bos_token_id and eos_token_id: {first}"
-        return {"pad_token_id": None}, remark
+        origin = "those of the model's origin" if any(known.values()) else "none"
+        return known, f"the tokenizer cannot be read, and bos_token_id and eos_token_id are {origin}: {first}"
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": pad}, None
 
 
@@ -195,6 +220,11 @@ class LogitDifference:
     """Largest absolute logit."""
 
     tokens: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether the difference is one of rounding in fp32."""
+        return self.largest <= 0.01 * max(self.scale, 1e-3)
 
     def __str__(self) -> str:
         what = f"largest difference of logits over {self.tokens} tokens"

@@ -12,7 +12,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.extensions.conversion.formats import tokenizer_config
 from megatron.extensions.hugging_face.family_files import add_families
 from megatron.extensions.hugging_face.flags import CONFIG, HuggingFaceConfig
-from megatron.extensions.hugging_face.read_config import config_from_hf, fields_of, read_json, text_model
+from megatron.extensions.hugging_face.read_config import config_from_hf, fields_of, read_json, text_model, unread_keys
 from megatron.extensions.hugging_face.write_config import settings_of
 from megatron.training.config.flags import flags_of, value_of, with_fields, with_named
 from megatron.training.config.problem import Problem
@@ -58,7 +58,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         tokenizer = config.tokenizer
     else:
         note += ", and its files the tokenizer"
-    reader.notes += [note, *_other_format(load, whole | theirs, config)]
+    reader.notes += [note, *unread_keys(theirs), *_other_format(load, whole | theirs, config)]
     return with_named(replace(config, tokenizer=tokenizer), own)
 
 

@@ -24,7 +24,7 @@ from megatron.extensions.hugging_face.families import (
     usual_names,
     usual_values,
 )
-from megatron.extensions.hugging_face.family_files import missing_part
+from megatron.extensions.hugging_face.family_files import common_keys, missing_part
 from megatron.extensions.hugging_face.read_layers import (
     LOCAL,
     broken_rule,
@@ -95,6 +95,35 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         raise ValueError(f"config.json: model_type {model_type!r} is not supported: it needs {missing}")
     known = f"known are {', '.join(HF_FAMILIES)}; --hf-family FILE adds one"
     raise ValueError(f"config.json: model_type {model_type!r} is not supported; {known}")
+
+
+IDLE = {
+    *(
+        "torch_dtype",
+        "dtype",
+        "_name_or_path",
+        "name_or_path",
+        "auto_map",
+        "model_type",
+        "use_cache",
+        "use_return_dict",
+    ),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "quantization_config", "rope_theta"),
+    *("rope_scaling", "rope_parameters", "attn_implementation", "_attn_implementation", "tie_word_embeddings"),
+    *("transformers_weights", "layer_types", "output_attentions"),
+}
+"""Keys of any family's config.json that describe no layer, or that are read apart from the tables."""
+
+
+def unread_keys(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """A notice of the keys of a config.json that neither the family nor its class in transformers knows."""
+    family = family_of(hf_config)
+    tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)
+    known = {*chain(*tables), *family.spelling.values(), *family.class_defaults, *family.class_names, *IDLE}
+    known |= {*chain(*family.powers.values()), family.multi_token_key, family.earlier_tokens, *common_keys()}
+    known |= {key.partition(".")[0] for key in known if key}
+    if family.class_defaults and (unknown := sorted(hf_config.keys() - known)):
+        yield f"config.json: {family.model_type} has no {', '.join(unknown)}: not read"
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:

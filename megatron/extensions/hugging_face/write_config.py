@@ -161,7 +161,12 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         elif key not in family.unwritten:
             name = family.spelling.get(key, key)
             found[name] = found.get(name, {}) | value if isinstance(value, dict) else value
-    return found
+    return {key: _as_class(value, family.class_defaults.get(key)) for key, value in found.items()}
+
+
+def _as_class(value: Any, usual: Any) -> Any:
+    """A whole number as a float where the family's class has a float: newer classes refuse another type."""
+    return float(value) if type(value) is int and type(usual) is float else value
 
 
 def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:

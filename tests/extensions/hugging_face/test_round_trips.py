@@ -1,0 +1,81 @@
+"""A folder that becomes a checkpoint and a folder again keeps its family, token ids and types of numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.extensions.hugging_face import hf_format
+from megatron.extensions.hugging_face.read_config import config_from_hf, unread_keys
+from megatron.extensions.hugging_face.write_config import config_to_hf
+from tests.extensions.hugging_face import missing_keys, sweep
+from tests.extensions.hugging_face.hf_exact import model_with, transformers
+from tests.extensions.hugging_face.hf_models import assert_same_weights
+from tests.extensions.hugging_face.test_missing_keys import FAMILIES
+from tools import convert_checkpoint
+
+
+def convert(source: Path, target: Path, *more: str) -> int:
+    return convert_checkpoint.main(["--input", str(source), "--output", str(target), *more])
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_neox"])
+def test_a_folder_comes_back_as_its_own_family(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the token ids of its config.json, though it has no tokenizer; --check fails where logits differ."""
+    ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
+    model_with(family, sweep.tiny(family) | ids).float().save_pretrained(tmp_path / "first")
+    assert convert(tmp_path / "first", tmp_path / "ours") == 0
+    assert convert(tmp_path / "ours", tmp_path / "second", "--check", "some text") == 0
+    written = json.loads((tmp_path / "second/config.json").read_text())
+    assert {key: written[key] for key in ids} == ids and written["model_type"] == family
+    assert_same_weights(tmp_path / "first", tmp_path / "second")
+    different = hf_format.LogitDifference(4.6, 10.0, 9)
+    monkeypatch.setattr(hf_format, "compare_logits", lambda *_: different)
+    assert convert(tmp_path / "ours", tmp_path / "second", "--check", "some text", "--force") == 1
+    assert "error: --check: the models differ" in capsys.readouterr().err
+
+
+def test_a_model_that_no_longer_fits_its_family_says_so() -> None:
+    model = config_from_hf(missing_keys.tiny("llama"))
+    chosen, notice = hf_format._family_to_write(model, "gpt2", None)
+    assert chosen == "llama" and notice is not None and "not as gpt2, which the model came from" in notice
+    assert hf_format._family_to_write(model, "mistral", None) == ("mistral", None)
+
+
+def whole_numbers(model_type: str) -> dict[str, Any]:
+    """A config.json of a tiny model whose factors are whole numbers."""
+    stated = missing_keys.tiny(model_type)
+    factors = {
+        key: 1.0
+        for key, value in stated.items()
+        if key.endswith(("multiplier", "_scale", "_factor")) and type(value) is float
+    }
+    return missing_keys.whole(model_type, stated | factors)
+
+
+@pytest.mark.parametrize("families", [["falcon_h1", "granite", "cohere", "minicpm3"], FAMILIES], ids=["some", "every"])
+def test_a_written_config_is_accepted_by_the_strict_classes(families: list[str]) -> None:
+    refused = {}
+    for family in families if families is FAMILIES else [each for each in families if each in FAMILIES]:
+        for stated in (missing_keys.tiny(family), whole_numbers(family)):
+            try:
+                written = config_to_hf(config_from_hf(stated), family)
+            except ValueError:
+                continue  # a value without a place here
+            try:
+                transformers.AutoConfig.for_model(**json.loads(json.dumps(written)))
+            except Exception as error:
+                refused[family] = str(error)[-300:]
+    assert refused == {}
+
+
+def test_keys_that_a_family_does_not_know_are_listed() -> None:
+    stated = missing_keys.tiny("qwen2")
+    assert list(unread_keys(stated)) == []
+    (notice,) = unread_keys(stated | {"sliding_windw": 4})
+    assert notice == "config.json: qwen2 has no sliding_windw: not read"
