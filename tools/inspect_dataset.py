@@ -41,7 +41,6 @@ from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
 from megatron.core.fsync import whole_file
 from megatron.core.parts import DATA_READERS
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.extensions.text_data.flags import TextDataConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.metrics.data_sources import SourceNames
 
@@ -124,6 +123,8 @@ def prefix_of(path: str, args: argparse.Namespace) -> str:
         return path
     if not args.tokenizer_type:
         raise ValueError(refusal(path, "give the prefix of an indexed dataset, or add the tokenizer of the text"))
+    from megatron.extensions.text_data.flags import TextDataConfig
+
     options = replace(config_of(TextDataConfig, args), append_eod=not args.no_append_eod)
     data = config_of(DatasetConfig, args).with_options(options)
     prepare = partial(load_extensions, args.extension)
@@ -232,8 +233,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{split}-samples", type=int, help=f"{split} samples asked for (default: one epoch)")
     add_config_flags(parser, "data, as in training", *DATA_FIELDS)
     add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
-    add_config_flags(parser, "text files, as in training", "text_key", "text_documents", "max_bad_lines")
-    parser.add_argument("--no-append-eod", action="store_true", help="documents of text files do not end with EOD")
+    if "text" in DATA_READERS:
+        add_config_flags(parser, "text files, as in training", "text_key", "text_documents", "max_bad_lines")
+        parser.add_argument("--no-append-eod", action="store_true", help="documents of text files do not end with EOD")
     return parser.parse_args(argv)
 
 

@@ -316,7 +316,7 @@ def test_inspect_describes_and_finds_damage(tmp_path):
     assert "sequence 1 starts at byte" in tool("inspect_dataset.py", tmp_path / "x", code=1)
     (tmp_path / "x.jsonl").write_text('{"text": "a"}')
     for given in (("inspect_dataset.py",), ("merge_datasets.py", "--output-prefix", tmp_path / "y", "--input")):
-        remedy = "is text; give the prefix of an indexed dataset; --data-path and tools/preprocess_data.py take text"
+        remedy = "is text; give the prefix of an indexed dataset"
         assert remedy in tool(*given, tmp_path / "x.jsonl", code=2)
     assert "has no epoch: give --train-samples N" in tool(
         "inspect_dataset.py",
