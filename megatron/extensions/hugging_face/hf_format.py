@@ -172,9 +172,10 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def stated_token_ids(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids of a config.json, or the defaults of its class."""
-    usual = family_of(hf_config).class_defaults
-    return {key: hf_config.get(key, usual.get(key)) for key in TOKEN_IDS}
+    """The ids of a config.json, or the defaults of its class where the vocabulary has them."""
+    usual, tokens = family_of(hf_config).class_defaults, config_from_hf(hf_config).vocab_size or 0
+    known = {key: value for key, value in usual.items() if type(value) is int and value < tokens}
+    return {key: hf_config.get(key, known.get(key)) for key in TOKEN_IDS}
 
 
 def token_ids(source: Source) -> tuple[dict[str, Any], str | None]:

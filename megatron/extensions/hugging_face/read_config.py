@@ -120,7 +120,12 @@ def unread_keys(hf_config: Mapping[str, Any]) -> Iterator[str]:
     family = family_of(hf_config)
     tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)
     known = {*chain(*tables), *family.spelling.values(), *family.class_defaults, *family.class_names, *IDLE}
-    known |= {*chain(*family.powers.values()), family.multi_token_key, family.earlier_tokens, *common_keys()}
+    known |= {
+        *chain(*family.powers.values()),
+        family.multi_token_key or "",
+        family.earlier_tokens or "",
+        *common_keys(),
+    }
     known |= {key.partition(".")[0] for key in known if key}
     if family.class_defaults and (unknown := sorted(hf_config.keys() - known)):
         yield f"config.json: {family.model_type} has no {', '.join(unknown)}: not read"

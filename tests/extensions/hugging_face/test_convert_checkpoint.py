@@ -95,10 +95,10 @@ TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
         ({TOKENIZER: {"pad_token": {"content": "<pad>"}}, GENERATION: {"pad_token_id": 2}}, 3),
         ({GENERATION: {"pad_token_id": 2}}, 2),
         ({GENERATION: {"pad_token_id": 2}, TOKENIZER: {"pad_token": "<pad>"}}, 3),
-        ({TOKENIZER: {"pad_token": "<none>"}}, None),
+        ({TOKENIZER: {"pad_token": "<new>"}}, 4),  # a token that transformers adds behind the others
         ({}, None),
     ],
-    ids=["text", "object", "generation", "both", "unknown", "none"],
+    ids=["text", "object", "generation", "both", "added", "none"],
 )
 def test_the_token_that_pads_stays(llama: Path, tmp_path: Path, files: dict[str, Any], expected: int | None) -> None:
     folder = shutil.copytree(llama, tmp_path / "theirs")

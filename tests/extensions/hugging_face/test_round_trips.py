@@ -40,6 +40,12 @@ def test_a_folder_comes_back_as_its_own_family(
     assert "error: --check: the models differ" in capsys.readouterr().err
 
 
+def test_class_ids_beyond_the_vocabulary_are_no_ids() -> None:
+    stated = {key: value for key, value in missing_keys.tiny("smollm3").items() if not key.endswith("token_id")}
+    assert hf_format.stated_token_ids(stated) == dict.fromkeys(hf_format.TOKEN_IDS)
+    assert hf_format.stated_token_ids(missing_keys.tiny("smollm3"))["eos_token_id"] == 2
+
+
 def test_a_model_that_no_longer_fits_its_family_says_so() -> None:
     model = config_from_hf(missing_keys.tiny("llama"))
     chosen, notice = hf_format._family_to_write(model, "gpt2", None)
