@@ -42,6 +42,7 @@ from megatron.core.collectives import gather_objects
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.integrity import SummedFile, Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
+from megatron.core.dist_checkpointing.pickle_errors import why_refused
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.fsync import sync_folder
@@ -404,7 +405,7 @@ def _failures_as_checkpoint_error(what: str) -> Any:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{what}: on rank {rank}: {type(cause).__name__}: {cause}") from cause
+        raise CheckpointError(f"{what}: on rank {rank}: {type(cause).__name__}: {why_refused(cause)}") from cause
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.pickle_errors import why_refused
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.read_config import read_json, text_model
 from megatron.extensions.hugging_face.safetensors_file import Sliceable, TensorSpec, read_header
@@ -98,8 +99,7 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # whatever a damaged or malicious file makes the reader raise
-        why = " ".join(str(error).split())
-        raise ValueError(f"{path} is refused, as it is not a plain file of tensors: {why[:200]}") from None
+        raise ValueError(f"{path} is refused, as it is not a plain file of tensors: {why_refused(error)}") from None
     if not isinstance(found, dict) or not all(
         isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
         for value in found.values()

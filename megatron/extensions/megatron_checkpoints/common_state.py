@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.pickle_errors import why_refused
+
 
 class _Plain:
     """Stands for a class of another program. Holds its attributes, and has no behaviour."""
@@ -56,7 +58,7 @@ def load_pickle(path: Path, kind: Any = dict) -> Any:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is refused: {_reason(str(error))}") from None
+        raise ValueError(f"{path} is refused: {why_refused(error)}") from None
     except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {str(error).splitlines()[0][:200]}") from None
     if not isinstance(found, kind):
@@ -80,15 +82,6 @@ def _numpy_names(numpy: Any) -> list[Any]:
 
 def _signal(number: int) -> int:
     return int(number)
-
-
-def _reason(message: str) -> str:
-    """The line of torch's long message that names what the file asks for."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    for line in lines:
-        if "GLOBAL " in line or "Unsupported" in line or "Trying to" in line:
-            return line[:200]
-    return lines[0][:200] if lines else "not a pickle of plain data"
 
 
 def args_of(common: Mapping[str, Any], path: Path) -> dict[str, Any]:

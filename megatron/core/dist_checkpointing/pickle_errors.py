@@ -1,0 +1,24 @@
+"""Says in one line why torch refuses a pickle. No torch.
+
+The unpickler's own message advises to turn `weights_only` off, which would run the code of the file."""
+
+from __future__ import annotations
+
+import re
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
+_ADVICE = re.compile(r"weights.only|safe_globals|allowlist|trust", re.IGNORECASE)
+
+
+def why_refused(error: BaseException) -> str:
+    """The reason of an error of reading a pickle, without torch's advice."""
+    text = str(error)
+    if "eights only" not in text and "WeightsUnpickler" not in text:
+        return text
+    if named := _GLOBAL.search(text):
+        return f"it asks for {named[1].rstrip('.')}, and only tensors and plain values are read; nothing of it was run"
+    reason = _REASON.search(text)
+    if reason is None or _ADVICE.search(reason[1]):
+        return "it is damaged, or holds more than tensors and plain values; nothing of it was run"
+    return f"it is damaged, or no file of torch.save ({reason[1].strip()[:100]})"
