@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -44,14 +45,39 @@ def test_linter(linter: str, files: list[str | Path]) -> None:
     run(program, *files, code=0)
 
 
+def test_the_lock_file_has_the_versions_of_the_requirements() -> None:
+    """Those of the image; torch, whose build depends on the machine, is left out."""
+    pins = {name: set(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / name).read_text(), re.M)) for name in REQUIREMENTS}
+    lock = (ROOT / "scripts/requirements.lock").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+) ", lock, re.M))
+    wanted = dict(pins["requirements.txt"]) | {name: dict(pins["requirements-dev.txt"])[name] for name in SERVING}
+    del wanted["torch"]
+    assert {name.lower(): version for name, version in wanted.items()}.items() <= locked.items()
+    assert "torch" not in locked and "://" not in lock
+    blocks = re.split(r"^(?=\S)", lock, flags=re.M)[1:]
+    assert len(blocks) == len(locked) and all("--hash=sha256:" in block for block in blocks)
+
+
+REQUIREMENTS, SERVING = ("requirements.txt", "requirements-dev.txt"), ("fastapi", "uvicorn")
+
+
 def test_kubernetes_pods_follow_the_schema() -> None:
     """A JobSet is a resource of its own, without a schema here; each job in it is one of Kubernetes' jobs."""
     validator = pytest.importorskip("kubernetes_validate")
-    jobset = yaml.safe_load((ROOT / "scripts/kubernetes_jobset.yaml").read_text())
+    jobset, policy = yaml.safe_load_all((ROOT / "scripts/kubernetes_jobset.yaml").read_text())
     (hosts,) = jobset["spec"]["replicatedJobs"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": hosts["name"]}, **hosts["template"]}
     validator.validate(job, "1.37", strict=True)
-    (container,) = hosts["template"]["spec"]["template"]["spec"]["containers"]
+    validator.validate(policy, "1.37", strict=True)
+    assert policy["spec"]["podSelector"]["matchLabels"] == {
+        "jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"]
+    }
+    pod = hosts["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+    user = re.search(r"USER (\d+)", (ROOT / "scripts/Dockerfile").read_text())
+    assert user is not None and pod["securityContext"]["runAsUser"] == int(user[1])
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     nodes = hosts["template"]["spec"]["completions"]
     assert f"--nnodes={nodes}" in container["args"] and hosts["template"]["spec"]["parallelism"] == nodes
     first = f"--master-addr={jobset['metadata']['name']}-{hosts['name']}-0-0.{jobset['metadata']['name']}"

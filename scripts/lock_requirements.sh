@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Writes scripts/requirements.lock: the packages of the image (scripts/Dockerfile) and what they need, with hashes. Needs uv.
+#
+#   bash scripts/lock_requirements.sh
+#
+# The versions are those of requirements.txt and requirements-dev.txt; --upgrade renews the packages that these need. torch
+# and its libraries are left out: which of its builds is right, and so its hash, depends on the machine and the index.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+{
+    grep -v '^torch==' requirements.txt
+    grep -E '^(fastapi|uvicorn)==' requirements-dev.txt
+} | uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform linux --no-header --no-annotate \
+    --no-emit-index-url --output-file scripts/requirements.lock "$@" -
