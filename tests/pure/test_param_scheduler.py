@@ -58,6 +58,7 @@ def wsd(style: str, anneal: int = 20) -> dict[str, Any]:
         (wsd("exponential"), {11: 1, 80: 1, 90: math.sqrt(2) - 1, 100: 0}),
         (wsd("minus_sqrt"), {11: 1, 80: 1, 90: 1 - math.sqrt(0.5), 100: 0}),
         (wsd("linear", anneal=0), {10: 1, 100: 1, 101: 0}),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_fraction": 0.2}, {80: 1, 90: 0.5}),
     ],
 )
 def test_what_is_left_of_the_way_from_the_peak(flags, shares):

@@ -84,6 +84,15 @@ class OptimizerConfig(Section):
     lr_wsd_decay_samples: int | None = flag(None, at_least=0, no_effect_without="--lr-decay-style WSD")
     """WSD: samples of the final anneal."""
 
+    lr_wsd_decay_fraction: float | None = flag(
+        None,
+        at_least=0,
+        at_most=1,
+        no_effect_without="--lr-decay-style WSD",
+        excludes=("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
+    )
+    """WSD: the final anneal as a fraction of the decay length, such as 0.2 for the last 20 %."""
+
     weight_decay: float = flag(0.01, at_least=0)
     """Decoupled weight decay of the parameters of --weight-decay-on."""
 
@@ -135,6 +144,12 @@ class OptimizerConfig(Section):
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+    @property
+    def has_anneal(self) -> bool:
+        """Whether a flag states the length of WSD's final anneal."""
+        stated = self.lr_wsd_decay_iters, self.lr_wsd_decay_samples, self.lr_wsd_decay_fraction
+        return stated != (None, None, None)
 
     @property
     def matrices(self) -> MatrixFacts | None:

@@ -61,9 +61,11 @@ class ScheduleLength:
         return cls._of(config, samples_at(config.lr_warmup_iters), decay, anneal, samples_at(iterations))
 
     @classmethod
-    def _of(cls, config: OptimizerConfig, warmup: float, decay: int, anneal: int, total: int) -> ScheduleLength:
+    def _of(cls, config: OptimizerConfig, warmup: float, decay: int, anneal: float, total: int) -> ScheduleLength:
         if config.lr_warmup_fraction is not None:
             warmup = config.lr_warmup_fraction * float(decay)
+        if config.lr_wsd_decay_fraction is not None:
+            anneal = config.lr_wsd_decay_fraction * float(decay)
         return cls(warmup=float(warmup), decay=float(decay), anneal=float(anneal), total=float(total))
 
 
@@ -164,9 +166,8 @@ def _check(config: OptimizerConfig, length: ScheduleLength) -> None:
             f"learning-rate warm-up of {length.warmup:g} samples must be shorter than the decay length of "
             f"{length.decay:g}: lower --lr-warmup-iters, -samples or -fraction, or raise --lr-decay-iters or -samples"
         )
-    given = config.lr_wsd_decay_iters is not None or config.lr_wsd_decay_samples is not None
-    if config.lr_decay_style == "WSD" and (not given or length.anneal > length.decay):
+    if config.lr_decay_style == "WSD" and (not config.has_anneal or length.anneal > length.decay):
         raise ValueError(
-            f"--lr-decay-style WSD needs the length of a final anneal (--lr-wsd-decay-iters or -samples), of at most "
-            f"the decay length of {length.decay:g} samples, not {length.anneal:g}"
+            "--lr-decay-style WSD needs the length of a final anneal (--lr-wsd-decay-iters, -samples or -fraction), "
+            f"of at most the decay length of {length.decay:g} samples, not {length.anneal:g}"
         )

@@ -20,7 +20,16 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, Pieces, SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.source_order import SourceOrder
 from megatron.extensions.phases.flags import PhasesConfig
-from megatron.extensions.phases.phase_file import DATA, LR_LENGTHS, LR_SHAPE, POSITIONS, SIZES, PhaseEntry, read_phases
+from megatron.extensions.phases.phase_file import (
+    DATA,
+    LR_FRACTIONS,
+    LR_LENGTHS,
+    LR_SHAPE,
+    POSITIONS,
+    SIZES,
+    PhaseEntry,
+    read_phases,
+)
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.flags import config_of_sections, flat_values
 from megatron.training.config.problem import Problem
@@ -83,7 +92,7 @@ COMPARED = (*DATA, *POSITIONS, "global_batch_size")
 NO_LENGTHS: Mapping[str, Any] = dict.fromkeys(LR_LENGTHS) | {
     "lr_warmup_iters": 0,
     "lr_warmup_samples": 0,
-    "lr_warmup_fraction": None,
+    **dict.fromkeys(LR_FRACTIONS),
 }
 
 
@@ -137,7 +146,7 @@ def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], Batc
         return None, problems  # other rules report what is missing
     if any(not _positive(entry) for entry in entries):
         return None, problems
-    phases, sizes, found = _walk(config, entries)
+    phases, sizes, found = _walk(config, [_in_units(config, entry) for entry in entries])
     problems += found
     end = _end(config, phases, sizes)
     if end is None:
@@ -157,6 +166,17 @@ def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], Batc
 def _positive(entry: PhaseEntry) -> bool:
     numbers = [entry.value(field) for field in ("seq_length", *SIZES)]
     return all(number is None or number > 0 for number in numbers)
+
+
+def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
+    """A phase that begins at a fraction of the run, with its beginning in the unit of the run's length."""
+    t = config.training
+    if entry.unit != "fraction":
+        return entry
+    for unit, length in (("iterations", t.train_iters), ("tokens", t.train_tokens), ("samples", t.train_samples)):
+        if length is not None:
+            return replace(entry, unit=unit, start=round(entry.start * length))
+    return replace(entry, unit="samples", start=0)  # the run lacks a length, which is reported
 
 
 def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
@@ -185,13 +205,13 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
 
 def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
     """The phase of `entry` behind the phase `before`: at the first step at or behind what it says."""
-    length = before.config.model.seq_length
+    length, start = before.config.model.seq_length, int(entry.start)
     if entry.unit == "iterations":
-        iterations = max(entry.start, 0)
+        iterations = max(start, 0)
     else:
-        target = entry.start
+        target = start
         if entry.unit == "tokens":
-            target = before.first_sample + -(-(entry.start - before.first_token) // length)
+            target = before.first_sample + -(-(start - before.first_token) // length)
         iterations = sizes.iterations(max(target, 0))
         iterations += sizes.samples(iterations) < target
     sample = sizes.samples(iterations)

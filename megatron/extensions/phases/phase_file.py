@@ -20,6 +20,9 @@ UNITS = {
     "from-iters": "iterations",
 }
 
+FRACTION = "from-fraction"
+"""Key of a beginning as a fraction of the run's length."""
+
 DATA = ("data_path",)
 SIZES = ("micro_batch_size", "global_batch_size")
 POSITIONS = (
@@ -38,7 +41,8 @@ POSITIONS = (
     "beta_slow",
     "mscale",
 )
-LR_SHAPE = ("lr", "min_lr", "lr_decay_style", "lr_warmup_init", "lr_warmup_fraction", "lr_wsd_decay_style")
+LR_FRACTIONS = ("lr_warmup_fraction", "lr_wsd_decay_fraction")
+LR_SHAPE = ("lr", "min_lr", "lr_decay_style", "lr_warmup_init", *LR_FRACTIONS, "lr_wsd_decay_style")
 LR_LENGTHS = tuple(
     f"lr_{part}_{unit}"
     for part, units in (
@@ -61,8 +65,8 @@ class PhaseEntry:
 
     name: str
     unit: str
-    start: int
-    """First sample, token or iteration, as `unit` says."""
+    start: float
+    """First sample, token or iteration, as `unit` says; or the fraction of the run that is before it."""
 
     values: tuple[tuple[str, Any], ...]
     """(field, value) of the flags that it changes."""
@@ -117,7 +121,8 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[P
     known = dict(items)
     name = str(known.get("name") or number)
     where = f"{where} ({name})" if "name" in known else where
-    reader, problems, starts = FlagReader(), [], []
+    reader, problems = FlagReader(), list[Problem]()
+    starts: list[tuple[str, float]] = []
     anew: bool | tuple[str, ...] = False
     for key, value in items:
         dashes = key.lstrip("-").replace("_", "-")
@@ -130,7 +135,17 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[P
                 if starts[-1][1] < 0:
                     raise ValueError
             except (ValueError, OverflowError):
-                problems.append(Problem(f"{where}: {key}", value, "must be a whole number, 0 or above", "correct it"))
+                rule = "must be a whole number, 0 or above"
+                problems.append(Problem(f"{where}: {key}", " ".join(texts_of(value)), rule, "correct it"))
+        elif dashes == FRACTION:
+            try:
+                starts.append(("fraction", float(str(value))))
+                if not 0 <= starts[-1][1] < 1:
+                    raise ValueError
+            except ValueError:
+                rule = "must be a number from 0 to below 1: the part of the run that is before the phase"
+                remedy = "use for example 0.8 for the last 20 %"
+                problems.append(Problem(f"{where}: {key}", " ".join(texts_of(value)), rule, remedy))
         elif dashes == "starts-anew":
             anew = value if isinstance(value, bool) else tuple(texts_of(value))
         elif flag is None or flag.field not in FIELDS:
@@ -144,7 +159,9 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[P
         starts = [("samples", 0)]
     if len(starts) != 1 and not any("from-" in problem.flag for problem in problems):
         rule = "has more than one beginning" if starts else "has no beginning"
-        problems.append(Problem(where, None, rule, "give one of from-samples, from-tokens and from-iterations"))
+        problems.append(
+            Problem(where, None, rule, "give one of from-samples, from-tokens, from-iterations and from-fraction")
+        )
     unit, start = starts[0] if starts else ("samples", 0)
     if number == 0 and start:
         rule = "the first phase begins with the run"
@@ -156,7 +173,13 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[P
 def _unknown(where: str, key: str, dashes: str) -> Problem:
     import difflib
 
-    legal = ["name", *list(UNITS)[:3], "starts-anew", *(field_table()[field].name.lstrip("-") for field in FIELDS)]
+    legal = [
+        "name",
+        *list(UNITS)[:3],
+        FRACTION,
+        "starts-anew",
+        *(field_table()[field].name.lstrip("-") for field in FIELDS),
+    ]
     close = difflib.get_close_matches(dashes, legal, n=1, cutoff=0.8)
     rule = "a phase cannot change this" if f"--{dashes}" in spelling_table() else "unknown key"
     return Problem(f"{where}: {key}", None, rule, f"did you mean {close[0]}?" if close else f"keys: {', '.join(legal)}")

@@ -20,7 +20,7 @@ SAME_SETTING = (
     ("train_iters", "train_samples", "train_tokens"),
     ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
     ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"),
-    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_fraction"),
     (
         "num_virtual_stages_per_pipeline_rank",
         "num_layers_per_virtual_pipeline_stage",

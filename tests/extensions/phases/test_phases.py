@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.build import parse_blend
+from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_dims import ParallelDims
 from megatron.extensions.phases.epochs import Epochs
 from megatron.extensions.phases.flags import PhasesConfig
@@ -127,6 +128,31 @@ def test_a_ramp_and_phases_go_together(tmp_path: Path) -> None:
     assert len(found) == 1 and "--rampup-batch-size: FILE: phase 1 set global-batch-size too; keep one" in found[0]
 
 
+def test_a_phase_begins_at_a_fraction_of_the_run(tmp_path: Path) -> None:
+    last = "- {}\n- {name: last, from-fraction: 0.8, lr-decay-style: WSD, lr-wsd-decay-fraction: 0.5}\n"
+    for more, number in (
+        ("--train-samples 400", "from-samples: 320"),
+        ("--train-iters 50", "from-iterations: 40"),
+        ("--train-tokens 4000", "from-tokens: 3200"),
+    ):
+        plan = made(tmp_path / "s.yaml", last, f"--mock-data {more}")
+        same = made(tmp_path / "s.yaml", last.replace("from-fraction: 0.8", number), f"--mock-data {more}")
+        begun = [(phase.first_sample, phase.first_iteration, phase.first_token) for phase in plan.phases]
+        assert begun == [(phase.first_sample, phase.first_iteration, phase.first_token) for phase in same.phases]
+        optimizer = plan.phases[1].optimizer
+        assert optimizer is not None
+        assert ScheduleLength.in_samples(optimizer, plan.phases[1].samples).anneal == plan.phases[1].samples / 2 > 0
+    for wrong in ("1", "-0.1", "80%", "[0.5]"):
+        found = problems(tmp_path / "s.yaml", f"- {{}}\n- {{from-fraction: {wrong}}}\n")
+        assert any("must be a number from 0 to below 1: the part of the run that is before" in each for each in found)
+
+
+def test_a_beginning_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    for wrong in ("[1, 2]", "{a: 1}", "soon", "true"):
+        found = problems(tmp_path / "s.yaml", f"- {{}}\n- {{from-samples: {wrong}}}\n")
+        assert any("from-samples" in each and "must be a whole number, 0 or above" in each for each in found)
+
+
 def test_every_mistake_at_once(tmp_path: Path) -> None:
     text = """
 - {name: a, hidden-size: 32, min-lr: 1}
@@ -139,7 +165,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
     for part in (
         "FILE: phase 0 (a): hidden-size: a phase cannot change this; keys: name, from-samples, ",
         "FILE: phase 1 (b): seq-lenght: unknown key; did you mean seq-length?",
-        "FILE: phase 2 (a): has no beginning; give one of from-samples, from-tokens and from-iterations",
+        "FILE: phase 2 (a): has no beginning; give one of from-samples, from-tokens, from-iterations and",
         "FILE: phase 3 (d): has more than one beginning",
         "FILE: phase 3 (d): lr-decay-style cubic: must be one of",
         "FILE: phase 4: is not a mapping; write a list of phases",

@@ -100,8 +100,8 @@ def _decay_length(c: RunConfig, unit: str, known: bool) -> Iterator[Problem]:
         rule = f"must be below the length of the decay, {decay}"
         yield Problem(f"--lr-warmup-{unit}", warmup, rule, f"nearest: {decay - 1}, or raise --lr-decay-{unit}")
     if o.lr_decay_style == "WSD":
-        if o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
-            remedy = f"add --lr-wsd-decay-{unit}"
+        if not o.has_anneal:
+            remedy = f"add --lr-wsd-decay-{unit}, or --lr-wsd-decay-fraction 0.2 for the last 20 %"
             yield Problem("--lr-decay-style", "WSD", "needs the length of the final anneal", remedy)
         elif known and decay and anneal and anneal > decay:
             rule = f"must be at most the length of the decay, {decay}"
