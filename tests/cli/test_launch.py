@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,10 +58,36 @@ def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("gpu007", "gpu007"), ("gpu[003-006,9],login", "gpu003"), ("a-1,b-2", "a-1"), ("n[12,14]", "n12")],
+    [
+        ("gpu007", "gpu007"),
+        ("gpu[003-006,9],login", "gpu003"),
+        ("a-1,b-2", "a-1"),
+        ("n[12,14]", "n12"),
+        ("login,gpu[3-4]", "login"),
+        ("node[1-2]-ib", "node1-ib"),
+        ("r[1-2]n[3-4]", "r1n3"),
+        ("rack[0-1]node[01-02]-[7,8]", "rack0node01-7"),
+        ("[3-4]", "3"),
+        (",n1,n2", "n1"),
+        ("n[2,1]", "n2"),
+    ],
 )
-def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
+def test_first_host_of_a_node_list(nodes: str, first: str, tmp_path: Path) -> None:
     assert first_host(nodes) == first
+    if shutil.which("scontrol") and not nodes.endswith("-ib"):  # endings after ranges: newer versions only
+        (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
+        environ = os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}
+        names = subprocess.run(["scontrol", "show", "hostnames", nodes], env=environ, capture_output=True, text=True)
+        assert names.stdout.splitlines()[0] == first, names.stderr
+
+
+@pytest.mark.parametrize("nodes", ["", ",", "n[1-3", "n[]", "n[,2]", "n[a-b]", "n[1-2]]", "n[-2]", "[[1]]"])
+def test_what_is_no_node_list_is_refused(nodes: str) -> None:
+    with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.* set MASTER_ADDR"):
+        first_host(nodes)
+    environ = {"SLURM_STEP_NODELIST": nodes, "MASTER_ADDR": "node1"}
+    Launch(0, 2, 0, "srun").export(environ)
+    assert environ["MASTER_ADDR"] == "node1"
 
 
 def test_torchrun_comes_before_slurm() -> None:

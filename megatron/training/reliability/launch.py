@@ -6,6 +6,7 @@ import atexit
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,6 +19,10 @@ from megatron.training.reliability.visible_text import visible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of these requests the run to save and exit."""
+
+RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
+NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
+"""The ranges in a node list of SLURM, and a part of such a list between commas."""
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables of mpirun with the number of processes that it has started."""
@@ -110,7 +115,8 @@ class Launch:
         if self.launcher == "srun":
             environ["RANK"], environ["WORLD_SIZE"] = str(self.rank), str(self.world_size)
             environ["LOCAL_RANK"] = str(self.local_rank)
-            environ.setdefault("MASTER_ADDR", first_host(environ.get("SLURM_STEP_NODELIST", "localhost")))
+            if "MASTER_ADDR" not in environ:
+                environ["MASTER_ADDR"] = first_host(environ.get("SLURM_STEP_NODELIST", "localhost"))
             # Jobs that share a node meet at different ports: derived from the job and step numbers.
             job = int(environ.get("SLURM_JOB_ID", "0")) * 31 + int(environ.get("SLURM_STEP_ID", "0"))
             environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
@@ -170,9 +176,12 @@ def _integer(environ: Mapping[str, str], name: str, default: str | None = None) 
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a SLURM node list: `gpu[003-006,9],login` -> `gpu003`."""
-    head, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in head:
-        return nodelist.partition(",")[0]
-    first = rest.split("]")[0].replace(",", "-").split("-")[0]
-    return head + first
+    """First host of a SLURM node list, as `scontrol show hostnames` prints it: `gpu[003-006,9],login` -> `gpu003`,
+    `r[1-2]n[3-4]` -> `r1n3`. Raises ValueError if it is no node list."""
+    first = NODE.match(nodelist.strip(", "))
+    if first is None:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={nodelist}: must be a list of hosts such as node[1-4,7],login; SLURM sets it, or set "
+            "MASTER_ADDR to the host of rank 0"
+        )
+    return RANGES.sub(lambda ranges: ranges[1], first[1])
