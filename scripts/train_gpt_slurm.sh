@@ -21,8 +21,11 @@
 # Options of sbatch win over those above. Submit from the repository, or set REPO to it. All nodes must see the repository,
 # --save and LOG_DIR (runs/slurm-JOB). Job arrays work; each task needs its own --save.
 #
-# One submission trains to the end. If a signal or the time limit ends the run, it saves, and the job is requeued and
-# resumes. For that, --save and --load must name one folder. --signal above arrives at least 240 s before the end of the
+# SETUP_FILE names a bash file that prepares the environment: `module load cuda nccl`, `export NCCL_SOCKET_IFNAME=ib0`,
+# PYTHON. This script sources it, and so does the shell of each node before its ranks start.
+#
+# One submission trains to the end. If a signal, the time limit or --exit-duration-in-mins ends the run, it saves, and the
+# job is requeued and resumes. For that, --save and --load must name one folder. --signal above arrives at least 240 s before the end of the
 # job: choose more than a save takes. (--exit-margin-in-mins, 3 by default, is a second safeguard.)
 #
 #   scancel --signal=USR1 JOB   saves and requeues the job; so do USR2, TERM, and preemption with GraceTime
@@ -55,6 +58,18 @@ fi
 job="$SLURM_JOB_ID"
 if [[ -n "${SLURM_ARRAY_JOB_ID:-}" ]]; then
     job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+fi
+if [[ -n "${SETUP_FILE:-}" ]]; then
+    if [[ ! -f "$SETUP_FILE" ]]; then
+        echo "SETUP_FILE=$SETUP_FILE: there is no such file in $PWD; correct it, or unset it" >&2
+        exit 2
+    fi
+    SETUP_FILE="$(realpath "$SETUP_FILE")"
+    export SETUP_FILE
+    set +eu # `module` tests variables that are not set
+    # shellcheck disable=SC1090
+    . "$SETUP_FILE"
+    set -eu
 fi
 export PYTHON="${PYTHON:-$PWD/.venv/bin/python}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -163,6 +178,7 @@ export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT # an option of torchrun: it l
 # shellcheck disable=SC2016  # expands on each node
 around=(bash -c '
     trap "" USR1 USR2 TERM
+    [[ -z "${SETUP_FILE:-}" ]] || . "$SETUP_FILE"
     "$@" &
     trap "touch \"$OUTCOME_FILE.asked\"" USR1 USR2 TERM
     while true; do
@@ -213,6 +229,11 @@ trap ask_ranks USR1 USR2 TERM
 while true; do
     train "$@"
     name="$(outcome name)" why="$(outcome why)" crashed=0
+    save="$(outcome save)"
+    # Other reasons than this one are requests to end, and at the end of the training there is none.
+    if [[ "$name:$why" == "DONE:--exit-duration-in-mins "* && -n "$save" && "$save" == "$(outcome load)" ]]; then
+        name=TO_BE_RESUMED
+    fi
     case "$name:$code" in
         DONE:* | :0) end 0 "done${why:+: $why}" ;;
         CALLBACK_FAILED:*) end 3 "done, but $why" ;;

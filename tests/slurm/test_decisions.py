@@ -35,7 +35,7 @@ STANDINS = {
         mkdir -p "$FOLDER/save"
         if [[ -n "$SAVES" ]]; then echo "$SAVES" >"$FOLDER/save/latest_checkpointed_iteration.txt"; fi
         if [[ -n "$ENDS" ]]; then
-            printf "name=%s\\nwhy=because\\nsave=%s\\n" "$ENDS" "$FOLDER/save" >"$OUTCOME_FILE"
+            printf "name=%s\\nwhy=%s\\nsave=%s\\n" "$ENDS" "${WHY:-because}" "$FOLDER/save" >"$OUTCOME_FILE"
             echo "load=${LOADS-$FOLDER/save}" >>"$OUTCOME_FILE"
         fi
         [[ "$ENDS" =~ DONE|RESUMED ]]""",
@@ -96,6 +96,34 @@ def batch(tmp_path: Path) -> Batch:
 )
 def test_each_end(batch: Batch, ends: str, code: int, back: bool) -> None:
     assert batch.start(ends)[:2] == (code, back)
+
+
+@pytest.mark.parametrize(
+    ("why", "loads", "code", "back"),
+    [("--exit-duration-in-mins 30.0", None, 75, True), ("--exit-duration-in-mins 30.0", "/elsewhere", 0, False)],
+)
+def test_a_run_that_its_duration_has_ended_resumes(
+    batch: Batch, why: str, loads: str | None, code: int, back: bool
+) -> None:
+    environ = {} if loads is None else {"LOADS": loads}
+    assert batch.start("DONE", saves="4", WHY=why, **environ)[:2] == (code, back)
+
+
+def test_a_file_prepares_the_environment_of_the_script_and_of_each_node(batch: Batch) -> None:
+    file = batch.folder / "setup.sh"
+    file.write_text('[[ -z "$NOT_SET" ]] && false\nexport PYTHON=python-of-a-module NCCL_DEBUG=WARN\n')
+    file.write_text(file.read_text() + 'echo "$0" >>"$FOLDER/sourced"\n')
+    (batch.folder / "python-of-a-module").write_text('#!/usr/bin/env bash\necho "$NCCL_DEBUG $*" >>"$FOLDER/ranks"\n')
+    (batch.folder / "python-of-a-module").chmod(0o755)
+    srun = batch.folder / "srun"
+    srun.write_text(srun.read_text() + '\nwhile [[ "$1" != bash ]]; do shift; done\n"$@"\n')
+    assert batch.start("DONE", SETUP_FILE=str(file))[0] == 0
+    assert (batch.folder / "sourced").read_text() == "scripts/train_gpt_slurm.sh\nranks\n"
+    assert (batch.folder / "ranks").read_text().startswith("WARN -m torch.distributed.run --nnodes 1 ")
+    command = ["bash", "scripts/train_gpt_slurm.sh", "pretrain_gpt.py"]
+    environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SETUP_FILE": "absent.sh"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 2 and "SETUP_FILE=absent.sh: there is no such file in " in done.stderr
 
 
 def test_crashes_without_a_newer_checkpoint_are_counted(batch: Batch) -> None:
