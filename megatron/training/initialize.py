@@ -128,6 +128,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     watchdog.status.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
     board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
     watchdog.connect(board)
+    board.check_world_size()
     watchdog.watch(config)
     if launch.rank == 0 and (problems := list(unwritable(config))):
         raise ValueError("\n".join(map(str, problems)))

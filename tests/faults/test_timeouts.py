@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from tests.faults.broken_pretrain import slow_down
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, join
-from tests.limits import HANG
+from tests.limits import HANG, wait_for
 
 LIMIT = "0.15"
 """Minutes: much more than the ranks of a busy machine are apart."""
@@ -36,11 +39,54 @@ def test_a_rank_that_is_late_at_start_up_is_named(tmp_path: Path, slow: str, pha
     text = end_of_run(tmp_path, late=1, slow=slow)
     assert text.count("RUN FAILED") == 1, text
     assert f"did not end {phase} within --startup-timeout-minutes {LIMIT}: 1" in text
+    if slow == "sleep":
+        assert "RUN FAILED: rank 1 of 2\n" in text and "rank 1 has not come\nnoticed by rank 0 in " in text, text
     if slow == "data":  # it is there, and says where it is
         assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\nphase: data\n", text), text
+
+
+def test_a_rank_that_counts_another_world_is_named(tmp_path: Path) -> None:
+    def prepare(rank: int) -> None:
+        os.environ["WORLD_SIZE"] = str(2 + rank)
+
+    flags = [*MODEL, "--tp", "1", "--pp", "1", "--global-batch-size", "12"]
+    with forked_ranks(2, flags, tmp_path / "screen", prepare) as ranks:
+        assert join(ranks) == [2, 2]
+    text = (tmp_path / "screen").read_text()
+    assert re.search(r"rank (0|1) was started as one of \d ranks, and the first rank that came as one of \d: ", text), (
+        text
+    )
+
+
+def test_another_program_at_the_port_is_told_in_time(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def prepare(rank: int) -> None:
+            os.environ["MASTER_PORT"] = str(other.getsockname()[1])
+
+        flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "0.02"]
+        with forked_ranks(2, flags, tmp_path / "screen", prepare) as ranks:
+            assert join(ranks, 60) == [1, 1]
+    text = (tmp_path / "screen").read_text()
+    assert "rank 0 cannot open the store of the ranks at 127.0.0.1:" in text
+    assert "rank 1 did not find the store of the ranks at 127.0.0.1:" in text
+    assert "what listens there does not answer as a store does" in text and "Traceback" not in text
 
 
 def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:
     text = end_of_run(tmp_path, late=0, slow="sleep")
     assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\nphase: start-up\nrank 1 did not find the store", text), text
     assert f"waited for --startup-timeout-minutes {LIMIT}" in text and "Traceback" not in text
+
+
+def test_a_rank_that_is_stopped_at_start_up_is_named(tmp_path: Path) -> None:
+    def stop_in_data(rank: int) -> None:
+        if rank == 1:
+            slow_down("data")
+
+    with forked_ranks(2, FLAGS, tmp_path / "screen", stop_in_data) as ranks:
+        wait_for(lambda: "building data" in (tmp_path / "screen").read_text(), ranks)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        assert join([ranks[0]]) == [1]
+    text = (tmp_path / "screen").read_text()
+    assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\n", text) and f"process {ranks[1].pid} is stopped" in text, text

@@ -21,7 +21,15 @@ from typing import NoReturn
 
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.reliability.child_processes import end_children
-from megatron.training.reliability.failure_report import ADVICE, GONE, Failure, died, hung, is_consequence
+from megatron.training.reliability.failure_report import (
+    ADVICE,
+    GONE,
+    Failure,
+    LateRanksError,
+    died,
+    hung,
+    is_consequence,
+)
 from megatron.training.reliability.launch import Launch, restarts_left, tell_last, write_error_file
 from megatron.training.reliability.lossy_output import flush_output
 from megatron.training.reliability.rank_status import RankStatus, Standing
@@ -259,11 +267,29 @@ class FailureHandler:
             return replace(failure, who=who, phase=phases[0], title="stopped answering", what=what).advised("stopped")
         found = status.analysis.blame(standings)
         if found is None:
-            return failure
+            late = status.error.ranks if isinstance(status.error, LateRanksError) else ()
+            return self._absent(failure, [rank for rank in late if rank not in standings], noticed)
         who = ", ".join(map(board.name, found.ranks))
         guilty = standings[found.ranks[0]]
         what = f"{found.why}\n{noticed}\nTraceback of rank {found.ranks[0]} (most recent call last):\n{guilty.stack}"
         return replace(failure, who=who, phase=guilty.phase, title=found.title, what=what).advised("collective")
+
+    def _absent(self, failure: Failure, ranks: Collection[int], noticed: str) -> Failure:
+        """The failure of a rank that waited at start-up, attributed to ranks that do not answer, if there are any."""
+        if not ranks:
+            return failure
+        lines, names = list[str](), list[str]()
+        for rank in ranks:
+            peer = self._board.peer(rank)
+            names.append(self._launch.name(peer.host, rank) if peer else f"rank {rank} of {self._launch.world_size}")
+            if peer is None:
+                lines.append(f"rank {rank} has not come")
+            elif peer.namespace == self._board.me.namespace and peer.state() == "T":
+                lines.append(f"rank {rank} has stopped answering: process {peer.pid} is stopped (SIGSTOP)")
+            else:
+                lines.append(f"rank {rank} has stopped answering")
+        who, what = ", ".join(names), "\n".join([*lines, noticed])
+        return replace(failure, who=who, title="did not come", what=what).advised("absent")
 
     def _follow(self, cause: Failure) -> NoReturn:
         board = self._board

@@ -7,6 +7,7 @@ import sys
 import time
 import tomllib
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -99,6 +100,15 @@ class Failure:
     def line(self) -> str:
         """One line, for ranks that end because of it."""
         return visible(f"ended because {self.who} failed ({self.phase}): {self.title}")
+
+
+class LateRanksError(TimeoutError):
+    """Some ranks have not ended a phase of start-up in time."""
+
+    def __init__(self, ranks: Collection[int], phase: str, limit: str) -> None:
+        self.ranks = ranks
+        named = ", ".join(map(str, ranks))
+        super().__init__(f"timed out: these ranks did not end {phase} within {limit}: {named}")
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ Keys:
     peer/R      host, process and namespace of rank R         beat/R   changes while R lives, and has its phase
     cause       the failure of the run; the first one stays   place/R  where R was when it saw the cause
     told        the report that is printed                    left/R   R has read that and needs the store no more
-    over/R      R has ended without a failure
+    over/R      R has ended without a failure                 world    how many ranks the first one counts
     came/W      how many ranks have come to meeting W         came/W/R R has come
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick after which all ranks carry it out
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,6 +33,10 @@ from megatron.training.reliability.untrusted import Ignored, parse_integer, pars
 
 PERIOD = 0.4
 """Seconds between two looks of a rank at the store."""
+
+
+MARGIN = 3.0
+"""Seconds after the time limit of a connection in which torch reports that it has failed."""
 
 
 class NoStoreError(ConnectionError):
@@ -53,20 +58,43 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
         raise NoStoreError(f"rank {launch.rank} cannot find the other ranks: {' and '.join(missing)} not set")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            launch.world_size,
-            is_master=opens,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,  # rank 0 opens it again for the process groups
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        store = _connected(address, port, launch.world_size, opens, timeout)
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
         does = "cannot open" if opens else "did not find"
         raise NoStoreError(f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {error}") from error
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
     return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
+
+
+def _connected(address: str, port: int, world_size: int, opens: bool, timeout: timedelta) -> dist.Store:
+    """A connection to a store. Raises TimeoutError if another program has the port and does not answer, for which torch
+    would wait without a limit."""
+    stores, errors = list[dist.Store](), list[BaseException]()
+
+    def connect() -> None:
+        try:
+            stores.append(
+                dist.TCPStore(
+                    address,
+                    port,
+                    world_size,
+                    is_master=opens,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    multi_tenant=True,  # rank 0 opens it again for the process groups
+                )
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + MARGIN)
+    if errors:
+        raise errors[0]
+    if not stores:
+        raise TimeoutError("what listens there does not answer as a store does; does another program have the port?")
+    return stores[0]
 
 
 @dataclass(frozen=True)
@@ -168,6 +196,16 @@ class Board:
         self._beats = 0
         store.set(f"peer/{launch.rank}", _json(self.me))
 
+    def check_world_size(self) -> None:
+        """Raises ValueError if the first rank that came counts another number of ranks."""
+        rank, own = self.launch.rank, self.launch.world_size
+        if (first := self.claim("world", str(own), parse_integer)) != own:
+            raise ValueError(
+                f"rank {rank} was started as one of {own} ranks, and the first rank that came as one of {first}: all "
+                "ranks need the same world size (WORLD_SIZE, which torchrun and srun set); start all ranks of one run "
+                "with one command, and two runs with different ports (MASTER_PORT)"
+            )
+
     def get(self, key: str) -> str | None:
         """A value, None where there is none yet."""
         return _text(self.store.get(key)) if self.store.check([key]) else None
@@ -219,6 +257,10 @@ class Board:
         rank, space = self.launch.rank, self.me.namespace
         return {r: peer for r, peer in self.peers.items() if r != rank and peer.namespace == space and space}
 
+    def peer(self, rank: int) -> Peer | None:
+        """The process of a rank, None if it has not come."""
+        return self.peers.get(rank) or self.read(f"peer/{rank}", _parse_peer)
+
     def name(self, rank: int) -> str:
         """How messages name a rank, with its host where that is known."""
         return self.launch.name(self.peers[rank].host if rank in self.peers else socket.gethostname(), rank)
@@ -253,8 +295,9 @@ class Board:
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
+        """A report, perhaps of a rank that counts more ranks than this one."""
         failure = parse_record(Failure, text)
-        if failure.reporter not in self.ranks or not 0 < failure.code < 256:
+        if failure.reporter < 0 or not 0 < failure.code < 256:
             raise ValueError(f"there is no rank {failure.reporter}, or no exit code {failure.code}")
         return failure
 

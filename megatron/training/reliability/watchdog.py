@@ -16,6 +16,7 @@ from typing import NoReturn
 from megatron.core.parts import WATCHES
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_handler import FailureHandler
+from megatron.training.reliability.failure_report import LateRanksError
 from megatron.training.reliability.launch import Launch, write_error_file
 from megatron.training.reliability.rank_status import Meeting, RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
@@ -108,7 +109,7 @@ class Watchdog:
         self.failures.fail(error)
 
     def together(self, what: str, minutes: float) -> None:
-        """Returns when all ranks have ended `what`. Raises TimeoutError, which names those that have not, if they do
+        """Returns when all ranks have ended `what`. Raises LateRanksError, which names those that have not, if they do
         not within `minutes`."""
         board, status = self.board, self.status
         if board is None or self.launch.world_size == 1:
@@ -119,8 +120,7 @@ class Watchdog:
         board.come(name)
         while self.failures.ending or not board.all_came(name):  # at its end a process asks no store
             if time.monotonic() > deadline:
-                missing = ", ".join(map(str, board.missing(name)))
-                raise TimeoutError(f"timed out: these ranks did not end {what} within {status.limit}: {missing}")
+                raise LateRanksError(board.missing(name), what, status.limit)
             time.sleep(pause)
             pause = min(2 * pause, PERIOD)
         status.meeting = replace(status.meeting, pending=False)
