@@ -34,7 +34,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 
 from .common import add_extension_flag, parted, run_tool, tool_parser
-from .common.launch_script import UNKNOWN, LaunchScript, quoted
+from .common.launch_script import UNKNOWN, ExpansionError, LaunchScript, quoted
 
 LAUNCHER = re.compile(
     r"--(nproc|nnodes|node[-_]rank|master[-_]|rdzv|max[-_]restarts|tee|log[-_]dir|hostfile|num_gpus|num_nodes)"
@@ -136,6 +136,8 @@ def words_of_script(path: Path) -> list[str]:
     """The flags of a launch script. Tells which of them stand in branches whose test is not known."""
     try:
         script = LaunchScript(path.read_text(encoding="utf-8"))
+    except ExpansionError as error:
+        raise ValueError(f"{path}: {error}; does an assignment repeat itself? Give the flags behind --") from None
     except (ValueError, RecursionError):
         raise ValueError(f"{path}: {NO_SCRIPT}") from None
     words = script.flags()

@@ -27,6 +27,9 @@ ALL_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 UNKNOWN = re.compile(r"\$[\w{(@*#?!]|`")
 """Placeholder of an unknown variable, or of a value that only a shell computes."""
 
+MOST = 500_000
+"""Most characters that the variables of a script may stand for in all: a variable can double itself in each line."""
+
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 PRINTERS = ("echo", "printf")
 ENDS = ("&&", "||", "|", ";", "&", ">", ">>", "2>&1", "&>")
@@ -40,6 +43,10 @@ NUMBERS |= {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operato
 
 NO, UNSURE, YES = 0.0, 0.5, 1.0
 """Whether a test holds. Not is 1 - x, and is the least, or is the most."""
+
+
+class ExpansionError(Exception):
+    """The variables of a script stand for too much text."""
 
 
 # Syntax
@@ -162,7 +169,8 @@ class Branch:
 
 @dataclass
 class LaunchScript:
-    """The commands of a shell script, as far as they can be read. Raises ValueError if `text` is no shell script."""
+    """The commands of a shell script, as far as they can be read. Raises ValueError if `text` is no shell script, and
+    ExpansionError if its variables stand for more than `MOST` characters."""
 
     text: str
     values: dict[str, str | list[str]] = field(default_factory=dict)
@@ -174,6 +182,9 @@ class LaunchScript:
     """Flags, and assignments that replace others, of branches whose test is not known."""
 
     _branches: list[Branch] = field(default_factory=list)
+    _expanded: int = 0
+    """Characters of values that variables have been replaced by."""
+
     _result: float = YES
     _tested: bool = False
     """Whether the last command was a test: of others the exit code is not known, and taken for success."""
@@ -380,11 +391,18 @@ class LaunchScript:
             known = self._word(word)
             if sign.endswith("="):
                 self.values[name] = known
-        return known
+        return self._counted(name, known)
 
     def _named(self, found: re.Match[str]) -> str:
-        value = self.values.get(found[1] or found[2])
+        value = self._counted(found[1] or found[2], self.values.get(found[1] or found[2]))
         return value if isinstance(value, str) else found[0]
+
+    def _counted(self, name: str, value: str | list[str] | None) -> str | list[str] | None:
+        """The value of a variable. Raises ExpansionError if all values so far are too long."""
+        self._expanded += 1 + sum(1 + len(text) for text in _listed(value or ""))
+        if self._expanded > MOST:
+            raise ExpansionError(f"its variables stand for more than {MOST:,} characters, at last {name}")
+        return value
 
 
 def _listed(value: str | list[str]) -> list[str]:

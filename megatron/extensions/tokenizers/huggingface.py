@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,29 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """A name on the Hugging Face hub, as gpt2 and meta-llama/Llama-3.1-8B."""
 
 
+MOST_IDS = 1 << 24
+"""Sixty times the ids of the largest vocabularies in use."""
+
+
 class _OverTokenizers:
     """Common methods of wrappers of a `tokenizers.Tokenizer`."""
 
     _tokenizer: Any
 
+    _flags: str
+    """The flags that name its files, with their values."""
+
     def tokenize(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+        """Raises ValueError if a regular expression of the tokenizer cannot be matched with the text."""
+        try:
+            return list(self._tokenizer.encode(text).ids)
+        except BaseException as error:  # the package is in Rust, whose panics are no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(
+                f"{self._flags}: the tokenizer fails on a text of {len(text)} characters, {text[:40]!a}... ({error}); "
+                "use another tokenizer, or leave this text out"
+            ) from None
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=False))
@@ -51,6 +67,18 @@ class _OverTokenizers:
     def special_names(self) -> list[str]:
         """Names of added tokens. A text may contain them."""
         return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
+
+
+def _size_of(vocab: Mapping[str, int], flags: str) -> int:
+    """The number of ids of a vocabulary. Raises ValueError if an id is so large that the file is damaged or forged:
+    the package makes a table of all ids when it writes the tokenizer."""
+    token = max(vocab, key=vocab.__getitem__)
+    if vocab[token] >= MOST_IDS:
+        raise ValueError(
+            f"{flags}: {token[:40]!a} has the id {vocab[token]}, and the file {len(vocab)} tokens; ids must be below "
+            f"{MOST_IDS:,}: correct the id, or use another file"
+        )
+    return vocab[token] + 1
 
 
 def tokenizer_file(name: str) -> Path:
@@ -106,7 +134,8 @@ class HuggingFaceTokenizer(_OverTokenizers):
         special = read_special_tokens(file.parent, self._tokenizer)
         special.add_to(self._tokenizer)
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self._vocab.values()) + 1
+        self._flags = f"--tokenizer-model {file}"
+        self.vocab_size = _size_of(self._vocab, self._flags)
         self.bos = self._vocab.get(special.role("bos_token") or "")
         self.eos = self._vocab.get(special.role("eos_token") or "")
         if self.eos is None:
@@ -136,7 +165,8 @@ class GPT2BPETokenizer(_OverTokenizers):
         vocab = self._tokenizer.get_vocab()
         if GPT2_EOD not in vocab:
             raise ValueError(f"--vocab-file {vocab_file} has no {GPT2_EOD}, the end-of-document token; add it")
-        self.vocab_size = max(vocab.values()) + 1
+        self._flags = f"--vocab-file {vocab_file}, --merge-file {merge_file}"
+        self.vocab_size = _size_of(vocab, self._flags)
         self.eod = self.eos = vocab[GPT2_EOD]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.common import launch_script
 from tools.common.launch_script import LaunchScript
 from tools.translate_flags import main
 
@@ -120,3 +121,22 @@ def test_a_branch_whose_test_is_not_known_is_read_and_named(tmp_path: Path, caps
 def test_a_file_of_another_kind_is_no_launch_script() -> None:
     with pytest.raises(ValueError, match="no launch script"):
         main([__file__])
+
+
+TWICE = [
+    'A="x x"\n' + 'A="$A $A"\n' * 60,
+    "A=(x x)\n" + "A=(${A[@]} ${A[@]})\n" * 60,
+    "A=xx\n" + 'A+="$A"\n' * 60,
+    f"A={'x' * 9000}\nB={'$A' * 9000}\n",
+]
+
+
+@pytest.mark.parametrize("script", TWICE)
+def test_variables_that_double_themselves_are_refused(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_script, "MOST", 50_000)
+    file = tmp_path / "run.sh"
+    file.write_text(f"{script}python pretrain_gpt.py --num-layers 2 $A\n")
+    with pytest.raises(ValueError, match=r"run.sh: its variables stand for more than 50,000 characters, at last A; "):
+        main([str(file)])

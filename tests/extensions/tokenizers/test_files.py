@@ -305,3 +305,29 @@ def test_a_file_of_another_kind_is_named(tmp_path, gpt2_files, foreign_model):
                 with pytest.raises(ValueError, match=r"; (give|use|get|download) ") as caught:
                     build(kind, tokenizer_model=file)
                 assert f"--tokenizer-model {file}: {kinds[Path(file).name]}, not a" in str(caught.value)
+
+
+def write_tokenizer(folder, vocab, **more):
+    parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], **parts, **more, "model": model})
+    )
+    return folder
+
+
+def test_an_id_beyond_all_vocabularies_is_refused(tmp_path):
+    folder = write_tokenizer(tmp_path, {"a": 0, "b": 4_000_000_000})
+    with pytest.raises(ValueError, match=r"--tokenizer-model \S+: 'b' has the id 4000000000, and the file 2 tokens"):
+        build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+
+
+def test_a_regular_expression_that_gives_up_is_told(tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    folder = write_tokenizer(tmp_path, {"a": 0, "b": 1}, pre_tokenizer=split)
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+    assert tokenizer.tokenize("aa") == [0, 0]
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-model \S+: the tokenizer fails on a text of 41 characters, 'aaa"
+    ):
+        tokenizer.tokenize("a" * 40 + "!")
