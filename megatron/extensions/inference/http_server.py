@@ -44,11 +44,38 @@ class HttpLimits:
 
 
 class Connection(H11Protocol):
-    """Closes a connection that sends nothing, as uvicorn does behind the first answer."""
+    """Closes a connection whose next request has not begun, or whose head has not come whole, in time. uvicorn limits
+    only the time between an answer and the first byte of the next request."""
+
+    _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._late is None and self._idle:
+            self._await_head()
+        super().data_received(data)
+        if not self._idle:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._late = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class ApiServer:

@@ -17,6 +17,9 @@ from megatron.extensions.inference.generation import Engine, Generation, Request
 from megatron.extensions.inference.generation.engine import MOST_LOGPROBS, Logprob, prompt_seed
 from megatron.extensions.inference.model import LoadedModel
 
+NAMED, NAME_LENGTH = 5, 60
+"""Number of unknown fields that an error names, and characters of each."""
+
 
 class Fields:
     """Reads the fields of a JSON object one by one and collects what is wrong."""
@@ -27,10 +30,15 @@ class Fields:
         """(field, what is wrong with it)"""
 
     def only(self, known: Collection[str]) -> None:
-        """Every other field is a mistake."""
-        for name in self.body.keys() - set(known):
-            near = difflib.get_close_matches(name, known, 1)
-            self.refuse(name, f"is no field of this request{f'; did you mean {near[0]}' if near else ''}")
+        """Every other field is a mistake. The first `NAMED` are named, as a search for similar names takes time."""
+        known = frozenset(known)
+        wrong = [name for name in self.body if name not in known]
+        for name in wrong[:NAMED]:
+            near = difflib.get_close_matches(name[:NAME_LENGTH], known, 1)
+            shortened = name if len(name) <= NAME_LENGTH else f"{name[:NAME_LENGTH]}..."
+            self.refuse(shortened, f"is no field of this request{f'; did you mean {near[0]}' if near else ''}")
+        if len(wrong) > NAMED:
+            self.refuse(f"{len(wrong) - NAMED} more", "are no fields of this request")
 
     def refuse(self, name: str, problem: str) -> None:
         self.problems.append((name, problem))

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import ByteTokenizer
+from megatron.extensions.inference import jsonl
 from megatron.extensions.inference import serving as engine_loops
 from megatron.extensions.inference.chat_template import ChatTemplate
 from megatron.extensions.inference.generation import Engine, Request, Sampling, StageRunner
@@ -298,6 +299,43 @@ def test_limits_of_time_and_of_waiting_requests(monkeypatch: pytest.MonkeyPatch)
             for _ in range(3):
                 opened.enter_context(served.raw())
             assert served.ask("/health")[0] == 429
+
+
+@pytest.mark.parametrize(
+    "begin", [b"GET /health HTTP/1.1\r\n", b"POST /absent HTTP/1.1\r\nContent-Length: 99999\r\n\r\n"]
+)
+def test_a_client_that_trickles_is_closed(begin: bytes) -> None:
+    with serving(replace(LIMITS, read_seconds=0.3)) as served, served.raw(begin) as connection:
+        end = time.monotonic() + 60
+        with suppress(ConnectionError):
+            while time.monotonic() < end:
+                connection.sendall(b"x")
+                time.sleep(0.02)
+        assert time.monotonic() < end
+        wait_for(lambda: served.server.open == 0)
+
+
+def test_the_limit_of_a_head_ends_with_the_head(served: Served) -> None:
+    with served.raw() as connection, connection.makefile("rb") as answers:
+        for _ in range(2):
+            connection.sendall(b"GET /health HTTP/1.1\r\n")
+            wait_for(lambda: [each._late for each in served.server.server.server_state.connections] != [None])
+            connection.sendall(b"Host: a\r\n\r\n")
+            assert answers.readline().startswith(b"HTTP/1.1 200 ")
+            while answers.readline().strip():
+                pass
+            assert b"ok" in answers.read1()
+            assert [each._late for each in served.server.server.server_state.connections] == [None]
+
+
+def test_unknown_fields_cost_no_more_than_known_ones(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(jsonl.difflib, "get_close_matches", lambda name, *_: asked.append(name) or [])
+    body = {"prompt": "a", "x" * 5000: 1} | {f"unknown{number}": 1 for number in range(500)}
+    status, found = served.ask(COMPLETIONS, body)
+    said = found["error"]["message"]
+    assert status == 400 and len(asked) == 5 and max(map(len, asked)) <= 60
+    assert "unknown3: is no field of this request; 496 more: are no fields of this request" in said and len(said) < 600
 
 
 def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
