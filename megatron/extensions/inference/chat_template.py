@@ -1,14 +1,13 @@
 """Chat, and its templates: messages to the text of a prompt, by the Jinja template that comes with a tokenizer.
 
-The template is run in a sandbox, as it may come with a checkpoint of somebody else.
+A template may come with a checkpoint of somebody else: it is run in a sandbox, in a process with limits of time and
+memory.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron.core.config.json_text import parse_json
 from megatron.core.tokenizers import Tokenizer
 from megatron.extensions.inference.generation import Engine, Generation, Request
 from megatron.extensions.inference.model import LoadedModel
+from megatron.extensions.inference.template_worker import TemplateWorker
 from megatron.extensions.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.tokenizers.special_tokens import role_texts
 
@@ -29,29 +29,27 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: str) -> None:
         """`origin` names the template in errors. Raises ValueError if it is no template."""
-        from jinja2 import TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        environment.filters["tojson"] = _to_json
         self.origin, self.tokens = origin, dict(tokens)
+        self._worker = TemplateWorker(source)
         try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise ValueError(f"chat template of {origin}: line {error.lineno}: {error.message}") from None
+            found = self._worker.compile()
+        except ValueError as error:
+            raise ValueError(f"chat template of {origin} {error}") from None
+        if "wrong" in found:
+            raise ValueError(f"chat template of {origin}: line {found['line']}: {found['wrong']}")
 
     def __call__(self, messages: Sequence[Message], **more: Any) -> str:
-        """The text of a prompt that the assistant is to answer. Raises ValueError if the template refuses it."""
-        from jinja2 import TemplateError
-
+        """The text of a prompt that the assistant is to answer. Raises ValueError if the template refuses it, or takes
+        too much time or memory."""
         check_messages(messages)
+        values = {"messages": list(map(dict, messages)), "add_generation_prompt": True, **self.tokens, **more}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self.tokens, **more)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-            raise ValueError(f"chat template of {self.origin} refuses the messages: {error}") from None
+            found = self._worker.render(values)
+        except ValueError as error:
+            raise ValueError(f"chat template of {self.origin} {error}") from None
+        if "wrong" in found:
+            raise ValueError(f"chat template of {self.origin} refuses the messages: {found['wrong']}")
+        return str(found["text"])
 
 
 def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTemplate:
@@ -119,16 +117,6 @@ def _settings(config: TokenizerConfig) -> tuple[dict[str, Any], Path | None]:
     folder = tokenizer_file(config.tokenizer_model).parent
     file = folder / "tokenizer_config.json"
     return (parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}), folder
-
-
-def _raise(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def pieces(engine: Engine, generation: Generation) -> Iterator[str]:

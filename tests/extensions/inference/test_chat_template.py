@@ -10,6 +10,7 @@ import pytest
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.extensions.inference import template_worker
 from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, find_chat_template
 from megatron.extensions.inference.kept_files import keep_tokenizer
 from tests.corpus import byte_level
@@ -109,3 +110,33 @@ WRONG = [[], "hi", [5], [{"role": "user"}], [{"content": "a"}], [{"role": "user"
 def test_messages_of_the_wrong_form_are_refused(messages: Any) -> None:
     with pytest.raises(ValueError, match="messages"):
         ChatTemplate("x", {}, "test")(messages)
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLES = "{% set ns = namespace(x='x' * 1000) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+HOSTILE = [
+    (LOOPS, 0.5, "takes more than 0.5 seconds; does it have loops in loops"),
+    ("{{ (messages | length * 9) ** 999999999 }}", 0.5, "takes more than 0.5 seconds"),
+    (DOUBLES, 60.0, "refuses the messages: it needs more than 1024 MiB of memory"),
+    ("{{ 'x' * (messages | length) * 10000000000 }}", 60.0, "it needs more than 1024 MiB of memory"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", 60.0, "refuses the messages: maximum recursion"),
+]
+
+
+@pytest.mark.parametrize(("source", "seconds", "why"), HOSTILE)
+def test_a_template_has_limits_of_time_and_memory(
+    source: str, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_worker, "SECONDS", 60.0)
+    template = ChatTemplate("{% if messages[0].content == 'go' %}" + source + "{% endif %}fine", {}, "theirs")
+    monkeypatch.setattr(template_worker, "SECONDS", seconds)
+    with pytest.raises(ValueError, match=f"chat template of theirs .*{why}"):
+        template([{"role": "user", "content": "go"}])
+    monkeypatch.setattr(template_worker, "SECONDS", 60.0)
+    assert template([{"role": "user", "content": "a"}]) == "fine", "where needed, by another process"
+
+
+def test_a_template_has_a_limit_of_time_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_worker, "SECONDS", 1.0)
+    with pytest.raises(ValueError, match="chat template of theirs takes more than 1 seconds"):
+        ChatTemplate("{{ 9 ** 999999999 }}", {}, "theirs")

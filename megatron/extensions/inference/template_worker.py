@@ -1,0 +1,137 @@
+"""Renders a chat template in a process of its own, with limits of time and memory.
+
+A template comes with a tokenizer, perhaps of somebody else. Jinja's sandbox keeps it from the interpreter, but not from
+nested loops or texts that double themselves, already while it is compiled. The process imports neither torch nor this
+package. Its first line of input holds the template, each other one the values for a rendering. It answers
+each line with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from datetime import datetime
+from typing import Any
+
+SECONDS = 10.0
+"""Time that a rendering may take; those of real templates take milliseconds."""
+
+MEMORY = 1 << 30
+"""Bytes of address space of the process."""
+
+
+class TemplateWorker:
+    """The process of one template. It is started again after it has been ended."""
+
+    def __init__(self, source: str) -> None:
+        self._source, self._lock = source, threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self) -> dict[str, Any]:
+        """Starts the process. Returns an empty answer, or one with `line` and `wrong`. Raises ValueError at a limit."""
+        with self._lock:
+            return self._start()
+
+    def render(self, values: dict[str, Any]) -> dict[str, Any]:
+        """An answer with `text`, or with `wrong`, the reason for which the template refuses the values.
+
+        Raises ValueError at a limit."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+            return self._ask(values)
+
+    def _start(self) -> dict[str, Any]:
+        command = [sys.executable, "-P", __file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        weakref.finalize(self, _end, self._process)
+        return self._ask(self._source)
+
+    def _ask(self, question: Any) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        answer, until = bytearray(), time.monotonic() + SECONDS
+        try:
+            view = memoryview(json.dumps(question).encode() + b"\n")
+            while view:
+                view = view[process.stdin.write(view) :]
+            while not answer.endswith(b"\n"):
+                if not select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
+                    raise ValueError(f"takes more than {SECONDS:g} seconds; does it have loops in loops?")
+                if not (part := os.read(process.stdout.fileno(), 1 << 20)):
+                    raise ValueError("has ended its process, perhaps for want of memory")
+                answer += part
+        except (OSError, ValueError) as error:
+            _end(process)
+            self._process = None
+            if isinstance(error, OSError):
+                raise ValueError("has ended its process") from None
+            raise
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _raise(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _compiled(source: str) -> Any:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.filters["tojson"] = _to_json
+    return environment.from_string(source)
+
+
+def main() -> None:
+    from jinja2 import TemplateSyntaxError
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the program, which ends this process
+    template: Any = None
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process if the program has ended
+        try:
+            question, answer = json.loads(line), dict[str, Any]()
+            if template is None:
+                template = _compiled(question)
+            else:
+                answer = {"text": template.render(**question)}
+        except TemplateSyntaxError as error:
+            answer = {"line": error.lineno, "wrong": error.message}
+        except MemoryError:
+            answer = {"line": 0, "wrong": f"it needs more than {MEMORY >> 20} MiB of memory"}
+        except Exception as error:
+            answer = {"line": 0, "wrong": str(error) or type(error).__name__}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
