@@ -6,7 +6,8 @@
 
 Prints the flags of this program, and below them what changed and why, and where results differ from Megatron-LM's. A
 script is read, not run: variables that it assigns are replaced by their values or defaults, others stay as they are.
-Branches are read if their tests hold or are not known; stderr names the flags of the latter. Exit code 1 if a flag has
+Branches are read if their tests hold or are not known; stderr names the flags of the latter. If the script has #SBATCH
+lines, the command submits scripts/train_gpt_slurm.sh with their options. Exit code 1 if a flag has
 no translation, 2 if the file is no launch script. --list prints the translation of every flag that this program lacks,
 and all results that differ.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import tomllib
 from collections import defaultdict
@@ -42,6 +44,12 @@ LAUNCHER = re.compile(
 
 TABLES = Path(megatron_flags.__file__).with_name("megatron_flags.toml")
 """Treatment of flags that no field has; the command line reads it."""
+
+TASKS = re.compile(r"(--ntasks(-per-node)?|-n)\b")
+"""Options of sbatch for the number of processes."""
+
+SETTINGS = re.compile(r"^\s*(module|ml|source|export)\s", re.M)
+"""Commands that prepare the environment of a job."""
 
 NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 
@@ -80,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind, reading = sorted_out(reading)
         groups[kind].append(reading)
     changed, refused = groups["Changed"], groups["Not translated"]
-    print("pretrain_gpt.py \\")
+    text = args.script.read_text(encoding="utf-8") if args.script else ""
+    batch = list(batch_options(text))
+    print(" \\\n    ".join([*(["sbatch", *kept_options(batch)] if batch else []), f"{program(batch)} \\"]))
     print(" \\\n".join(f"    {shown(reading.ours)}" for reading in [*groups["Kept"], *changed]))
     for title in ("Changed", "Without effect here", "Not translated"):
         if groups[title]:
@@ -89,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             because = f": {reading.why}" if reading.why else ""
             becomes = f" -> {shown(reading.ours)}" if reading.ours and not reading.problem else ""
             print(f"  {shown(reading.given)}{becomes}{because}")
+    for line in lines_on_batch(batch, text):
+        print(line)
     if differences := list(differences_met(resolved(reader), reader.spelled)):
         print("\nDifferent from Megatron-LM:", *differences, sep="\n  ")
     return 1 if refused else 0
@@ -145,6 +157,41 @@ def words_of_script(path: Path) -> list[str]:
     if words and unsure:
         print(f"flags from a branch whose test is not known: {' '.join(unsure)}", file=sys.stderr)
     return words
+
+
+def batch_options(text: str) -> Iterator[list[str]]:
+    """The words of each option in the #SBATCH lines of a script, which stand before its first command."""
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            return
+        if not line.startswith("#SBATCH"):
+            continue
+        try:
+            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        except ValueError:
+            words = line.split()[1:]
+        starts = [at for at, word in enumerate(words) if word.startswith("-")]
+        for at, end in zip(starts, [*starts[1:], len(words)], strict=True):
+            yield words[at:end]
+
+
+def kept_options(batch: Sequence[Sequence[str]]) -> list[str]:
+    return [shown(words) for words in batch if not TASKS.match(words[0])]
+
+
+def program(batch: Sequence[Sequence[str]]) -> str:
+    return "scripts/train_gpt_slurm.sh pretrain_gpt.py" if batch else "pretrain_gpt.py"
+
+
+def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
+    """What is different under scripts/train_gpt_slurm.sh."""
+    if dropped := [shown(words) for words in batch if TASKS.match(words[0])]:
+        yield "\nOptions of sbatch that are left out:"
+        why = "scripts/train_gpt_slurm.sh starts a process for each GPU by itself"
+        yield from (f"  {option}: {why}" for option in dropped)
+    if batch and SETTINGS.search(text):
+        yield "\nSettings of the environment:"
+        yield "  module, source and export: put those that you need into a file, and run SETUP_FILE=FILE sbatch ..."
 
 
 def shown(words: Sequence[str]) -> str:

@@ -140,3 +140,31 @@ def test_variables_that_double_themselves_are_refused(
     file.write_text(f"{script}python pretrain_gpt.py --num-layers 2 $A\n")
     with pytest.raises(ValueError, match=r"run.sh: its variables stand for more than 50,000 characters, at last A; "):
         main([str(file)])
+
+
+JOB = """#!/bin/bash
+#SBATCH --job-name="my run"  # a comment
+#SBATCH -N 4 --gpus-per-node=8
+#SBATCH --ntasks-per-node=8
+##SBATCH --mem=1G
+module load cuda
+#SBATCH --partition=ignored
+srun python pretrain_gpt.py --num-layers 2
+"""
+
+
+def test_options_of_sbatch_are_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.sh"
+    file.write_text(JOB)
+    assert main([str(file)]) == 0
+    said = capsys.readouterr().out
+    options = [
+        "sbatch",
+        "'--job-name=my run'",
+        "-N 4",
+        "--gpus-per-node=8",
+        "scripts/train_gpt_slurm.sh pretrain_gpt.py",
+    ]
+    assert said.startswith(" \\\n    ".join([*options, "--num-layers 2\n"]))
+    assert "  --ntasks-per-node=8: scripts/train_gpt_slurm.sh starts a process for each GPU" in said
+    assert "SETUP_FILE=FILE sbatch" in said and "mem" not in said and "ignored" not in said
