@@ -42,10 +42,10 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
     for name in sorted(means):
         key = f"{split}_{name}" if name else split
         record |= {f"{key}_loss": means[name], f"{key}_perplexity": perplexity(means[name])}
+        run.measured[f"{key}_loss"] = means[name]
         for line in run.lines.evaluation(iteration, split, name, means[name]):
             runtime.say(line)
     record |= of_meters
-    run.measured[f"{split}_loss"] = means[""]
     log.write(record)
     for callback in run.callbacks:
         callback.on_evaluation(run, split, record)

@@ -21,18 +21,32 @@ class RetentionFlags:
     keep_every: int | None = flag(None, "--save-retain-interval", above=0, no_effect_without="--save")
     """Keep checkpoints whose iteration is a multiple of this, in addition to the newest."""
 
-    save_retain_best: str | None = flag(None, choices=("valid_loss", "lm_loss"), no_effect_without="--save")
-    """Keep the checkpoint with the lowest value of this metric at its iteration, in addition to the newest."""
+    save_retain_best: str | None = flag(None, no_effect_without="--save")
+    """Keep the checkpoint with the lowest value of this metric at its iteration, in addition to the newest: valid_loss,
+    lm_loss, or valid_NAME_loss of a named validation set. The link SAVE/best names it."""
 
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
         metric, interval, training = self.save_retain_best, config.checkpoint.save_interval, config.training
-        name = "--eval-interval" if metric == "valid_loss" else "--log-interval"
-        measured = training.eval_interval if metric == "valid_loss" else config.logging.log_interval
+        validates = metric != "lm_loss"
+        if metric and metric not in (known := _metrics(config)):
+            yield Problem("--save-retain-best", metric, "is no metric of this run", f"use {' or '.join(known)}")
+            return
+        name = "--eval-interval" if validates else "--log-interval"
+        measured = training.eval_interval if validates else config.logging.log_interval
         if metric and interval and measured > 0 and interval % measured:
             rule = f"{metric} is measured every {name} {measured}; --save-interval {interval} must be a multiple of it"
             yield Problem("--save-retain-best", metric, rule, f"use {name} {interval}")
-        if metric == "valid_loss" and training.eval_iters == 0:
+        if metric and validates and training.eval_iters == 0:
             yield Problem("--save-retain-best", metric, "needs evaluation, but --eval-iters is 0", "raise --eval-iters")
+
+
+def _metrics(config: RunConfig) -> list[str]:
+    """The metrics that checkpoints of a run can be chosen by."""
+    try:
+        names = list(config.data.named_sets)
+    except ValueError:  # which another rule reports
+        names = []
+    return ["valid_loss", "lm_loss", *(f"valid_{name}_loss" for name in names)]
 
 
 CHECKPOINT_CLEANUPS.register(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.integrity import MANIFEST
@@ -13,6 +15,9 @@ from megatron.core.dist_checkpointing.path_kind import METADATA, saved_folders
 from megatron.core.dist_checkpointing.storage import remove
 from megatron.extensions.retention.flags import RetentionFlags
 from megatron.training.config.run_config import RunConfig
+
+BEST = "best"
+"""Link in the --save folder to the checkpoint that --save-retain-best keeps."""
 
 
 def to_delete(
@@ -28,10 +33,15 @@ def to_delete(
     keep = {newest, *held, *own[-(rules.keep_last or 1) :]}
     if rules.keep_every:
         keep |= {iteration for iteration in own if iteration % rules.keep_every == 0}
-    if rules.save_retain_best:
-        measured = [(score, i) for i in own if (score := scores[i]) is not None and math.isfinite(score)]
-        keep |= {i for _, i in sorted(measured)[:1]}
+    if rules.save_retain_best and (best := best_of(scores, newest)) is not None:
+        keep.add(best)
     return [iteration for iteration in own if iteration not in keep]
+
+
+def best_of(scores: Mapping[int, float | None], newest: int) -> int | None:
+    """The earliest iteration up to `newest` with the lowest score; None if no score is finite."""
+    measured = [(score, i) for i, score in scores.items() if i <= newest and score is not None and math.isfinite(score)]
+    return min(measured)[1] if measured else None
 
 
 def retain(rules: RetentionFlags, root: Path, newest: int, held: Collection[Path]) -> None:
@@ -41,13 +51,15 @@ def retain(rules: RetentionFlags, root: Path, newest: int, held: Collection[Path
     files are removed. Raises OSError.
     """
     folders = {number: path for number, path in saved_folders(root).items() if (path / MANIFEST).exists()}
-    scores = {number: _score(folder, rules.save_retain_best) for number, folder in folders.items()}
+    scores = _scores(folders, newest, rules.save_retain_best)
     stays = {folder.resolve() for folder in held}
     kept = [number for number, folder in folders.items() if folder.resolve() in stays]
     for number in to_delete(rules, scores, newest, kept):
         hidden = folders[number].with_suffix(".tmp")  # the next save removes it if this process dies half-way
         folders[number].rename(hidden)
         remove(hidden)
+    if rules.save_retain_best and (best := best_of(scores, newest)) is not None:
+        _link(root / BEST, folders[best].name)
 
 
 def cleanup(config: RunConfig) -> Callable[[Path, int, Collection[Path]], None]:
@@ -55,11 +67,48 @@ def cleanup(config: RunConfig) -> Callable[[Path, int, Collection[Path]], None]:
     return partial(retain, config.options(RetentionFlags))
 
 
-def _score(folder: Path, metric: str | None) -> float | None:
-    if metric is None:
-        return None
+def _link(link: Path, target: str) -> None:
+    """Makes `link` a link to `target` by one rename, unless it is something else than a link. Raises OSError."""
+    if link.exists() and not link.is_symlink():
+        return
+    beside = link.with_name(f"{link.name}.tmp")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    os.replace(beside, link)
+
+
+def _scores(folders: Mapping[int, Path], newest: int, metric: str | None) -> dict[int, float | None]:
+    """The metric of each checkpoint; None where it was not measured, or on other validation data than those of the
+    phase of `newest`."""
+    payloads = {number: _payload(folder) if metric else {} for number, folder in folders.items()}
+    data = _validation_data(payloads.get(newest, {}))
+    return {
+        number: _score(payload, metric)
+        if metric and (metric == "lm_loss" or _validation_data(payload) == data)
+        else None
+        for number, payload in payloads.items()
+    }
+
+
+def _payload(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside its tensors; empty where that cannot be read."""
     try:
-        value = parse_json((folder / METADATA).read_text())["metrics"][metric]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        found = parse_json((folder / METADATA).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _score(payload: Mapping[str, Any], metric: str) -> float | None:
+    metrics = payload.get("metrics")
+    value = metrics.get(metric) if isinstance(metrics, dict) else None
     return float(value) if isinstance(value, int | float) else None
+
+
+def _validation_data(payload: Mapping[str, Any]) -> list[Any]:
+    """What the validation losses of a checkpoint depend on in its phase: data and sequence length."""
+    phases = payload.get("stages")
+    last = phases[-1] if isinstance(phases, list) and phases else None
+    values = last.get("values") if isinstance(last, dict) else None
+    fields = ("data_path", "valid_data_path", "valid", "split", "seq_length")
+    return [values.get(field) for field in fields] if isinstance(values, dict) else [None] * len(fields)

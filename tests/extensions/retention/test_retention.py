@@ -9,12 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.config.data import DatasetConfig
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis
 from megatron.extensions.retention.flags import RetentionFlags
 from megatron.extensions.retention.retention import retain, to_delete
+from megatron.training.config.run_config import RunConfig
 
 SCORES = {10: 3.0, 20: 1.0, 30: None, 40: float("nan"), 50: 2.0, 60: 1.0}
 
@@ -54,5 +56,23 @@ def test_in_a_folder(tmp_path: Path) -> None:
     (tmp_path / "iter_0000003" / "manifest.json").unlink()
     retain(RetentionFlags(keep_last=1, save_retain_best="valid_loss"), tmp_path, 4, [tmp_path / "." / "iter_0000001"])
     assert sorted(saved_folders(tmp_path)) == [1, 2, 3, 4], "held, best, no complete checkpoint, newest"
+    assert (tmp_path / "best").resolve() == (tmp_path / "iter_0000002").resolve()
     retain(RetentionFlags(keep_last=1), tmp_path, 4, [])
     assert sorted(saved_folders(tmp_path)) == [3, 4]
+
+
+def test_losses_of_other_validation_data_are_not_compared(tmp_path: Path) -> None:
+    """The second phase validates on harder data; a metric of a named set."""
+    for iteration, data, loss in ((1, "easy", 1.0), (2, "hard", 4.0), (3, "hard", 3.0), (4, "hard", 5.0)):
+        tensor = ShardedBoxes((3,), [((0,), torch.ones(3))])
+        payload = {"metrics": {"valid_web_loss": loss}, "stages": [{"values": {"data_path": [data]}}]}
+        save(tmp_path, iteration, {"a": tensor}, payload, Axis())
+    retain(RetentionFlags(keep_last=1, save_retain_best="valid_web_loss"), tmp_path, 4, [])
+    assert sorted(saved_folders(tmp_path)) == [3, 4] and (tmp_path / "best").resolve().name == "iter_0000003"
+
+
+def test_a_metric_that_no_validation_set_has_is_refused() -> None:
+    config = RunConfig(data=DatasetConfig(valid=("web=a",)))
+    assert not list(RetentionFlags(save_retain_best="valid_web_loss").validate(config, 1))
+    (problem,) = RetentionFlags(save_retain_best="valid_wbe_loss").validate(config, 1)
+    assert "is no metric of this run" in str(problem) and "valid_web_loss" in str(problem)
