@@ -120,9 +120,9 @@ def curves(
     marks: Marks = Marks(),
     size: tuple[float, float] = (4.9, 2.5),
 ) -> Figure | None:
-    """A chart over iterations; None where no series has a finite value. With `zero` the axis begins at 0. `text` writes
-    the axis' values, those of bytes at powers of two."""
-    finite = [replace(one, points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
+    """A chart over iterations; None where no series has a drawable value. With `zero` the axis begins at 0. `text`
+    writes the axis' values, those of bytes at powers of two."""
+    finite = [replace(one, points=[point for point in one.points if all(map(is_drawable, point))]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
         return None
@@ -142,6 +142,14 @@ def curves(
     if sum(bool(one.name) for one in finite) > 1:
         figure.legend(loc="outside lower left", ncols=2, fontsize="small", frameon=False)
     return figure
+
+
+LARGEST = 1e60
+"""Values beyond it, and other than 0 below its inverse, are left out of charts: matplotlib's ticks overflow."""
+
+
+def is_drawable(value: float) -> bool:
+    return value == 0 or (math.isfinite(value) and 1 / LARGEST <= abs(value) <= LARGEST)
 
 
 def draw_marks(axes: Axes, marks: Marks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from matplotlib.colors import to_rgba
 from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
 from megatron.extensions.diagnosis.trace.trace_file import read_trace, write_trace
 from tests.extensions.diagnosis.trace_cases import problems, simulated_trace
-from tools.pictures import plot_memory, plot_ranks, plot_trace
+from tools.pictures import drawing, plot_memory, plot_ranks, plot_trace
 from tools.pictures.drawing import COLOURS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -145,3 +146,10 @@ def test_planned_and_held_memory(tmp_path: Path, capsys, monkeypatch) -> None:
     plan.write_text('{"memory": [3]}')
     with pytest.raises(ValueError, match="is not a plan"):
         plot_memory.main(["--plan", str(plan)])
+
+
+def test_values_that_no_axis_can_show_are_left_out_of_charts() -> None:
+    extreme = [(1.0, 1e308), (2.0, -1e308), (3.0, 1e-320), (1e300, 2.0), (4.0, math.nan)]
+    assert drawing.curves("loss", "", [drawing.Series("", extreme)]) is None
+    figure = drawing.curves("loss", "", [drawing.Series("", [*extreme, (5.0, 2.5), (6.0, 0.0)])])
+    assert figure is not None and "<svg" in drawing.inline(figure)
