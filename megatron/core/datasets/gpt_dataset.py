@@ -227,7 +227,7 @@ class GPTDataset(TextDataset):
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
 
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        first, offset = map(int, self.index.sample_index[int(self.index.shuffle_index[index])])
+        first, offset = self.index.start(int(self.index.shuffle_index[index]), self.format.seq_length)
         found, left = [], self.format.seq_length + 1
         while left:
             number = int(self.index.document_index[first])
