@@ -13,6 +13,7 @@ from megatron.extensions.sparse_attention.flags import (
     CompressedAttentionFlags,
     SparseAttentionFlags,
     has_indexer,
+    has_loss,
     listed_ratios,
     ratios,
     selects,
@@ -29,10 +30,19 @@ def with_head_dim(config: RunConfig) -> RunConfig:
     which they are too, as Megatron-LM derives it. A value that is not the default stays."""
     latent = config.options(LatentAttentionFlags)
     width = latent.v_head_dim - latent.qk_pos_emb_head_dim
-    derived = config.model.experimental_attention_variant == COMPRESSED and width > 0
+    compressed = config.model.experimental_attention_variant == COMPRESSED
+    derived = compressed and config.model.attention == MLA and width > 0
     if not derived or latent.qk_head_dim != LatentAttentionFlags.qk_head_dim:
         return config
     return with_named(config, {"qk_head_dim": width})
+
+
+def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
+    """The notice about an indexer that does not learn: it learns from its own loss alone."""
+    if has_indexer(c) and not has_loss(c) and not c.training.skip_train:
+        coeff, rule = c.options(SparseAttentionFlags).dsa_indexer_loss_coeff, "leaves the indexer as it is initialized"
+        remedy = "add --dsa-indexer-loss-coeff 1 to train it"
+        yield Problem("--dsa-indexer-loss-coeff", coeff, rule, remedy, harmless=True)
 
 
 def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -58,6 +68,7 @@ def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.exclusive(name, shown, other, why)
     if own.dsa_indexer_topk_freq > 1:
         yield from _shared_selections(c)
+    yield from untrained_indexer(c)
     if m.attention == MLA and own.dsa_indexer_head_dim < m.rotary_dim:
         rule = f"must be at least the {m.rotary_dim} channels that --qk-pos-emb-head-dim rotates"
         yield Problem("--dsa-indexer-head-dim", own.dsa_indexer_head_dim, rule, f"nearest: {m.rotary_dim}")
@@ -92,6 +103,7 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Rules of a model with compressed attention."""
     m, p, own, latent = c.model, c.parallel, c.options(CompressedAttentionFlags), c.options(LatentAttentionFlags)
     text, ranks, of_index = own.csa_compress_ratios, p.tensor_model_parallel_size, c.options(SparseAttentionFlags)
+    yield from untrained_indexer(c)
     if m.attention != MLA:
         rule = "has the heads and the latent of queries of --multi-latent-attention"
         yield Problem(VARIANT, COMPRESSED, rule, "add --multi-latent-attention")
