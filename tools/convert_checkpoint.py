@@ -21,13 +21,13 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from tqdm import tqdm
 
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.conversion.convert import Conversion, parse_bytes, parse_dtype
 from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Options
+from megatron.training.metrics.progress_bar import ProgressBar
 
 from .common import add_config_flags, add_extension_flag, add_family_flag, refuse, run_tool, too_small, tool_parser
 
@@ -102,10 +102,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def convert(conversion: Conversion, workers: int) -> None:
-    """Converts under a progress bar."""
-    with tqdm(total=conversion.target.nbytes, unit="B", unit_scale=True, desc="converting", disable=None) as bar:
-        conversion.run(workers, lambda total: bar.update(total - bar.n) and None)
-        bar.update(bar.total - bar.n)
+    """Converts, and shows how far it is."""
+    bar = ProgressBar("converting", conversion.target.nbytes, "B")
+    try:
+        conversion.run(workers, bar.update)
+    finally:
+        bar.close()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from megatron.extensions.evaluation.harness import ParallelLM
 from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, scores_by
 from megatron.extensions.inference.model import LoadedModel, loaded_model
 from megatron.training.extensions import ExtensionError, load_extensions
+from megatron.training.metrics.progress_bar import bars, no_bar
 from megatron.training.reliability.launch import Launch
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -97,6 +98,7 @@ class CheckpointLM(ParallelLM):
             budget=batch_tokens,
             state=state,
             device=runner.device,
+            progress=bars("scoring", "batch") if state.world.rank == 0 else no_bar,
         )
         generate = CachedGeneration(runner.stages, state, runner.layout, tokenizer, batch_tokens, True)
         super().__init__(tokenizer, scorer, generate, max_gen_toks)

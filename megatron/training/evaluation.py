@@ -12,6 +12,7 @@ from megatron.training.data import put_on_device
 from megatron.training.forward_backward import count_tokens, loss_and_tokens
 from megatron.training.hooks import Log
 from megatron.training.metrics.console import perplexity
+from megatron.training.metrics.progress_bar import ProgressBar
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 
@@ -62,6 +63,9 @@ def summed_loss(
     with ExitStack() as counting:
         counted = [(meter, counting.enter_context(meter.evaluating())) for meter in run.meters]
         counting.enter_context(run.pipeline.evaluation_mode())
+        bar = ProgressBar(f"evaluation ({split})", steps, "batch", runtime.say) if runtime.is_main else None
+        if bar is not None:
+            counting.callback(bar.close)
         for step in range(steps):
             if not runtime.watchdog.requests.tick(save_later=True):
                 break
@@ -69,6 +73,8 @@ def summed_loss(
             taken = iterator.next_step(first, training.eval_batch_size)
             batches = put_on_device(taken, run.config.model, runtime)
             total += loss_and_tokens(run.pipeline.evaluate(batches), count_tokens(batches), runtime)
+            if bar is not None:
+                bar.update(step + 1)
     own = [(meter, counts.flatten()) for meter, counts in counted if counts is not None]
     summed = all_reduce_(torch.cat((total, *(counts for _, counts in own))), runtime.state.world)
     if runtime.watchdog.requests.stopping:

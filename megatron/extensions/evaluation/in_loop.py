@@ -19,6 +19,7 @@ from megatron.extensions.evaluation.harness import ParallelLM, Suite, record_of
 from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, scores_by
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.initialize import Runtime
+from megatron.training.metrics.progress_bar import bars, no_bar
 from megatron.training.metrics.sinks import Record
 from megatron.training.reliability.lossy_output import told_if_unwritten
 from megatron.training.run import TrainingRun
@@ -90,6 +91,7 @@ def model_of(run: TrainingRun) -> ParallelLM:
         state=state,
         device=runtime.device,
         go_on=partial(runtime.watchdog.requests.tick, save_later=True),
+        progress=bars("scoring tasks", "batch", runtime.say) if runtime.is_main else no_bar,
     )
     if state.cp.size > 1:
         by_passes = partial(continue_requests, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))

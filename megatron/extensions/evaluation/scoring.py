@@ -51,6 +51,9 @@ class Scorer:
     go_on: Callable[[], bool] = lambda: True
     """Asked before each round, on all ranks."""
 
+    progress: Callable[[int, int], None] = lambda done, rounds: None
+    """Told how many rounds of how many are done, before the first one and after each."""
+
     @property
     def longest(self) -> int:
         return self.lengths[-1]
@@ -59,11 +62,13 @@ class Scorer:
     def __call__(self, rows: Sequence[Row]) -> list[Score]:
         """The scores of all rows, on every rank. Collective: all ranks pass the same rows. Raises Stopped."""
         table = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.device)
-        plan = plan_rounds([row.length for row in rows], self.lengths, self.budget, self.state.dp.size)
-        for each in plan:
+        plan = list(plan_rounds([row.length for row in rows], self.lengths, self.budget, self.state.dp.size))
+        self.progress(0, len(plan))
+        for done, each in enumerate(plan, 1):
             if not self.go_on():
                 raise Stopped
             self._run(each, rows, table)
+            self.progress(done, len(plan))
         all_reduce_(table, self.state.world)
         return [Score(log, wrong == 0, int(token)) for log, wrong, token in table.tolist()]
 
