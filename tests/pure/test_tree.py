@@ -19,7 +19,8 @@ WITHOUT_TORCH = {
     "parallel_dims tokenizers",
     "megatron/core/pipeline_parallel": "actions layout passes schedules stage_parameters walk",
     "megatron/training": "config config.arguments config.validation reliability.launch",
-    "megatron/extensions/hugging_face": "family_files flags pretrained rules write_config",
+    "megatron/extensions/hugging_face": "family_files flags rules write_config",
+    "megatron/extensions/hugging_face/continued_training": "pretrained rotary_changes",
     "megatron/extensions/planner": "commands dry_run flags memory",
 }
 

@@ -2,6 +2,6 @@
 its own (--export-hf-interval, --export-hf-dir).
 
 Read `families` first, which describes each `model_type`. `read_config` and `write_config` translate config.json,
-`weights` and `layouts` the tensors, `pretrained` and `start` begin a run from a folder, `export` writes folders while
-a run trains.
+`weights` and `layouts` the tensors, `continued_training` begins a run from a folder, `export` writes folders while a
+run trains.
 """

@@ -45,8 +45,8 @@ PATH_KINDS.register(
     about="is a folder of Hugging Face exports, each of which is a model in a folder of its own",
     order=25,
 )
-MODEL_FLAGS.register("hugging_face", f"{__package__}.pretrained:with_pretrained_flags")
-MODEL_LOADERS.register("hugging_face", f"{__package__}.start:HF_LOADER")
+MODEL_FLAGS.register("hugging_face", f"{__package__}.continued_training.pretrained:with_pretrained_flags")
+MODEL_LOADERS.register("hugging_face", f"{__package__}.continued_training.start:HF_LOADER")
 FORMATS.register("hf", f"{__package__}.hf_format:HF_FORMAT", kinds=("hugging_face",), usual=True)
 EXPORTERS.register(
     "hugging_face",

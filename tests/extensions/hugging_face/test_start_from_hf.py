@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.path_kind import refusal as refusal_of
+from megatron.extensions.hugging_face.continued_training.pretrained import with_pretrained_flags
 from megatron.extensions.hugging_face.export import HFExporter
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
-from megatron.extensions.hugging_face.pretrained import with_pretrained_flags
 from megatron.extensions.hugging_face.rules import exports
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.reading import FlagReader
@@ -107,6 +107,88 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
         and "hidden_size = None must be a number" in said
         and "required" not in said
     )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama for 32 positions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("models") / "llama"
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, rope_theta=10000.0)).save_pretrained(path)
+    return path
+
+
+def test_continued_training_at_a_longer_context_exports_its_positions(llama: Path, tmp_path: Path) -> None:
+    """transformers loads the export, and the same command resumes the run."""
+    from transformers import AutoModelForCausalLM
+
+    run, iters = tmp_path / "run", TRAINING.replace("--seq-length 16", "--attention-dropout 0 --hidden-dropout 0")
+    lengthened = f"--load {llama} --seq-length 64 --rotary-base 500000"
+    flags = f"{lengthened} --save {run} --save-interval 1 {iters}".split()
+    screen = run_forked(1, [*flags, "1", "--export-hf-interval", "1"], tmp_path / "screen")
+    assert "--rotary-base 10000 -> 500000, --max-position-embeddings 32 -> 64; its checkpoints and exports" in screen
+    exported = AutoModelForCausalLM.from_pretrained(run / "hf/iter_0000001")
+    assert exported.config.max_position_embeddings == 64
+    assert exported.config.rope_parameters["rope_theta"] == 500000.0
+    assert_same_weights(llama, run / "hf/iter_0000001")
+    assert "starting at iteration 1" in run_forked(1, [*flags, "2"], tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "flags", "expected"),
+    [
+        (None, "--rope-type yarn --rotary-scaling-factor 2", "yarn: yarn True, 2 of 32, llama3 False, linear None"),
+        (None, "--use-rope-scaling", "llama3: yarn False, 1 of 32, llama3 True, linear None"),
+        ("llama3", "--rope-type yarn --rotary-scaling-factor 4", "yarn: yarn True, 4 of 16, llama3 False, linear None"),
+        ("llama3", "--rope-scaling-factor 4", "llama3: yarn False, 1 of 16, llama3 True, linear None"),
+        ("linear", "--rope-type yarn --rotary-scaling-factor 4", "yarn: yarn True, 4 of 16, llama3 False, linear None"),
+        (
+            "linear",
+            "--rotary-seq-len-interpolation-factor 4",
+            "linear: yarn False, 1 of 4096, llama3 False, linear 4.0",
+        ),
+        ("yarn", "--rotary-scaling-factor 4", "yarn: yarn True, 4 of 16, llama3 False, linear None"),
+        ("yarn", "--rope-type rope --rotary-base 1e6", "none: yarn False, 2 of 16, llama3 False, linear None"),
+    ],
+)
+def test_a_scaling_replaces_that_of_the_folder(
+    llama: Path, tmp_path: Path, scaling: str | None, flags: str, expected: str
+) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    if scaling is not None:
+        factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if scaling == "llama3" else {}
+        original = {} if scaling == "linear" else {"original_max_position_embeddings": 16}
+        config["rope_parameters"] |= {"rope_type": scaling, "factor": 2.0, **factors, **original}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = f"--lr 1 --mock-data --train-iters 1 --seq-length 64 --load {tmp_path} {flags}".split()
+    command = command_line(words)
+    (notice,) = [note for note in command.notes if "changes the positions of" in note]
+    assert "--max-position-embeddings 32 -> 64" in notice
+    model, kind = command.config.model, expected.partition(":")[0]
+    original = model.rope_scaling_original_max_position_embeddings if kind == "llama3" else None
+    shown = (
+        f"yarn {model.yarn}, {model.rotary_scaling_factor:g} of {original or model.original_max_position_embeddings}"
+    )
+    shown += f", llama3 {model.use_rope_scaling}, linear {model.rotary_seq_len_interpolation_factor}"
+    assert f"{kind}: {shown}" == expected
+
+
+def test_sequences_beyond_the_folders_positions_must_be_meant(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--lr 1 --mock-data --train-iters 1 --seq-length 64 --load {llama}".split()
+    remedy = "add --max-position-embeddings 64 to train beyond them, and usually a larger --rotary-base, or"
+    for given in ((), ("--rotary-base", "10000"), ("--rotary-scaling-factor", "8")):
+        said = refusal(capsys, *flags, *given)
+        assert f"--seq-length 64: is above max_position_embeddings 32 in {llama}/config.json; {remedy}" in said
+        assert len(said.strip().splitlines()) == 2, said
+    assert command_line([*flags, "--max-position-embeddings", "128"]).config.model.max_position_embeddings == 128
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 32, "n_layer": 1}))
+    said = refusal(capsys, *flags, "--load", tmp_path)
+    assert "the rows of its learned table; nearest: 32" in said and len(said.strip().splitlines()) == 2, said
 
 
 def test_a_folder_is_recognized_behind_checkpoints(tmp_path: Path) -> None:

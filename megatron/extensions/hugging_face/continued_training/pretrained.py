@@ -10,6 +10,12 @@ from typing import Any
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.extensions.conversion.formats import tokenizer_config
+from megatron.extensions.hugging_face.continued_training.rotary_changes import (
+    ROTARY_FIELDS,
+    longest_sequence,
+    replaced_scaling,
+    rotary_notices,
+)
 from megatron.extensions.hugging_face.family_files import add_families
 from megatron.extensions.hugging_face.flags import CONFIG, HuggingFaceConfig
 from megatron.extensions.hugging_face.read_config import config_from_hf, fields_of, read_json, text_model, unread_keys
@@ -23,7 +29,8 @@ from megatron.training.config.run_config import RunConfig
 def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     """The configuration with the model of the Hugging Face folder in --load, and its tokenizer.
 
-    Flags of the model that were given hold if they change no output; the others are added to the reader's problems.
+    Flags of the model that were given hold if they change no output, or if continued training may change them, such as
+    --rotary-base; the others are added to the reader's problems.
     """
     load = config.checkpoint.load
     assert load is not None
@@ -45,12 +52,18 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         if flag.field not in reader.values:
             continue
         value = value_of(config, flag)
-        if not _contradicts(model, flag.field, value) or _adds_a_token(config, flag.field):
+        free = _adds_a_token(config, flag.field) or (model.rotary and flag.field in ROTARY_FIELDS)
+        if free or not _contradicts(model, flag.field, value):
             own[flag.field] = value
             continue
         rule = f"is {own[flag.field]} in {Path(load) / CONFIG}"
         remedy = "remove the flag: the model's flags are read from the folder"
         reader.problems.append(Problem(flag.name, value, rule, remedy))
+    if model.rotary:
+        own |= replaced_scaling(model, own, reader.values)
+    longest, of_length = longest_sequence(model, own, Path(load) / CONFIG, reader.values)
+    own |= longest
+    reader.problems += of_length
     note = f"--load {load} is a Hugging Face model ({theirs['model_type']}): its config.json gives the model's flags"
     tokenizer = tokenizer_config(Path(load))
     usual = TokenizerConfig(extension_options=config.extension_options)
@@ -58,7 +71,12 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         tokenizer = config.tokenizer
     else:
         note += ", and its files the tokenizer"
-    reader.notes += [note, *unread_keys(theirs), *_other_format(load, whole | theirs, config)]
+    reader.notes += [
+        note,
+        *rotary_notices(model, own, Path(load) / CONFIG),
+        *unread_keys(theirs),
+        *_other_format(load, whole | theirs, config),
+    ]
     return with_named(replace(config, tokenizer=tokenizer), own)
 
 
