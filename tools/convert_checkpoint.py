@@ -23,13 +23,21 @@ if not __package__:  # run as a file of a clone
 
 
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.conversion.convert import Conversion, parse_bytes, parse_dtype
 from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Options
 from megatron.training.metrics.progress_bar import ProgressBar
 
-from .common import add_config_flags, add_extension_flag, add_family_flag, refuse, run_tool, too_small, tool_parser
+from .common import (
+    add_config_flags,
+    add_extension_flag,
+    add_family_flag,
+    family_of_output,
+    refuse,
+    run_tool,
+    too_small,
+    tool_parser,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         weights_only=args.weights_only,
         dtype=args.dtype and parse_dtype(args.dtype),
         max_shard_bytes=parse_bytes(args.max_shard_size),
-        model_type=args.model_type,
+        family=family_of_output(args),
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     if args.check is not None:
@@ -71,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
-    add_family_flag(parser, argv)
+    add_family_flag(parser, argv, writes=True)
     add = parser.add_argument
     add("--input", type=Path, required=True, help="folder of the model to convert")
     add("--output", type=Path, required=True, help="folder to create")
@@ -82,11 +90,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "16 bits, another format is made of the optimizer's fp32 weights if it has them",
     )
     add("--max-shard-size", default="5GB", help="largest file of Hugging Face weights (default: 5GB)")
-    add(
-        "--model-type",
-        choices=HF_FAMILIES,
-        help="Hugging Face family to write (default: the input's, or the first that can express the model)",
-    )
     add(
         "--weights-only",
         action="store_true",

@@ -31,6 +31,8 @@ from megatron.core.dist_checkpointing.path_kind import OURS, PATH_KINDS, kind_of
 from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
+from megatron.extensions.conversion.formats import Origin
+from megatron.training.checkpointing import saved_progress
 
 from .common import run_tool, tool_parser
 
@@ -114,6 +116,8 @@ def about_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"iteration          {payload.get('iteration')}"
     yield f"consumed samples   {payload.get('consumed_samples')}"
     yield f"saved at           {layout}"
+    if (family := Origin.of(saved_progress(payload).origin).model_type) is not None:
+        yield f"came from          {family} (Hugging Face)"
     yield f"format, torch      {payload.get('format_version')}, {payload.get('torch_version')}"
     if extensions := payload.get("config", {}).get("extensions", {}).get("extension"):
         yield f"extensions         {' '.join(map(str, extensions))} (not loaded)"
@@ -122,7 +126,7 @@ def about_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def about_weights(weights: ForeignWeights) -> Iterator[str]:
-    kind = weights.source.model_type or "the optimizer's state is not listed"
+    kind = weights.source.origin.model_type or "the optimizer's state is not listed"
     yield f"format             {weights.format.name} ({kind}); names of this program"
 
 

@@ -161,7 +161,8 @@ class Checkpointer:
                 raise ValueError(f"{error}{_remedy(error.keys)}") from None
         if load_optimizer:
             _load_counters(checkpoint, self.optimizer)
-        progress = Progress() if options.anew else saved_progress(checkpoint.payload)
+        saved_position = saved_progress(checkpoint.payload)
+        progress = Progress(origin=saved_position.origin) if options.anew else saved_position
         if not options.load_lr_state:
             progress.scheduled_samples = 0
         elif self.plan is not None and not options.anew:
@@ -487,4 +488,5 @@ def saved_progress(values: dict[str, Any]) -> Progress:
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values["consumed_samples"])
     known["running_means"] = tuple(known.get("running_means", ()))
+    known["origin"] = known["origin"] if isinstance(known.get("origin"), dict) else {}
     return Progress(**known | {"past_batches": past_batches(values)})

@@ -181,13 +181,14 @@ def test_precision_may_change(tmp_path: Path, saved: ModelParallelConfig, loaded
 def test_a_run_starts_anew_with_its_moments(tmp_path: Path) -> None:
     one = Run(config(tmp_path, parallel=BF16))
     one.step(0)
-    one.save(Progress(5, 40, 30, data_fingerprint="a"))
+    one.save(Progress(5, 40, 30, data_fingerprint="a", origin={"model_type": "opt"}))
     for options, data, there in (
         ({"reset_iteration": True}, "b", Progress(data_fingerprint="b")),
         ({"load_lr_state": False}, "a", Progress(5, 40, 0, data_fingerprint="a")),
     ):
         two = Run(config(tmp_path, parallel=BF16, **options))
-        assert two.load(data_fingerprint=data) == there
+        found = two.load(data_fingerprint=data)
+        assert found == there and found.origin == {"model_type": "opt"}
         assert two.optimizer.step_count == 1
         assert all(torch.equal(tensor, one.tensors()[name]) for name, tensor in two.tensors().items())
 

@@ -151,14 +151,39 @@ def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | No
     _read_at_once(parser, argv, "--extension", "FILE.py", text, load_extensions)
 
 
-def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """--hf-family, as --extension, where Hugging Face folders are supported."""
+def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None, writes: bool = False) -> None:
+    """--hf-family, as --extension, where Hugging Face folders are supported. A program that `writes` them also takes
+    the name of a family, which `family_of_output` returns."""
     if "hugging_face" not in MODEL_LOADERS:
         return
-    from megatron.extensions.hugging_face.family_files import add_families
+    from megatron.extensions.hugging_face.family_files import add_families, is_family_file
+
+    def read(values: list[str]) -> None:
+        if (names := [each for each in values if not is_family_file(each)]) and not writes:
+            raise ValueError(f"{names[0]}: must be a file NAME.json, as this program writes no Hugging Face folder")
+        add_families(values)
 
     text = "file NAME.json with a Hugging Face family of your own; may be given more than once"
-    _read_at_once(parser, argv, "--hf-family", "FILE", text, add_families)
+    if writes:
+        text = (
+            "Hugging Face family to write (default: the input's, or the first that can express the model); or " + text
+        )
+        older = {"dest": "hf_family", "action": "append", "default": [], "help": argparse.SUPPRESS}
+        parser.add_argument("--model-type", **older)  # its spelling in 0.1
+    _read_at_once(parser, argv, "--hf-family", "NAME|FILE" if writes else "FILE", text, read)
+
+
+def family_of_output(args: argparse.Namespace) -> str | None:
+    """The Hugging Face family that --hf-family names, to be written. Raises ValueError for an unknown one."""
+    if not (values := getattr(args, "hf_family", [])):
+        return None
+    from megatron.extensions.hugging_face.family_files import add_families, family_to_write
+
+    try:
+        add_families(values)
+        return family_to_write(values)
+    except ValueError as error:
+        raise ValueError(f"--hf-family: {error}") from None
 
 
 def _read_at_once(

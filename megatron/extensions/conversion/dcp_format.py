@@ -21,6 +21,7 @@ from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.formats import (
     Format,
     Options,
+    Origin,
     Source,
     Target,
     TrainingState,
@@ -64,8 +65,7 @@ class DCPSource(Source):
         names = (meta.name for meta, _ in model_states(self.config.model))
         self.states = [name for name in names if model_key(name) in checkpoint.tensors]
         self.side_files = side_files_of(self.config.tokenizer)
-        self.model_type = checkpoint.payload.get("model_type")
-        self.token_ids = checkpoint.payload.get("token_ids") or {}
+        self.origin = Origin.of(saved_progress(checkpoint.payload).origin)
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
         return wanted or self.checkpoint.tensors[model_key(name)].dtype
@@ -133,6 +133,7 @@ class DCPTarget(Target):
             "format_version": FORMAT_VERSION,
             "torch_version": torch.__version__,
             **asdict(training.progress if training else Progress()),
+            "origin": asdict(self.source.origin),
             "metrics": {},
             "layout": asdict(ParallelDims()) | {"use_distributed_optimizer": False},
             "optimizer": {
@@ -141,8 +142,6 @@ class DCPTarget(Target):
             },
             "rng": {"seed": self.config.training.seed},
             "config": values_by_section(self.config),
-            "model_type": self.source.model_type,
-            "token_ids": dict(self.source.token_ids),
         }
         return payload if training else payload | {"converted": True}
 

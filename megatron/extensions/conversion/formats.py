@@ -36,7 +36,7 @@ class Options:
     max_shard_bytes: int = 5_000_000_000
     """Hugging Face: largest file of weights."""
 
-    model_type: str | None = None
+    family: str | None = None
     """Hugging Face: family to write; None: that of the source, or the first that can express the model."""
 
     weights_only: bool = False
@@ -67,6 +67,32 @@ class TrainingState:
     """State of fp16's loss scale: "scale", and of a dynamic one "good_steps" and "allowance"."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The Hugging Face model that weights came from, as checkpoints remember it (`Progress.origin`)."""
+
+    model_type: str | None = None
+    """Its family; None if it is unknown."""
+
+    token_ids: Mapping[str, Any] = field(default_factory=dict)
+    """Token ids under their names in config.json, for a model without tokenizer files."""
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Origin:
+        """The origin in a checkpoint, which may come from anyone. Entries of wrong types are left out."""
+        model_type, ids = stored.get("model_type"), stored.get("token_ids")
+        known = ids.items() if isinstance(ids, dict) else ()
+        return cls(
+            model_type if isinstance(model_type, str) else None,
+            {name: value for name, value in known if value is None or _are_ids(value)},
+        )
+
+
+def _are_ids(value: object) -> bool:
+    """Whether a value is a token id, or a list of them as several tokens may end a text."""
+    return all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value]))
+
+
 class Source(ABC):
     """A model on disk. Its constructor raises ValueError, in one line, for whatever cannot be read or expressed."""
 
@@ -79,11 +105,8 @@ class Source(ABC):
     states: Collection[str] = ()
     """Names of what the model keeps beside parameters and the source has; a target makes what is missing."""
 
-    model_type: str | None = None
-    """The Hugging Face family that the model came from, if it is known."""
-
-    token_ids: Mapping[str, Any] = {}
-    """Ids by the names that Hugging Face's config.json has for them, for a model without files of a tokenizer."""
+    origin: Origin = Origin()
+    """The Hugging Face model that the weights came from; of unknown family if there is none."""
 
     side_files: Mapping[str, Path] = {}
     """Name in a Hugging Face folder -> file of the tokenizer or of settings of generation, to be copied along."""

@@ -70,9 +70,25 @@ def built_in_names() -> list[str]:
     return sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir() if path.name.endswith(".json"))
 
 
-def add_families(paths: Iterable[str]) -> None:
+def is_family_file(value: str) -> bool:
+    """Whether a value of --hf-family is a FILE with a family to add, rather than the NAME of one to write."""
+    return value.endswith(".json") or "/" in value
+
+
+def family_to_write(values: Iterable[str]) -> str | None:
+    """The family that --hf-family names for exports, if it does, once its files are read. Raises ValueError."""
+    names = [each for each in values if not is_family_file(each)]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} are two families to write; give one NAME, and files as FILE.json")
+    if unknown := [name for name in names if name not in HF_FAMILIES]:
+        remedy = f"{_near(unknown[0], HF_FAMILIES)}; a file with a family of your own ends in .json"
+        raise ValueError(f"{unknown[0]}: is no Hugging Face family{remedy}")
+    return names[0] if names else None
+
+
+def add_families(values: Iterable[str]) -> None:
     """Registers the families of a user's files, each under the file's name. Raises ValueError."""
-    for each in paths:
+    for each in filter(is_family_file, values):
         path = Path(each).expanduser().resolve()
         name = path.stem
         if name not in HF_FAMILIES:

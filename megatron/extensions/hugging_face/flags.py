@@ -26,7 +26,8 @@ class HuggingFaceConfig:
     """Folder for these exports; default: hf in --save."""
 
     hf_family: tuple[str, ...] | None = flag(None, path="local", repeats=True)
-    """File NAME.json with a Hugging Face family of your own, whose model_type is NAME; may be given more than once."""
+    """A Hugging Face family: FILE.json adds one of your own, whose model_type is the file's name; NAME selects the one
+    that exports are written as. May be given more than once."""
 
 
 PATH_KINDS.register(

@@ -21,11 +21,13 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import HF_FAMILIES
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.extensions.conversion.formats import (
     GENERATION_CONFIG,
     Format,
     Options,
+    Origin,
     Source,
     Target,
     Written,
@@ -50,12 +52,11 @@ class HFSource(Source):
         folder = HFFolder(path)
         model = config_from_hf(folder.config)
         model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
-        self.model_type = str(folder.config["model_type"])
-        self.token_ids = stated_token_ids(folder.config)
+        self.origin, model_type = origin_of(folder.config), str(folder.config["model_type"])
         self.notes = tuple(unread_keys(folder.config))
-        depths = multi_token_depths(folder.tensors, model, self.model_type)
+        depths = multi_token_depths(folder.tensors, model, model_type)
         model = replace(model, mtp_num_layers=depths or None)
-        self.weights = HFWeights(folder.tensors, model, self.model_type)
+        self.weights = HFWeights(folder.tensors, model, model_type)
         found = self.weights.placements
         self.metas = {name: each.meta for name, each in found.items() if each.state_dtype is None}
         self.states = [name for name, each in found.items() if each.state_dtype is not None]
@@ -94,7 +95,7 @@ class HFTarget(Target):
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
         self.model: TransformerConfig = source.config.model
-        model_type, other = _family_to_write(self.model, source.model_type, options.model_type)
+        model_type, other = _family_to_write(self.model, source.origin.model_type, options.family)
         self.config = config_to_hf(self.model, model_type)
         self.placements = [*placements(self.model, model_type), *copies(self.model, model_type)]
         specs = dict(self._specs())
@@ -161,7 +162,10 @@ def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str 
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
     try:
+        if origin not in HF_FAMILIES:
+            raise ValueError("this family is not known; add --hf-family FILE")
         config_to_hf(config, origin)
+        placements(config, origin)
     except ValueError as error:
         chosen = choose_family(config)
         return chosen, f"written as {chosen}, not as {origin}, which the model came from: {error}"
@@ -169,6 +173,11 @@ def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str 
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def origin_of(hf_config: Mapping[str, Any]) -> Origin:
+    """The family and the token ids of a config.json, for checkpoints of the model."""
+    return Origin(str(hf_config["model_type"]), stated_token_ids(hf_config))
 
 
 def stated_token_ids(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,9 +190,11 @@ def stated_token_ids(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def token_ids(source: Source) -> tuple[dict[str, Any], str | None]:
     """Ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read. An id is None if
     nothing names it: without the key transformers takes its class's, which may be another token."""
-    config, known = source.config, {key: source.token_ids.get(key) for key in TOKEN_IDS}
+    config, known = source.config, {key: source.origin.token_ids.get(key) for key in TOKEN_IDS}
     if config.tokenizer.tokenizer_type is None:
         return known, "the checkpoint names no tokenizer: no tokenizer files are written"
+    if config.tokenizer.tokenizer_type == "NullTokenizer" and source.origin.token_ids:
+        return known, None  # it counts ids and knows none of the model's
     try:
         tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
         pad = _pad_token_id(tokenizer, source.side_files)

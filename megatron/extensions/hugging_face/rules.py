@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.models.gpt.parameters import extension_parts
-from megatron.extensions.hugging_face.family_files import add_families
+from megatron.extensions.hugging_face.family_files import add_families, family_to_write
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
-from megatron.extensions.hugging_face.write_config import choose_family
+from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 
 def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    options = c.options(HuggingFaceConfig)
+    options, family = c.options(HuggingFaceConfig), None
     try:
         add_families(options.hf_family or ())
+        family = family_to_write(options.hf_family or ())
     except ValueError as error:
         yield from Problem.of_errors("--hf-family", None, error)
+    if family is not None and options.export_hf_interval is None:
+        rule = "selects the family of exports, and the run exports nothing"
+        yield Problem("--hf-family", family, rule, "add --export-hf-interval, or remove the flag")
     wanted, interval = options.export_hf_interval, c.checkpoint.save_interval
     if wanted is not None and c.checkpoint.save is not None and (not interval or (interval > 0 and wanted % interval)):
         rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"
@@ -33,8 +37,12 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(flag, wanted, rule, remedy)
         return
     try:
-        choose_family(c.model)
+        if family is None:
+            choose_family(c.model)
+        else:
+            config_to_hf(c.model, family)
     except ArithmeticError:
         return  # sizes that do not fit: other rules say which
     except ValueError as error:
-        yield Problem(flag, wanted, str(error), remedy)
+        named = ("--hf-family", family, str(error), "select another family, or remove the flag")
+        yield Problem(*(named if family is not None else (flag, wanted, str(error), remedy)))

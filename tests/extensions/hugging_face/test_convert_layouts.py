@@ -85,7 +85,7 @@ def test_there_and_back_through_a_layout(case: str, tmp_path: Path) -> None:
     trained = {start: tmp_path / "trained", theirs: tmp_path / "trained-hf"}
     for load, new in trained.items():
         assert run_world(4, load_and_save, saved, load, new) == [(Progress(), 0)] * 4
-    Conversion(tmp_path / "trained", tmp_path / "back", None, Options(model_type=CASES[case][0])).run(1)
+    Conversion(tmp_path / "trained", tmp_path / "back", None, Options(family=CASES[case][0])).run(1)
     assert_same_weights(theirs, tmp_path / "back")
     checkpoints = [Checkpoint(candidates(new).folders[0]) for new in trained.values()]
     assert not differences(*checkpoints)

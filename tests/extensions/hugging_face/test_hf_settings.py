@@ -205,8 +205,7 @@ def test_a_family_of_a_file_goes_both_ways(tmp_path: Path) -> None:
     (first / "config.json").write_text(json.dumps(written))
     for source, target in (("first", "ours"), ("ours", "second")):
         folders = ["--input", str(tmp_path / source), "--output", str(tmp_path / target)]
-        more = ["--model-type", "pebble"] if source == "ours" else []
-        assert convert_checkpoint.main([*folders, "--hf-family", str(EXAMPLE), *more]) == 0
+        assert convert_checkpoint.main([*folders, "--hf-family", str(EXAMPLE)]) == 0
     assert_same_weights(first, tmp_path / "second")
     argv = ["--load", str(first), "--hf-family", str(EXAMPLE), "--mock-data", "--tokenizer-type", "NullTokenizer"]
     assert parse_args(argv).model.kv_channels == 24

@@ -154,7 +154,7 @@ def test_folders_with_a_module_convert_there_and_back(tmp_path: Path) -> None:
     stored = {name: value.clone() for name, value in with_copies(stored, 3, 1).items()}
     save_file(stored, folder / "model.safetensors")
     Conversion(folder, tmp_path / "ours", None, Options()).run(1)
-    Conversion(tmp_path / "ours", tmp_path / "back", None, Options(model_type="deepseek_v3")).run(1)
+    Conversion(tmp_path / "ours", tmp_path / "back", None, Options(family="deepseek_v3")).run(1)
     assert_same_weights(folder, tmp_path / "back")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.extensions.conversion.formats import Origin
 from megatron.extensions.hugging_face import hf_format
 from megatron.extensions.hugging_face.read_config import config_from_hf, unread_keys
 from megatron.extensions.hugging_face.write_config import config_to_hf
@@ -15,25 +16,28 @@ from tests.extensions.hugging_face import missing_keys, sweep
 from tests.extensions.hugging_face.hf_exact import model_with, transformers
 from tests.extensions.hugging_face.hf_models import assert_same_weights
 from tests.extensions.hugging_face.test_missing_keys import FAMILIES
-from tools import convert_checkpoint
+from tools import convert_checkpoint, generate_text
 
 
 def convert(source: Path, target: Path, *more: str) -> int:
     return convert_checkpoint.main(["--input", str(source), "--output", str(target), *more])
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt_neox"])
+@pytest.mark.parametrize("family", ["opt", "gpt_neox", "phi3", "gptj", "lfm2", "glm_moe_dsa", "qwen3_5_text"])
 def test_a_folder_comes_back_as_its_own_family(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the token ids of its config.json, though it has no tokenizer; --check fails where logits differ."""
     ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
     model_with(family, sweep.tiny(family) | ids).float().save_pretrained(tmp_path / "first")
+    checked = ["--check", "some text"] if family == "opt" else []
     assert convert(tmp_path / "first", tmp_path / "ours") == 0
-    assert convert(tmp_path / "ours", tmp_path / "second", "--check", "some text") == 0
+    assert convert(tmp_path / "ours", tmp_path / "second", *checked) == 0
     written = json.loads((tmp_path / "second/config.json").read_text())
     assert {key: written[key] for key in ids} == ids and written["model_type"] == family
     assert_same_weights(tmp_path / "first", tmp_path / "second")
+    if not checked:
+        return
     different = hf_format.LogitDifference(4.6, 10.0, 9)
     monkeypatch.setattr(hf_format, "compare_logits", lambda *_: different)
     assert convert(tmp_path / "ours", tmp_path / "second", "--check", "some text", "--force") == 1
@@ -51,6 +55,32 @@ def test_a_model_that_no_longer_fits_its_family_says_so() -> None:
     chosen, notice = hf_format._family_to_write(model, "gpt2", None)
     assert chosen == "llama" and notice is not None and "not as gpt2, which the model came from" in notice
     assert hf_format._family_to_write(model, "mistral", None) == ("mistral", None)
+    chosen, notice = hf_format._family_to_write(model, "pebbles", None)
+    assert chosen == "llama" and str(notice).endswith("this family is not known; add --hf-family FILE")
+
+
+def test_an_origin_of_wrong_types_is_none() -> None:
+    """metadata.json may come from anyone."""
+    ids = {"bos_token_id": "x", "eos_token_id": [3, 4], "pad_token_id": -1}
+    assert Origin.of({"model_type": ["llama"], "token_ids": ids}) == Origin(None, {"eos_token_id": [3, 4]})
+    assert Origin.of({"token_ids": 7}) == Origin()
+
+
+def test_a_family_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_with("llama", sweep.tiny("llama")).float().save_pretrained(tmp_path / "first")
+    assert convert(tmp_path / "first", tmp_path / "ours") == 0
+    for flag in ("--hf-family", "--model-type"):
+        assert convert(tmp_path / "ours", tmp_path / flag, flag, "mistral") == 0
+        assert json.loads((tmp_path / flag / "config.json").read_text())["model_type"] == "mistral"
+    with pytest.raises(ValueError, match="--hf-family: mistrall: is no Hugging Face family; nearest: mistral; a file"):
+        convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "mistrall")
+    with pytest.raises(ValueError, match="--hf-family: llama and qwen2 are two families to write; give one NAME"):
+        convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "llama", "--hf-family", "qwen2")
+    with pytest.raises(ValueError, match="model_type gpt2 cannot have"):
+        convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "gpt2")
+    with pytest.raises(SystemExit):
+        generate_text.main(["--load", str(tmp_path / "first"), "--hf-family", "llama", "--prompt", "5"])
+    assert "--hf-family: llama: must be a file NAME.json" in capsys.readouterr().err
 
 
 def whole_numbers(model_type: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.reliability.failure_report import start_again
-from tests.extensions.hugging_face.hf_exact import save_model
+from tests.extensions.hugging_face import sweep
+from tests.extensions.hugging_face.hf_exact import model_with, save_model
 from tests.extensions.hugging_face.hf_models import assert_same_weights, weights_in
 from tests.forked import run_forked
 from tests.gpt_cases import GPT
@@ -247,6 +248,32 @@ def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture
     refused = problem(f"{export} --activation-func squared_relu")
     assert "--export-hf-interval 3: no Hugging Face family can express this model" in refused
     assert "model_type gpt2 cannot have activation_func = 'squared_relu'; change the model or remove" in refused
+    assert problem(f"{export} --hf-family gpt2") == ""
+    assert "--hf-family llama: model_type llama cannot have" in problem(f"{export} --hf-family llama")
+    assert "--hf-family: gpt3: is no Hugging Face family; nearest: gptj" in problem(f"{export} --hf-family gpt3")
+    unused = "--hf-family gpt2: selects the family of exports, and the run exports nothing; add --export-hf-interval"
+    assert unused in problem(f"{model} --hf-family gpt2")
+
+
+def test_a_run_exports_as_the_family_that_it_started_from(tmp_path: Path) -> None:
+    """With the token ids of its config.json, also after a resume and where another run takes the weights."""
+    ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
+    model_with("opt", sweep.tiny("opt") | ids).float().save_pretrained(tmp_path / "opt")
+    run, other = tmp_path / "run", tmp_path / "other"
+    exports = ["--save-interval", "1", "--export-hf-interval", "1", "--tokenizer-type", "NullTokenizer"]
+    first = ["--load", str(tmp_path / "opt"), "--save", str(run), *exports, *TRAINING.split()]
+    run_forked(1, [*first, "1"], tmp_path / "screen")
+    run_forked(1, [*first, "2"], tmp_path / "again")
+    convert_checkpoint.main(["--input", str(run), "--output", str(tmp_path / "back")])
+    saved = ["--load", str(run), "--use-checkpoint-args", "--finetune", "--save", str(other), *exports]
+    run_forked(1, [*saved, *TRAINING.split(), "1"], tmp_path / "finetuned")
+    folders = [run / "hf/iter_0000001", run / "hf/iter_0000002", other / "hf/iter_0000001", tmp_path / "back"]
+    for folder in folders:
+        written = json.loads((folder / "config.json").read_text())
+        assert {key: written.get(key) for key in (*ids, "model_type")} == {**ids, "model_type": "opt"}, folder
+        assert_same_weights(tmp_path / "opt", folder)
+    screen = run_forked(1, [*saved, *TRAINING.split(), "2", "--hf-family", "biogpt"], tmp_path / "named")
+    assert json.loads((other / "hf/iter_0000002/config.json").read_text())["model_type"] == "biogpt", screen
 
 
 def test_an_export_that_fails_or_must_end_is_said(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.state_dict import MODEL, StateDict, load_t
 from megatron.core.dist_checkpointing.storage import on_first_rank
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
-from megatron.extensions.conversion.formats import Options
+from megatron.extensions.conversion.formats import Options, Origin
 from megatron.extensions.hugging_face.folder import HFFolder
-from megatron.extensions.hugging_face.hf_format import HFSource
+from megatron.extensions.hugging_face.hf_format import HFSource, origin_of
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.weights import HFWeights
 from megatron.training.checkpointing import (
@@ -45,18 +45,18 @@ def load_start(
     if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
         resumed = replace(config, checkpoint=replace(options, load=save))
         return replace(checkpointer, config=resumed).load(say, data, f" (--save), not the model in --load {load}")
-    depths = load_hf_weights(checkpointer, Path(load))
+    depths, origin = load_hf_weights(checkpointer, Path(load))
     if config.model.mtp_depths > depths:
         found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
         say(f" multi-token prediction starts with weights of its own: the folder has {found}")
     say(f" loaded weights from {load}: starting at iteration 0 with a fresh optimizer")
-    return Progress(data_fingerprint=data(0))
+    return Progress(data_fingerprint=data(0), origin=asdict(origin))
 
 
 @torch.no_grad()
-def load_hf_weights(checkpointer: Checkpointer, path: Path) -> int:
+def load_hf_weights(checkpointer: Checkpointer, path: Path) -> tuple[int, Origin]:
     """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder.
-    Returns the depths of multi-token prediction that it has."""
+    Returns the depths of multi-token prediction that it has, and what checkpoints remember of it."""
     config, state = checkpointer.config, checkpointer.state
     folder = HFFolder(path)
     theirs = config_from_hf(folder.config)
@@ -69,7 +69,7 @@ def load_hf_weights(checkpointer: Checkpointer, path: Path) -> int:
     on_first_rank(weights.check_copies, state.world)
     with checkpointer.optimizer.loading_state() as pieces:
         _read_boxes(weights, load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False))
-    return weights.depths
+    return weights.depths, origin_of(folder.config)
 
 
 def _read_boxes(weights: HFWeights, targets: StateDict) -> None:
