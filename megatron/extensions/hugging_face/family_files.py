@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron.core.parts import HF_FAMILIES
 from megatron.extensions.hugging_face.families import Family, Rule
+from megatron.extensions.hugging_face.family_names import config_keys, misspelled, near, parameters
 from megatron.training.config.flags import dashed, flags_of, home_of
 
 HERE = files(__package__)
@@ -81,7 +81,7 @@ def family_to_write(values: Iterable[str]) -> str | None:
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} are two families to write; give one NAME, and files as FILE.json")
     if unknown := [name for name in names if name not in HF_FAMILIES]:
-        remedy = f"{_near(unknown[0], HF_FAMILIES)}; a file with a family of your own ends in .json"
+        remedy = f"{near(unknown[0], HF_FAMILIES)}; a file with a family of your own ends in .json"
         raise ValueError(f"{unknown[0]}: is no Hugging Face family{remedy}")
     return names[0] if names else None
 
@@ -92,7 +92,10 @@ def add_families(values: Iterable[str]) -> None:
         path = Path(each).expanduser().resolve()
         name = path.stem
         if name not in HF_FAMILIES:
-            HF_FAMILIES.register(name, _family(name, str(path), _parsed(path, str(path))))
+            table = _parsed(path, str(path))
+            if (problem := next(misspelled_names(table), None)) is not None:
+                raise ValueError(f"{path}: {problem}")
+            HF_FAMILIES.register(name, _family(name, str(path), table))
         elif HF_FAMILIES[name].file != str(path):
             remedy = "rename the file, which names the model_type"
             raise ValueError(f"{path}: model_type {name!r} is one of {HF_FAMILIES[name].file}; {remedy}")
@@ -131,7 +134,7 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
     """Problems of a file's keys and values."""
     for key, value in table.items():
         if key not in SCHEMA:
-            yield f"{key}: is no key of a family{_near(key, SCHEMA)}"
+            yield f"{key}: is no key of a family{near(key, SCHEMA)}"
         else:
             yield from _wrong(value, SCHEMA[key], key)
     known = {flag.field for flag in flags_of("model")}
@@ -139,18 +142,24 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
         for theirs, ours in table.get(key, {}).items():
             name = ours if of_values else theirs
             if name is not None and name not in known and home_of(dashed(name)) is None:
-                yield f"{key}: {name!r} is no field of a model{_near(name, known)}"
+                yield f"{key}: {name!r} is no field of a model{near(name, known)}"
     for each in table.get("weights", ()):
         if isinstance(each, str) and each != "like" and each not in _shared("weights"):
-            yield f"weights: there is no table {each!r}{_near(each, _shared('weights'))}"
+            yield f"weights: there is no table {each!r}{near(each, _shared('weights'))}"
     like = table.get("like", "any decoder")
     if like not in _shared("bases") and like not in built_in_names():
-        yield f"like: {like!r} is neither a base nor a family{_near(like, [*_shared('bases'), *built_in_names()])}"
+        yield f"like: {like!r} is neither a base nor a family{near(like, [*_shared('bases'), *built_in_names()])}"
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"; nearest: {close[0]}" if close else ""
+def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
+    """Problems of the names in the tables of a file, compared with those of the built-in families."""
+    known = [*_shared("bases").values(), *map(_built_in, built_in_names())]
+    keys = {key for each in known for key in config_keys(each)} | {*common_keys()}
+    tables = [part for each in known for part in each.get("weights", ()) if isinstance(part, dict)]
+    tables += [*_shared("weights").values(), *(each.get("multi_token_weights", {}) for each in known)]
+    like = table.get("like")
+    base = _whole({"like": like}) if like is not None else {}
+    yield from misspelled(table, base, keys, parameters(name for each in tables for name in each))
 
 
 def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:

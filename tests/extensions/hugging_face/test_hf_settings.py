@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import HF_FAMILIES
 from megatron.core.pipeline_parallel.stage_parameters import count_parameters
 from megatron.extensions.hugging_face import family_files
-from megatron.extensions.hugging_face.family_files import add_families
+from megatron.extensions.hugging_face.family_files import add_families, misspelled_names
 from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.layouts import LAYOUTS
 from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
@@ -222,6 +222,27 @@ def test_a_family_of_a_file_goes_both_ways(tmp_path: Path) -> None:
         ({"only": {"x": 3}}, "only.x: must be a list, not 3"),
         ({"window_groups": "2"}, 'window_groups: must be a whole number, not "2"'),
         ({"multi_token_key": 2}, "multi_token_key: must be text, not 2"),
+        (
+            {"like": "llama", "keys": {"hiden_size": "hidden_size"}},
+            "keys: 'hiden_size' gives hidden_size, as",
+        ),
+        ({"like": "llama", "values": {"hiden_act": {"silu": "swiglu"}}}, "values: 'hiden_act' is no key of the family"),
+        (
+            {"like": "llama", "only": {"mlp_bais": [False]}},
+            "only: 'mlp_bais' is no key .*; nearest: mlp_bias",
+        ),
+        ({"like": "llama", "defaults": {"rope_thetta": 1.0}}, "defaults: 'rope_thetta' .*; nearest: rope_theta"),
+        ({"like": "llama", "spelling": {"num_hiden_layers": "n"}}, "spelling: .*; nearest: num_hidden_layers"),
+        ({"like": "llama", "equal": {"n": "head_dimm"}}, "equal: 'head_dimm' .*; nearest: head_dim"),
+        (
+            {"like": "llama", "powers": {"softmax_scale": {"head_dimm": -0.5}}},
+            "powers: 'head_dimm' .*: head_dim",
+        ),
+        ({"like": "llama", "multi_token_key": "num_hidden_layer"}, "multi_token_key: .*; nearest: num_hidden_layers"),
+        (
+            {"like": "llama", "weights": ["like", {".self_atention.linear_qkv.*": "x"}]},
+            r"weights: '.self_atention.linear_qkv.\*' is no parameter of a model; nearest: .self_attention.linear_qkv",
+        ),
         ({"like": "lama"}, "like: 'lama' is neither a base nor a family; nearest: llama"),
         ({"like": "any decoder"}, "architecture: is missing"),
         ("[]", r"the file: must be an object, not \[\]"),
@@ -240,6 +261,12 @@ def test_problems_of_a_family_file(tmp_path: Path, change: dict[str, Any] | str 
     argv = ["--load", str(tmp_path), "--hf-family", str(path)]
     with pytest.raises(ValueError, match=rf"--hf-family.*wrong.json: .*{message}"):
         parse_args(argv)
+
+
+def test_no_name_of_a_built_in_family_is_misspelled() -> None:
+    found = {name: list(misspelled_names(family_files._built_in(name))) for name in family_files.built_in_names()}
+    assert {name: problems for name, problems in found.items() if problems} == {}
+    assert list(misspelled_names(json.loads(EXAMPLE.read_text()))) == []
 
 
 def test_a_family_file_with_an_unknown_layout_or_the_name_of_another(tmp_path: Path) -> None:
