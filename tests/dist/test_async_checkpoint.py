@@ -106,7 +106,7 @@ def test_what_is_saved_is_what_was_there_when_asked(tmp_path: Path) -> None:
 def break_disk(times: int, folder: str = "") -> None:
     """The next writes of this process, to a folder whose path has `folder` in it, find the disk full."""
     left = [times]
-    original = storage.dcp.FileSystemWriter.write_data
+    original = storage.DataWriter.write_data
 
     def write_data(self: Any, *args: Any) -> Any:
         if left[0] and folder in str(self.path):
@@ -114,7 +114,7 @@ def break_disk(times: int, folder: str = "") -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(self, *args)
 
-    storage.dcp.FileSystemWriter.write_data = write_data
+    storage.DataWriter.write_data = write_data
 
 
 def save_on_a_bad_disk(rank: int, world_size: int, root: Path, failures: int) -> list[tuple[int, bool, int, str]]:

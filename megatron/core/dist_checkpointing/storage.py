@@ -15,32 +15,30 @@ names only, and tensors are read with `weights_only`.
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import pickle
 import shutil
 import socket
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron.core.collectives import gather_objects
 from megatron.core.config.json_text import parse_json
-from megatron.core.dist_checkpointing.integrity import SummedFile, Sums, write_manifest, write_summed
+from megatron.core.dist_checkpointing.data_files import DataWriter, SummedFiles, item_bytes
+from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.pickle_errors import why_refused
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
@@ -69,7 +67,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read: full disk, missing file, lost rank."""
 
 
-Writer = type[dcp.FileSystemWriter]
+Writer = type[DataWriter]
 
 
 def save(
@@ -78,7 +76,7 @@ def save(
     tensors: StateDict,
     payload: dict[str, Any],
     world: Axis,
-    writer: Writer = dcp.FileSystemWriter,
+    writer: Writer = DataWriter,
     check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Saves a checkpoint and makes it the latest. Collective over `world`; returns its folder.
@@ -111,12 +109,6 @@ def _space(root: Path, tensors: StateDict, world: Axis) -> str:
     needed = sum(gather_objects(sum(map(item_bytes, items)), world))
     free = on_first_rank(lambda: shutil.disk_usage(root).free, world)
     return f"it takes {needed:,} bytes, and {free:,} bytes are free in {root}"
-
-
-def item_bytes(item: WriteItem) -> int:
-    """Bytes of the data of an item to write."""
-    data = item.tensor_data
-    return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
 def _scratch(root: Path, iteration: int) -> Path:
@@ -156,33 +148,6 @@ def _save(
 
     on_first_rank(publish, world)
     return final
-
-
-class SummedFiles(FileSystem):
-    """File system for DCP's writers that records the checksum of each file."""
-
-    def __init__(self) -> None:
-        self.sums: Sums = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        assert mode == "wb", mode
-        stream = SummedFile(Path(path))
-        try:
-            yield cast("io.IOBase", stream)
-        except Exception as error:
-            # torch's zip writer reports that a write failed, but not why.
-            if stream.failure is not None and stream.failure is not error:
-                raise stream.failure from error
-            raise
-        finally:
-            stream.close()
-        self.sums[Path(path).name] = stream.sums
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        if Path(path).name in self.sums:
-            self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,22 @@
-"""Streamed checkpoints: memory is that of the tensor being written and the next.
-
-DCP's own writer keeps every tensor of a file until the file is closed, which costs nothing for tensors that are in
-memory anyway.
-"""
+"""Streamed checkpoints: memory is that of the tensor being written and the next."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from math import prod
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future as TorchFuture
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
+from megatron.core.dist_checkpointing.data_files import DataWriter, item_bytes
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, without_surroundings
-from megatron.core.dist_checkpointing.storage import item_bytes
 from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.formats import Written
 
@@ -57,30 +47,13 @@ def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
             yield result.pop()
 
 
-class StreamingWriter(dcp.FileSystemWriter):
-    """Resolves, writes and drops one tensor after the other, in the order of the plan."""
+class StreamingWriter(DataWriter):
+    """Begins a new file from a size on, and makes one tensor while the one before it is written."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        results: list[WriteResult] = []
-        items, number = list(plan.items), 0
-        made = made_ahead([(item_bytes(item), partial(planner.resolve_data, item)) for item in items])
-        while items:
-            name = f"{plan.storage_data.prefix}{number}.distcp"
-            with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
-                while items and stream.tell() < FILE_BYTES:
-                    item, start = items.pop(0), stream.tell()
-                    data: Any = next(made)
-                    if isinstance(data, io.BytesIO):  # an object, which the planner has pickled
-                        stream.write(data.getvalue())
-                    else:
-                        torch.save(data, stream)  # type: ignore[arg-type]
-                    del data
-                    place = _StorageInfo(name, start, stream.tell() - start)
-                    results.append(WriteResult(item.index, place.length, place))
-            number += 1
-        done: TorchFuture[list[WriteResult]] = TorchFuture()
-        done.set_result(results)
-        return done
+    file_bytes = FILE_BYTES
+
+    def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Any]:
+        return made_ahead([(item_bytes(item), partial(planner.resolve_data, item)) for item in items])
 
 
 class StreamedTensor(ShardedBoxes):

@@ -1,0 +1,158 @@
+"""Writers of a checkpoint's data files: one tensor after the other, each as `torch.save` writes it.
+
+A model of many small tensors would spend most of a save in `torch.save`, which makes a zip archive and a pickle for
+each. Archives of tensors with the same dtype, shape and strides differ only in the tensor's data, so the writer
+assembles them from a template. The bytes in the file are the same.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf, prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron.core.dist_checkpointing.integrity import SummedFile, Sums
+
+SMALL = 1 << 20
+"""Bytes up to which a tensor is written from a template. Larger ones take longer to write than to pickle."""
+
+Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+"""dtype, shape and strides of a tensor."""
+
+Template = tuple[bytes, bytes]
+"""Bytes of an archive before and after the tensor's data."""
+
+
+class SummedFiles(FileSystem):
+    """File system for DCP's writers that records the checksum of each file."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb", mode
+        stream = SummedFile(Path(path))
+        try:
+            yield cast("io.IOBase", stream)
+        except Exception as error:
+            # torch's zip writer reports that a write failed, but not why.
+            if stream.failure is not None and stream.failure is not error:
+                raise stream.failure from error
+            raise
+        finally:
+            stream.close()
+        self.sums[Path(path).name] = stream.sums
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        if Path(path).name in self.sums:
+            self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class TensorFormat:
+    """Writes tensors as `torch.save` does. It makes a template for a kind of tensor when it meets the second one."""
+
+    def __init__(self) -> None:
+        self._templates: dict[Kind, Template | None] = {}
+        self._met: set[Kind] = set()
+
+    def write(self, tensor: Tensor, stream: Any) -> None:
+        """Writes the bytes of `torch.save(tensor, stream)`. `tensor` is on the CPU."""
+        template = self._template(tensor)
+        if template is None:
+            torch.save(tensor, stream)
+            return
+        before, after = template
+        stream.write(b"".join((before, tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), after)))
+
+    def _template(self, tensor: Tensor) -> Template | None:
+        """The template for a small tensor that fills its storage and has no attributes beside its values."""
+        if (
+            type(tensor) is not Tensor
+            or not 0 < tensor.nbytes <= SMALL
+            or tensor.requires_grad
+            or vars(tensor)
+            or not tensor.is_contiguous()
+            or tensor.untyped_storage().nbytes() != tensor.nbytes
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return None
+        kind = tensor.dtype, tensor.shape, tensor.stride()
+        if kind not in self._templates:
+            if kind not in self._met:
+                self._met.add(kind)
+                return None
+            self._templates[kind] = make_template(*kind)
+        return self._templates[kind]
+
+
+def make_template(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Template | None:
+    """Compares the archives of two tensors of one kind. Returns None if they differ in more than the tensor's data, as
+    where torch writes checksums into them."""
+    size = prod(shape) * dtype.itemsize
+
+    def archive(data: bytes) -> bytes:
+        file = io.BytesIO()
+        torch.save(torch.frombuffer(bytearray(data), dtype=dtype).as_strided(tuple(shape), tuple(stride)), file)
+        return file.getvalue()
+
+    zeros, ones = b"\x00" * size, b"\xff" * size
+    first, second = archive(zeros), archive(ones)
+    start = next(place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    before, after = first[:start], first[start + size :]
+    alike = (before + zeros + after, before + ones + after) == (first, second)
+    return (before, after) if alike else None
+
+
+def item_bytes(item: WriteItem) -> int:
+    """Bytes of the data of an item to write."""
+    data = item.tensor_data
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+
+
+class DataWriter(dcp.FileSystemWriter):
+    """Resolves, writes and drops one tensor after the other, in the order of the plan."""
+
+    file_bytes: float = inf
+    """Size from which a new file is begun."""
+
+    def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Any]:
+        """Yields the data of the items in order."""
+        return map(planner.resolve_data, items)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results, written, number = list[WriteResult](), TensorFormat(), 0
+        items = list(reversed(plan.items))
+        resolved = self.resolved(plan.items, planner)
+        while items or not number:
+            name = f"{plan.storage_data.prefix}{number}.distcp"
+            with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+                start = 0
+                while items and start < self.file_bytes:
+                    item, data = items.pop(), next(resolved)
+                    if isinstance(data, io.BytesIO):  # an object, which the planner has pickled
+                        stream.write(data.getvalue())
+                    else:
+                        written.write(data.detach().cpu(), stream)
+                    del data
+                    end = stream.tell()
+                    results.append(WriteResult(item.index, end - start, _StorageInfo(name, start, end - start)))
+                    start = end
+            number += 1
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
