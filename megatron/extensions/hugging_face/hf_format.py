@@ -35,6 +35,7 @@ from megatron.extensions.conversion.formats import (
     tokenizer_files,
 )
 from megatron.extensions.conversion.streaming import made_ahead
+from megatron.extensions.hugging_face.buffers import buffers_of
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.folder import SAFE_INDEX, HFFolder, index_of, plan_shards
 from megatron.extensions.hugging_face.read_config import config_from_hf, family_of, read_json, unread_keys
@@ -99,10 +100,13 @@ class HFTarget(Target):
         self.config = config_to_hf(self.model, model_type)
         self.placements = [*placements(self.model, model_type), *copies(self.model, model_type)]
         specs = dict(self._specs())
+        dtypes = [spec.dtype for spec in specs.values()]
+        common = max(set(dtypes), key=dtypes.count)
+        self.buffers = dict(buffers_of(self.model, model_type, common))
+        specs |= {name: spec for name, (spec, _) in self.buffers.items()}
         self.shards = plan_shards(specs, options.max_shard_bytes)
         self.nbytes = sum(spec.nbytes for spec in specs.values())
-        dtypes = [spec.dtype for spec in specs.values()]
-        self.config["torch_dtype"] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
+        self.config["torch_dtype"] = str(common).removeprefix("torch.")
         tokens, problem = token_ids(source)
         self.config |= tokens
         self.notes = tuple(note for note in (other, problem) if note)
@@ -146,6 +150,9 @@ class HFTarget(Target):
                     elif name in specs:
                         writer.add(name, sums.pop(name) + tensor if name in sums else tensor)
                         written(specs[name].nbytes)
+            for name in specs.keys() & self.buffers.keys():
+                writer.add(name, self.buffers[name][1]())
+                written(specs[name].nbytes)
 
     def finish(self, folder: Path) -> None:
         write_json(folder / CONFIG, self.config)

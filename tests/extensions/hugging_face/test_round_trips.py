@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.extensions.conversion.formats import Origin
 from megatron.extensions.hugging_face import hf_format
@@ -14,7 +15,7 @@ from megatron.extensions.hugging_face.read_config import config_from_hf, unread_
 from megatron.extensions.hugging_face.write_config import config_to_hf
 from tests.extensions.hugging_face import missing_keys, sweep
 from tests.extensions.hugging_face.hf_exact import model_with, transformers
-from tests.extensions.hugging_face.hf_models import assert_same_weights
+from tests.extensions.hugging_face.hf_models import assert_same_weights, weights_in
 from tests.extensions.hugging_face.test_missing_keys import FAMILIES
 from tools import convert_checkpoint, generate_text
 
@@ -42,6 +43,16 @@ def test_a_folder_comes_back_as_its_own_family(
     monkeypatch.setattr(hf_format, "compare_logits", lambda *_: different)
     assert convert(tmp_path / "ours", tmp_path / "second", "--check", "some text", "--force") == 1
     assert "error: --check: the models differ" in capsys.readouterr().err
+
+
+def test_buffers_of_minimax_come_back(tmp_path: Path) -> None:
+    """The decays of its lightning attention, which its files have beside the weights."""
+    config = transformers.AutoConfig.for_model("minimax", **sweep.tiny("minimax"))
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "first")
+    assert convert(tmp_path / "first", tmp_path / "ours") == 0
+    assert convert(tmp_path / "ours", tmp_path / "second", "--max-shard-size", "100KB") == 0
+    assert any(name.endswith(".diagonal_decay") for name in weights_in(tmp_path / "second"))
+    assert_same_weights(tmp_path / "first", tmp_path / "second")
 
 
 def test_class_ids_beyond_the_vocabulary_are_no_ids() -> None:
