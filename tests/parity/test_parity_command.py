@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer import mlp
-from megatron.testing.parity import Row, compared, error_line, main
+from megatron.testing.layout_matrix import Row, compared, error_line
+from megatron.testing.parity import main
+from megatron.testing.parity_rows import possible_names
 from megatron.testing.snapshot import Snapshot
+from tests.apart import python_apart
 
 MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-layers 2".split()
 
@@ -112,6 +115,17 @@ def test_a_crash_is_one_row_and_the_others_run(
 def test_bad_flags_exit_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [(), ("--pipeline-schedule", "mine")])
+def test_wrong_rows_are_refused_without_torch(flags: tuple[str, ...]) -> None:
+    script = "import sys; sys.modules['torch'] = None\nfrom megatron.testing.parity import main; sys.exit(main())"
+    python_apart("-c", script, "--layouts", "pp2", "--", *flags, code=2)
+
+
+def test_rows_of_a_schedule_of_the_flags_are_known() -> None:
+    assert "pp2-mine" in (possible_names(["--pipeline-schedule=mine"]) or [])
+    assert "pp2-mine" not in (possible_names([]) or []) and possible_names(["--config", "mine.yaml"]) is None
 
 
 def test_the_list_shows_flags_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:

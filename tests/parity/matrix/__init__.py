@@ -29,7 +29,7 @@ from megatron.core.datasets import mock as mock_data
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.distributed import param_layout
 from megatron.core.moe import dispatcher, layer
-from megatron.testing.parity import TOLERANCE
+from megatron.testing.layout_matrix import TOLERANCE
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
 from tests.parity.matrix.combination import FACTORS, Combination
 from tests.parity.matrix.design import pairwise

@@ -1,0 +1,65 @@
+"""Names of the rows of `megatron.testing.parity`, judged without torch, so that a wrong name is refused at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.parts import PIPELINE_SCHEDULES
+
+
+def _schedule_of(flags: str) -> str | None:
+    """The pipeline schedule that flags name."""
+    return next(iter(re.findall(r"--pipeline-schedule (\S+)", flags)), None)
+
+
+_LAYOUTS = tomllib.loads(Path(__file__).with_name("parity_layouts.toml").read_text(encoding="utf-8"))
+LAYOUTS, EXPERT_LAYOUTS = (
+    {name: flags for name, flags in _LAYOUTS[kind].items() if _schedule_of(flags) in (None, *PIPELINE_SCHEDULES)}
+    for kind in ("dense", "experts")
+)
+CHECKPOINTS = ("dp2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-dp2-to-dp2")
+EXPERT_CHECKPOINTS = ("ep2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-ep2-to-dp2-replicated")
+ONE_PROCESS, FINITE_DIFFERENCES, GIVEN = "one-process", "finite-differences", "given"
+
+
+def of_schedule(schedule: str) -> dict[str, str]:
+    """Name -> flags of the layouts of a pipeline schedule that no other row has."""
+    return {
+        f"pp2-{schedule}": f"--pp 2 --pipeline-schedule {schedule}",
+        f"tp2-sp-pp2-dp2-{schedule}": f"--tp 2 --sequence-parallel --pp 2 --dp 2 --pipeline-schedule {schedule}",
+    }
+
+
+def possible_names(flags: Sequence[str]) -> list[str] | None:
+    """Every row that some model of these flags may have, before the flags are read. None if a file of flags may name a
+    schedule that has rows of its own."""
+    if any(flag.partition("=")[0] in ("--config", "--yaml-cfg") for flag in flags):
+        return None
+    schedule = _schedule_of(" ".join(flags).replace("=", " "))
+    rows = LAYOUTS | EXPERT_LAYOUTS | (of_schedule(schedule) if schedule else {})
+    return [FINITE_DIFFERENCES, GIVEN, *rows, *CHECKPOINTS, *EXPERT_CHECKPOINTS]
+
+
+def chosen(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The rows to run. Raises ValueError for a name that is none."""
+    problems = []
+    for name in wanted or ():
+        if name not in known:
+            longer = [row for row in known if row.startswith(f"{name}-")]
+            close = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            near = f", and like it {'are' if len(close) > 1 else 'is'} {', '.join(close)}" if close else ""
+            problems.append(f"--layouts {name}: no such row{near}; --list prints all rows with their flags")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return [name for name in known if wanted is None or name in wanted]
+
+
+def print_errors(error: ValueError) -> None:
+    """Prints each line of an error."""
+    for line in str(error).split("\n"):
+        print(f"error: {line}", file=sys.stderr)
