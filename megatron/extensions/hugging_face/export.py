@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +26,71 @@ from megatron.extensions.hugging_face.family_files import add_families, family_t
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import load_extensions, loaded_extensions
+from megatron.training.metrics.progress_bar import ProgressBar
 from megatron.training.reliability.visible_text import visible
 
 NOTE = "note on exports: "
 
 PACKAGE = Path(__file__).resolve().parents[3]
+
+
+COUNTS = struct.Struct("qq")
+"""Bytes written and bytes in all, as the process of an export reports them."""
+
+
+class ExportProcess:
+    """The process of one export. It sees no GPU, and gives way to training."""
+
+    def __init__(self, checkpoint: Path, output: Path, families: Sequence[str]) -> None:
+        self.checkpoint, self.began = checkpoint, time.monotonic()
+        # A file, because a pipe fills up while nobody reads it during training.
+        self._counts = tempfile.TemporaryFile()  # noqa: SIM115
+        fd = self._counts.fileno()
+        paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        named = {"--extension": loaded_extensions(), "--hf-family": families, "--counts": (fd,)}
+        options = [f"{flag}={value}" for flag, values in named.items() for value in values]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(checkpoint), str(output), *options],
+            env=os.environ | environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[fd],
+        )
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self) -> tuple[int, list[str]]:
+        """Shows how far it is until it ends. Returns its exit code and output."""
+        bar: ProgressBar | None = None
+        while True:
+            try:
+                said = self._process.communicate(timeout=0.5)[0]
+                break
+            except subprocess.TimeoutExpired:
+                done, total = self.progress()
+                if bar is None and total:
+                    what = f" exporting {self.checkpoint.name}"
+                    bar = ProgressBar(what, total, "B", lambda line: print(line, flush=True))
+                    bar.began = self.began
+                if bar is not None:
+                    bar.update(done)
+        if bar is not None:
+            bar.close()
+        self._counts.close()
+        return self._process.returncode, said.strip().splitlines()
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes written so far, and bytes in all; zeros until the first is written."""
+        counts = os.pread(self._counts.fileno(), COUNTS.size, 0)
+        return COUNTS.unpack(counts) if len(counts) == COUNTS.size else (0, 0)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+        self._process.communicate()
+        self._counts.close()
 
 
 class HFExporter:
@@ -44,7 +107,7 @@ class HFExporter:
         self.interval, self.held, self.families = options.export_hf_interval, held, options.hf_family or ()
         self.root = Path(options.export_hf_dir or Path(save) / "hf")
         self._waiting: deque[tuple[Path, Path]] = deque()
-        self._running: subprocess.Popen[str] | None = None
+        self._running: ExportProcess | None = None
         self._said = set[str]()
 
     def add(self, iteration: int, checkpoint: Path) -> None:
@@ -59,12 +122,12 @@ class HFExporter:
         lines: list[str] = []
         while self._waiting or self._running is not None:
             if self._running is None:
-                self._running = _start(*self._waiting[0], self.families)
-            if not wait and self._running.poll() is None:
+                self._running = ExportProcess(*self._waiting[0], self.families)
+            if not wait and not self._running.ended():
                 break
-            said = self._running.communicate()[0].strip().splitlines()
+            failed, said = self._running.wait()
             checkpoint, output = self._waiting.popleft()
-            failed, self._running = self._running.returncode, None
+            self._running = None
             self.held.remove(checkpoint)
             last = said[-1] if said else f"exit code {failed}"
             lines.append(f"{output} was not exported: {last}" if failed else f"exported {checkpoint} to {output}")
@@ -79,20 +142,9 @@ class HFExporter:
         lines = [f"{output} was not exported: the run stops" for _, output in self._waiting]
         if self._running is not None:
             self._running.terminate()
-            self._running.communicate()
             self._running = None
         self._waiting.clear()
         return lines
-
-
-def _start(checkpoint: Path, output: Path, families: Sequence[str]) -> subprocess.Popen[str]:
-    """Starts the process of one export. It sees no GPU, and gives way to training."""
-    paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    named = {"--extension": loaded_extensions(), "--hf-family": families}
-    options = [f"{flag}={value}" for flag, values in named.items() for value in values]
-    command = [sys.executable, "-m", __name__, str(checkpoint), str(output), *options]
-    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(name, type=Path)
     for flag in ("--extension", "--hf-family"):
         parser.add_argument(flag, action="append", default=[])
+    parser.add_argument("--counts", type=int, help="file descriptor for the progress")
     args = parser.parse_args(argv)
     os.nice(10)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files are removed
@@ -113,7 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         conversion = Conversion(args.checkpoint, args.output, "hf", options, force=True)
         for note in conversion.notes:
             print(f"{NOTE}{visible(' '.join(note.split()))}")
-        conversion.run(workers=1)
+        total = conversion.target.nbytes
+
+        def show(done: int) -> None:
+            if args.counts is not None:
+                os.pwrite(args.counts, COUNTS.pack(done, total), 0)
+
+        conversion.run(workers=1, show=show)
     except (ValueError, OSError, CheckpointError) as error:
         print(visible(" ".join(str(error).split())))
         return 1

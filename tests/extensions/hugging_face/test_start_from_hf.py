@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ import torch
 
 from megatron.core.dist_checkpointing.path_kind import refusal as refusal_of
 from megatron.extensions.hugging_face.continued_training.pretrained import with_pretrained_flags
-from megatron.extensions.hugging_face.export import HFExporter
+from megatron.extensions.hugging_face.export import COUNTS, ExportProcess, HFExporter
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.hugging_face.rules import exports
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
+from megatron.training.metrics import progress_bar
 from megatron.training.reliability.failure_report import start_again
 from tests.extensions.hugging_face import sweep
 from tests.extensions.hugging_face.hf_exact import model_with, save_model
@@ -289,6 +292,25 @@ def test_an_export_that_fails_or_must_end_is_said(tmp_path: Path) -> None:
     exporter.add(6, tmp_path / "iter_0000006")
     exporter.poll()
     assert exporter.abandon() == [f"{tmp_path}/hf/iter_0000006 was not exported: the run stops"]
+
+
+def test_the_end_of_a_run_shows_how_far_its_export_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process of the export writes half of its bytes, and then takes longer than the time between two lines."""
+    program = f"import os, sys, time; os.pwrite({{}}, {COUNTS.pack(50, 100)!r}, 0); time.sleep(1.5); print('done')"
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **options: popen(
+            [sys.executable, "-S", "-c", program.format(command[-1].removeprefix("--counts="))], **options
+        ),
+    )
+    monkeypatch.setattr(progress_bar, "SECONDS_BETWEEN_LINES", 0.1)
+    process = ExportProcess(tmp_path / "iter_0000002", tmp_path / "hf", ())
+    assert process.wait() == (0, ["done"]) and process.ended()
+    assert re.match(r" exporting iter_0000002: 50% after \d+ s, \d+ s left\n", capsys.readouterr().out)
 
 
 def test_a_converted_run_in_bf16_exports_what_it_trains(mixtral: Path, tmp_path: Path) -> None:
