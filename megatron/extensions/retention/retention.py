@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +19,9 @@ from megatron.training.config.run_config import RunConfig
 
 BEST = "best"
 """Link in the --save folder to the checkpoint that --save-retain-best keeps."""
+
+NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES)
+"""Error numbers of a symbolic link on file systems without links, and on Windows without the privilege."""
 
 
 def to_delete(
@@ -68,12 +72,19 @@ def cleanup(config: RunConfig) -> Callable[[Path, int, Collection[Path]], None]:
 
 
 def _link(link: Path, target: str) -> None:
-    """Makes `link` a link to `target` by one rename, unless it is something else than a link. Raises OSError."""
+    """Makes `link` a link to `target` by one rename, unless it is something else than a link. Writes the name to a text
+    file, `link` with the suffix .txt, where the file system has no links. Raises OSError."""
     if link.exists() and not link.is_symlink():
         return
     beside = link.with_name(f"{link.name}.tmp")
     beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
+    try:
+        beside.symlink_to(target)
+    except (OSError, NotImplementedError) as error:
+        if getattr(error, "errno", None) not in NO_LINKS:
+            raise
+        beside.write_text(f"{target}\n", encoding="utf-8")
+        link = link.with_suffix(".txt")
     os.replace(beside, link)
 
 

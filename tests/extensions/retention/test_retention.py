@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis
 from megatron.extensions.retention.flags import RetentionFlags
-from megatron.extensions.retention.retention import retain, to_delete
+from megatron.extensions.retention.retention import _link, retain, to_delete
 from megatron.training.config.run_config import RunConfig
 
 SCORES = {10: 3.0, 20: 1.0, 30: None, 40: float("nan"), 50: 2.0, 60: 1.0}
@@ -59,6 +61,25 @@ def test_in_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "best").resolve() == (tmp_path / "iter_0000002").resolve()
     retain(RetentionFlags(keep_last=1), tmp_path, 4, [])
     assert sorted(saved_folders(tmp_path)) == [3, 4]
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text file names the best checkpoint; a full disk is an error."""
+
+    def refuse(number: int) -> None:
+        def symlink(*args: object, **kwargs: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "symlink", symlink)
+
+    refuse(errno.EPERM)
+    _link(tmp_path / "best", "iter_0000001")
+    _link(tmp_path / "best", "iter_0000002")
+    assert [path.name for path in tmp_path.iterdir()] == ["best.txt"]
+    assert (tmp_path / "best.txt").read_text() == "iter_0000002\n"
+    refuse(errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        _link(tmp_path / "best", "iter_0000003")
 
 
 def test_losses_of_other_validation_data_are_not_compared(tmp_path: Path) -> None:
