@@ -10,6 +10,7 @@ from contextlib import suppress
 from megatron.training.config.arguments import command_line
 from megatron.training.config.output_files import drop_output, open_closed_streams, why_unwritten
 from megatron.training.config.prepare import prepare
+from megatron.training.reliability.child_processes import end_daemons
 from megatron.training.reliability.launch import (
     Launch,
     choose_allocators,
@@ -59,7 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     from megatron.training.training import pretrain
 
     with lossy_output():
-        return code_for_launcher(pretrain(config, launch))
+        try:
+            return code_for_launcher(pretrain(config, launch))
+        finally:
+            end_daemons()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megatron.training.checkpointing import Checkpointer, ModelLoader, load_stag
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler
-from megatron.training.reliability.child_processes import end_children
+from megatron.training.reliability.child_processes import end_children, end_daemons
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.failure_report import ADVICE, Failure, died
 from megatron.training.reliability.launch import Launch
@@ -184,6 +185,40 @@ def test_a_full_disk_is_reported_in_a_sentence(error: BaseException, told: bool)
     failure = Failure.of(error, 0, "rank 0", "saving", CheckpointConfig())
     assert str(error) in failure.what and ("make room on the disk" in failure.advice) == told
     assert failure.text().count("not saved") <= 1
+
+
+def test_the_end_of_a_run_kills_a_daemon_that_ignores_sigterm(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python would wait for it without a limit. A fork leaves the daemons of its parent alone."""
+
+    def run() -> None:
+        fork = mp.get_context("fork")
+        deaf = fork.Event()
+
+        def stay() -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            deaf.set()
+            time.sleep(600)
+
+        stubborn, willing = (
+            fork.Process(target=stay, daemon=True),
+            fork.Process(target=time.sleep, args=(600,), daemon=True),
+        )
+        stubborn.start()
+        willing.start()
+        deaf.wait()
+        if (pid := os.fork()) == 0:
+            end_daemons(grace=0.2)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert stubborn.is_alive() and willing.is_alive()
+        end_daemons(grace=0.2)
+        assert (stubborn.exitcode, willing.exitcode) == (-signal.SIGKILL, -signal.SIGTERM)
+
+    process = mp.get_context("fork").Process(target=run)
+    process.start()
+    assert join([process]) == [0]
+    said = capfd.readouterr().err
+    assert said.count("a daemonic child, ignored SIGTERM for 0.2 s: killed") == 1, said
 
 
 def test_children_of_a_process_that_fails_end_with_it(tmp_path: Path) -> None:

@@ -1,18 +1,40 @@
-"""Child processes of a rank that ends without Python's own end. No torch.
+"""Child processes that an extension leaves to a rank that ends. No torch.
 
 An extension ends its processes in `on_end`, which a run that fails does not reach.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 GRACE = 0.5
 """Seconds between the signals SIGTERM and SIGKILL."""
+
+DAEMON_GRACE = 5.0
+"""Seconds that daemonic processes of multiprocessing have to end after SIGTERM, at the orderly end of a rank."""
+
+
+def end_daemons(grace: float = DAEMON_GRACE) -> None:
+    """Ends the daemonic processes of multiprocessing, for which Python would wait without a limit after SIGTERM. Prints
+    a line for each that must be killed."""
+    own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]
+    daemons = [child for child in own if child.daemon]  # a fork of this process knows them too, and must not end them
+    for child in daemons:
+        child.terminate()
+    limit = time.monotonic() + grace
+    for child in daemons:
+        child.join(max(0.0, limit - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+            child.join(grace)  # no longer than this for one that the kernel cannot end now
+            told = f"process {child.pid} ({child.name}), a daemonic child, ignored SIGTERM for {grace:g} s"
+            print(f"{told}: killed; an extension ends its processes in on_end", file=sys.stderr, flush=True)
 
 
 def end_children() -> None:
