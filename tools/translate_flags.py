@@ -6,9 +6,10 @@
 
 Prints the flags of this program, and below them what changed and why, and where results differ from Megatron-LM's. A
 script is read, not run: variables that it assigns are replaced by their values or defaults, others stay as they are.
-Branches are read if their tests hold or are not known; stderr names the flags of the latter. If the script has #SBATCH
-lines, the command submits scripts/train_gpt_slurm.sh with their options. Exit code 1 if a flag has
-no translation, 2 if the file is no launch script. --list prints the translation of every flag that this program lacks,
+Arithmetic is computed; a flag whose number depends on a variable without a value is not translated. Branches are read
+if their tests hold or are not known; stderr names the flags of the latter. If the script has #SBATCH lines, the command
+submits scripts/train_gpt_slurm.sh with their options. Exit code 1 if a flag has no translation, 2 if the file is no
+launch script. --list prints the translation of every flag that this program lacks,
 and all results that differ.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import sys
 import tomllib
 from collections import defaultdict
@@ -36,7 +36,10 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 
 from .common import add_extension_flag, parted, run_tool, tool_parser
-from .common.launch_script import UNKNOWN, ExpansionError, LaunchScript, quoted
+from .common.batch_options import batch_options, slurm_variables
+from .common.launch_script import LaunchScript
+from .common.shell_variables import ExpansionError, ShellVariables
+from .common.shell_words import UNKNOWN, quoted
 
 LAUNCHER = re.compile(
     r"--(nproc|nnodes|node[-_]rank|master[-_]|rdzv|max[-_]restarts|tee|log[-_]dir|hostfile|num_gpus|num_nodes)"
@@ -50,6 +53,10 @@ TASKS = re.compile(r"(--ntasks(-per-node)?|-n)\b")
 
 SETTINGS = re.compile(r"^\s*(module|ml|source|export)\s", re.M)
 """Commands that prepare the environment of a job."""
+
+IN_JOB = re.compile(r"\$\{?(SLURM_\w+)")
+COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
+"""Substitution of a command's output."""
 
 NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 
@@ -77,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print(*lines_of_all_flags(tomllib.loads(TABLES.read_text(encoding="utf-8"))), sep="\n")
         return 0
-    words = words_of_script(args.script) if args.script else args.flags
+    script = read_script(args.script) if args.script else None
+    words = script.flags() if script else args.flags
     tokens = [(name, values) for name, values in tokens_of(words) if name.startswith("--")]
     if not tokens:
         raise ValueError(f"{args.script or ' '.join(words)}: {NO_SCRIPT if args.script else 'holds no flags'}")
@@ -88,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind, reading = sorted_out(reading)
         groups[kind].append(reading)
     changed, refused = groups["Changed"], groups["Not translated"]
-    text = args.script.read_text(encoding="utf-8") if args.script else ""
+    text = script.text if script else ""
     batch = list(batch_options(text))
     print(" \\\n    ".join([*(["sbatch", *kept_options(batch)] if batch else []), f"{program(batch)} \\"]))
     print(" \\\n".join(f"    {shown(reading.ours)}" for reading in [*groups["Kept"], *changed]))
@@ -99,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             because = f": {reading.why}" if reading.why else ""
             becomes = f" -> {shown(reading.ours)}" if reading.ours and not reading.problem else ""
             print(f"  {shown(reading.given)}{becomes}{because}")
-    for line in lines_on_batch(batch, text):
+    for line in [*lines_on_batch(batch, text), *lines_on_values([*groups["Kept"], *changed], script)]:
         print(line)
     if differences := list(differences_met(resolved(reader), reader.spelled)):
         print("\nDifferent from Megatron-LM:", *differences, sep="\n  ")
@@ -144,35 +152,19 @@ def resolved(reader: FlagReader) -> RunConfig:
     return resolve(config, reader.world_size or max(1, config.parallel.model_parallel_size) * replicas)
 
 
-def words_of_script(path: Path) -> list[str]:
-    """The flags of a launch script. Tells which of them stand in branches whose test is not known."""
+def read_script(path: Path) -> LaunchScript:
+    """A launch script. Tells which of its flags stand in branches whose test is not known."""
     try:
-        script = LaunchScript(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        script = LaunchScript(text, ShellVariables(dict(slurm_variables(list(batch_options(text))))))
     except ExpansionError as error:
         raise ValueError(f"{path}: {error}; does an assignment repeat itself? Give the flags behind --") from None
     except (ValueError, RecursionError):
         raise ValueError(f"{path}: {NO_SCRIPT}") from None
     words = script.flags()
-    unsure = [word for word in dict.fromkeys(script.unsure) if word in words or not word.startswith("--")]
-    if words and unsure:
+    if unsure := [word for word in dict.fromkeys(script.unsure) if word in words]:
         print(f"flags from a branch whose test is not known: {' '.join(unsure)}", file=sys.stderr)
-    return words
-
-
-def batch_options(text: str) -> Iterator[list[str]]:
-    """The words of each option in the #SBATCH lines of a script, which stand before its first command."""
-    for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
-            return
-        if not line.startswith("#SBATCH"):
-            continue
-        try:
-            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        except ValueError:
-            words = line.split()[1:]
-        starts = [at for at, word in enumerate(words) if word.startswith("-")]
-        for at, end in zip(starts, [*starts[1:], len(words)], strict=True):
-            yield words[at:end]
+    return script
 
 
 def kept_options(batch: Sequence[Sequence[str]]) -> list[str]:
@@ -194,12 +186,40 @@ def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
         yield "  module, source and export: put those that you need into a file, and run SETUP_FILE=FILE sbatch ..."
 
 
+def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) -> Iterator[str]:
+    """What the values in the command depend on."""
+    if script and script.choices:
+        yield "\nDepends on a test that is not known:"
+        for name, values in script.choices.items():
+            yield f"  {name}: {' or '.join(dict.fromkeys(value or 'nothing' for value in values))}; read as the last"
+    if script and script.variables.read_as_unset:
+        yield "\nRead as unset in tests, because the script does not set them:"
+        yield f"  {' '.join(script.variables.read_as_unset)}"
+    in_job = [name for reading in readings for word in reading.ours for name in IN_JOB.findall(word)]
+    if in_job:
+        yield "\nVariables that only a job of Slurm has; replace them if you run the command elsewhere:"
+        yield f"  {' '.join(dict.fromkeys(in_job))}"
+
+
+def why_not_computed(words: Sequence[str]) -> str:
+    """Why arithmetic in words has no value; empty if there is none."""
+    sums = [word[word.index("$((") :] for word in words if "$((" in word]
+    if not sums:
+        return ""
+    names = [name for each in sums for name in re.findall(r"(?<!\w)(?:[A-Za-z_]\w*|(?<=\$)\d)", COMMAND.sub("", each))]
+    if not names:
+        return "only a shell computes this value; give a number"
+    return f"the script gives no value to {' or '.join(dict.fromkeys(names))}; give a number"
+
+
 def shown(words: Sequence[str]) -> str:
     return " ".join(map(quoted, words))
 
 
 def sorted_out(reading: Reading) -> tuple[str, Reading]:
     """(treatment of a flag, its reading). A value that only the shell knows is no problem."""
+    if why := why_not_computed(reading.given):
+        return "Not translated", replace(reading, problem=True, why=why)
     if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):
         reading = replace(reading, problem=False)
     if reading.problem:

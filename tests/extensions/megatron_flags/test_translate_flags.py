@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import launch_script
+from tools.common import shell_variables
 from tools.common.launch_script import LaunchScript
 from tools.translate_flags import main
 
@@ -79,7 +79,7 @@ STYLES = [
     ('o="--seed 2 --lr 64"\no+=" --bf16"\npython pretrain_gpt.py ${o}', "--seed 2 --lr 64 --bf16"),
     ('o="--seed 2"\no="$o --bf16"\npython pretrain_gpt.py $o', "--seed 2 --bf16"),
     ("python pretrain_gpt.py --data-path /a/b#c --bf16 # comment", "--data-path /a/b#c --bf16"),
-    ('A=(\n --lr $((3 * 2))  # (six\n --bf16\n)\ntorchrun pretrain_gpt.py "${A[@]}"', "--lr $((3 * 2)) --bf16"),
+    ('A=(\n --lr $((3 * 2))  # (six\n --bf16\n)\ntorchrun pretrain_gpt.py "${A[@]}"', "--lr 6 --bf16"),
     ("A=(--lr 1 --bf16)\npython pretrain_gpt.py ${A[*]} --seed `date +%s`", "--lr 1 --bf16 --seed `date +%s`"),
     ("X=1\npython pretrain_gpt.py --lr 1 ${X:+--bf16} ${Y:+--fp16} $@", "--lr 1 --bf16"),
     ("python tools/preprocess_data.py --workers 2\npython pretrain_gpt.py --lr 1", "--lr 1"),
@@ -135,7 +135,7 @@ TWICE = [
 def test_variables_that_double_themselves_are_refused(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_script, "MOST", 50_000)
+    monkeypatch.setattr(shell_variables, "MOST", 50_000)
     file = tmp_path / "run.sh"
     file.write_text(f"{script}python pretrain_gpt.py --num-layers 2 $A\n")
     with pytest.raises(ValueError, match=r"run.sh: its variables stand for more than 50,000 characters, at last A; "):

@@ -1,0 +1,245 @@
+"""Replaces the variables of a shell script by their values, and decides its tests, as far as both are known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from .shell_arithmetic import evaluate
+from .shell_words import UNKNOWN, pieces, span_end, split
+
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?:(:?[-=+?])(.*))?\}|(\w+))", re.S)
+NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+BARE_NAME = re.compile(r"(?<![\w${])[A-Za-z_]\w*(?!\w)")
+FROM_ENVIRONMENT = re.compile(
+    r"(?:SLURM|OMPI|PMIX?|PBS|LSB|CUDA|NCCL|NVIDIA|ROCR|HIP|TORCHELASTIC|KUBERNETES|AWS|AZ|CONDA|SSH|XDG)_\w*"
+    r"|(?:(?:LOCAL|NODE|GROUP)_?)?RANK|(?:LOCAL_)?WORLD_SIZE|NNODES|MASTER_(?:ADDR|PORT)|\w*(?:KEY|TOKEN)"
+    r"|HOME|USER|LOGNAME|PWD|OLDPWD|PATH|PYTHONPATH|LD_LIBRARY_PATH|HOST|HOSTNAME|SHELL|TMPDIR|RANDOM|SECONDS|E?UID"
+)
+"""Variables that the login, the launcher or the scheduler gives to a script."""
+
+MOST = 500_000
+"""Most characters that the variables of a script may stand for in all: a variable can double itself in each line."""
+
+NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
+"""Comparison of numbers in brackets -> in arithmetic."""
+
+NO, UNSURE, YES = 0.0, 0.5, 1.0
+"""Whether a test holds. Not is 1 - x, and is the least, or is the most."""
+
+
+class ExpansionError(Exception):
+    """The variables of a script stand for too much text."""
+
+
+@dataclass
+class ShellVariables:
+    """The variables of a script. Methods raise ExpansionError if they stand for more than `MOST` characters."""
+
+    values: dict[str, str | list[str]] = field(default_factory=dict)
+    read_as_unset: list[str] = field(default_factory=list)
+    """Variables that tests read and the script does not set."""
+
+    _given: set[str] = field(default_factory=set)
+    """Variables of loops and of `read`."""
+
+    sources: bool = False
+    """Whether another script may have set variables."""
+
+    _expanded: int = 0
+    """Characters of values that variables have been replaced by."""
+
+    def test(self, words: list[str]) -> float:
+        """The result of a test, as far as its words are known."""
+        if words[0] == "!":
+            return YES - self.test(words[1:]) if words[1:] and words[1][0] in "[(" else UNSURE
+        if words[0].startswith("(("):
+            return self._nonzero(words[0][2:-2])
+        if words[0] == "[[":
+            given = [self.tested_text(word) for word in words[1:] if word != "]]"]
+        else:
+            given = [text for word in words[1:] if word != "]" for text in self._tested_fields(word)]
+        parts = (_parted(each, "&&", "-a") for each in _parted(given, "||", "-o"))
+        return max(min(self._clause(clause, words[0] == "[[") for clause in part) for part in parts)
+
+    def _clause(self, words: list[str], doubled: bool) -> float:
+        """The result of one comparison, in double brackets or not."""
+        match words:
+            case ["!", *rest]:
+                return YES - self._clause(rest, doubled)
+            case ["-z", text]:
+                return YES - self._clause([text], doubled)
+            case ["-v", name] if name.isidentifier():
+                return YES if name in self.values else UNSURE if self._may_be_set(name) else NO
+            case ["-n", text] | [text]:
+                return UNSURE if UNKNOWN.search(text) else float(bool(text))
+            case [text, sign, other] if sign in NUMBERS and doubled:
+                if UNKNOWN.search(text + other):
+                    return UNSURE
+                return self._nonzero(f"({text or 0}) {NUMBERS[sign]} ({other or 0})")
+            case [text, sign, other]:
+                return compared(text, sign, other)
+            case [sign, text] if sign in ("=", "==", "!=") or sign in NUMBERS:
+                return UNSURE if UNKNOWN.search(text) else NO  # bash reports an operand that is missing
+        return UNSURE
+
+    def _nonzero(self, expression: str) -> float:
+        """Whether an expression of arithmetic is not 0."""
+        try:
+            return float(bool(evaluate(self.tested_text(expression, quoted=True), self._tested_number)))
+        except ValueError:
+            return UNSURE
+
+    def _tested_fields(self, word: str) -> list[str]:
+        """The fields of a word in single brackets, where a variable outside quotes may be no word."""
+        found = NAME.fullmatch(word)
+        absent = found and not self.values.get(name := found[1] or found[2]) and self._unset(name)
+        return [] if absent else [self.tested_text(word)]
+
+    def tested_text(self, word: str, quoted: bool = False) -> str:
+        """A word of a test, in which variables that are not set stand for nothing."""
+        return NAME.sub(lambda found: "" if self._unset(found[1] or found[2]) else found[0], self.word(word, quoted))
+
+    def _tested_number(self, name: str) -> str | None:
+        return "0" if self._unset(name) else self._number(name)
+
+    def _unset(self, name: str) -> bool:
+        """Whether a variable that a test reads has no value."""
+        if name in self.values:
+            return not self.values[name]
+        if self._may_be_set(name):
+            return False
+        if name not in self.read_as_unset:
+            self.read_as_unset.append(name)
+        return True
+
+    def _may_be_set(self, name: str) -> bool:
+        """Whether something else than an assignment of the script may set a variable."""
+        outside = name.isdigit() or FROM_ENVIRONMENT.fullmatch(name) is not None
+        return outside or name in self._given or self.sources
+
+    def forget(self, names: list[str]) -> None:
+        """Notes that variables have values which cannot be known."""
+        self._given.update(names)
+        for name in names:
+            self.values.pop(name, None)
+
+    def fields(self, word: str) -> list[str]:
+        """The fields that a word becomes: variables outside quotes, and whole arrays, become several."""
+        fields = [""]
+        quotes = False
+        for piece in pieces(word):
+            if piece.startswith('"$') and "[@]" in piece and piece.endswith('}"'):
+                value = self.value(piece[1:-1])
+                parts = [piece[1:-1]] if value is None else listed(value)
+            elif piece[0] in "$`":
+                value = self.value(piece)
+                parts = [piece] if value is None else split(value) if isinstance(value, str) else value
+            else:
+                parts, quotes = [self.word(piece)], True
+            fields[-1] += parts[0] if parts else ""
+            fields += parts[1:]
+        return fields if quotes or fields != [""] else []
+
+    def word(self, word: str, quoted: bool = False) -> str:
+        """A word without its quotes, and with the values of variables that are known."""
+        found = []
+        for piece in pieces(word, quoted):
+            if piece[0] in "$`" and (value := self.value(piece)) is not None:
+                found.append(" ".join(listed(value)))
+            elif len(piece) > 1 and piece[0] in "'\"":
+                found.append(self.word(piece[1:-1], quoted=True) if piece[0] == '"' else piece[1:-1])
+            elif piece[0] == "\\" and (not quoted or piece[1:] in ("\n", '"', "\\", "$", "`")):
+                found.append(piece[1:].strip("\n"))
+            else:
+                found.append(piece)
+        return "".join(found)
+
+    def value(self, piece: str) -> str | list[str] | None:
+        """The value of a variable or its default, or what only a shell computes with the variables in it replaced; None
+        if it is not known."""
+        found = VARIABLE.fullmatch(piece)
+        if not found:
+            return self._computed(piece) if piece.startswith(("$(", "`")) else None
+        name, sign, word = found[1] or found[4], found[2] or "", found[3] or ""
+        known = self.values.get(name)
+        missing = known is None or (sign.startswith(":") and not known)
+        if sign.endswith("+"):
+            return "" if missing else self.word(word)
+        if missing and sign.endswith(("-", "=")):
+            known = self.word(word)
+            if sign.endswith("="):
+                self.values[name] = known
+        return self._counted(name, known)
+
+    def _computed(self, piece: str) -> str:
+        """The number that arithmetic comes to; of what only a shell computes, the text with variables replaced."""
+        if piece.startswith("$((") and piece.endswith("))"):
+            text = self.word(piece[3:-2], quoted=True)
+            try:
+                return str(evaluate(text, self._number))
+            except ValueError:
+                return f"$(({BARE_NAME.sub(self._operand, text)}))"
+        inner, at = "", 1
+        while (found := piece.find("$((", at)) >= 0:
+            try:
+                end = span_end(piece, found)
+            except ValueError:
+                break
+            inner += NAME.sub(self._named, piece[at:found]) + self._computed(piece[found:end])
+            at = end
+        return piece[0] + inner + NAME.sub(self._named, piece[at:])
+
+    def _number(self, name: str) -> str | None:
+        """The text of a variable in arithmetic, where an array stands for its first value."""
+        value = self._counted(name, self.values.get(name))
+        return value[0] if isinstance(value, list) and value else value if isinstance(value, str) else None
+
+    def _operand(self, found: re.Match[str]) -> str:
+        """A known variable in arithmetic that is not."""
+        text = self._number(found[0])
+        return found[0] if text is None else text if text.startswith("$") or text.isdigit() else f"({text or 0})"
+
+    def _named(self, found: re.Match[str]) -> str:
+        value = self._counted(found[1] or found[2], self.values.get(found[1] or found[2]))
+        return value if isinstance(value, str) else found[0]
+
+    def _counted(self, name: str, value: str | list[str] | None) -> str | list[str] | None:
+        """The value of a variable. Raises ExpansionError if all values so far are too long."""
+        self._expanded += 1 + sum(1 + len(text) for text in listed(value or ""))
+        if self._expanded > MOST:
+            raise ExpansionError(f"its variables stand for more than {MOST:,} characters, at last {name}")
+        return value
+
+
+def listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _parted(words: list[str], *separators: str) -> Iterator[list[str]]:
+    """Words between those that separate."""
+    part: list[str] = []
+    for word in words:
+        if word in separators:
+            yield part
+            part = []
+        else:
+            part.append(word)
+    yield part
+
+
+def compared(text: str, sign: str, other: str) -> float:
+    if UNKNOWN.search(text + other):
+        return UNSURE
+    if sign in ("=", "==", "!="):
+        return float(fnmatchcase(text, other) == (sign != "!="))
+    if sign in ("<", ">"):  # compares texts
+        return float(text < other if sign == "<" else text > other)
+    if sign not in NUMBERS:
+        return UNSURE
+    try:
+        return float(evaluate(f"{int(text)} {NUMBERS[sign]} {int(other)}", lambda name: None))
+    except ValueError:  # bash reports what is no number
+        return NO

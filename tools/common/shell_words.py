@@ -1,0 +1,118 @@
+"""Splits the text of a shell script into commands, words and parts of words."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+CLOSERS = {"'": "'", '"': '"', "`": "`", "${": "}", "$(": ")", "(": ")"}
+BLANK = re.compile(r"(?:[ \t]|\\\n)+|#[^\n]*")
+OPERATOR = re.compile(r"\n|;;&?|;&|;|&&|&|\|\|?&?|\(\s*\)|[()]")
+REDIRECTION = re.compile(r"(?:\d*(?:<<<|<<-?|>>|>&|<&|>\||<>|>|<)|&>>?)(?!\()(?:[ \t]|\\\n)*")
+PLAIN_VARIABLE = re.compile(r"\$(?:\d|\w+|[@*#?])")
+
+UNKNOWN = re.compile(r"\$[\w{(@*#?!]|`")
+"""Placeholder of an unknown variable, or of a value that only a shell computes."""
+
+
+def span_end(text: str, start: int, quoted: bool = False) -> int:
+    """The end of what begins at `start`: a quotation, a substitution, parentheses, or one character. Within double
+    quotes (`quoted`) only substitutions are more than a character. Raises ValueError if its end is missing."""
+    if text[start] == "\\":
+        return min(start + 2, len(text))
+    if name := PLAIN_VARIABLE.match(text, start):
+        return name.end()
+    opener = next((opener for opener in CLOSERS if text.startswith(opener, start)), "")
+    if not opener or (quoted and opener in "'\"("):
+        return start + 1
+    at = start + len(opener)
+    while at < len(text) and text[at] != CLOSERS[opener]:
+        if opener == "'" or (opener == "${" and text[at] == "("):
+            at += 1
+        elif text[at] == "#" and opener.endswith("(") and text[at - 1].isspace():
+            at = BLANK.match(text, at).end()  # type: ignore[union-attr]
+        else:
+            at = span_end(text, at, opener == '"')
+    if at >= len(text):
+        raise ValueError(f"{opener} is not closed")
+    return at + 1
+
+
+def pieces(text: str, quoted: bool = False) -> Iterator[str]:
+    """The quotations, substitutions and single characters of a text."""
+    at = 0
+    while at < len(text):
+        try:
+            end = span_end(text, at, quoted)
+        except ValueError:
+            end = at + 1
+        yield text[at:end]
+        at = end
+
+
+def split(value: str) -> list[str]:
+    """The fields of a variable's value, without the quotes that are for `eval`."""
+    fields, inside = [""], False
+    for piece in pieces(value):
+        if piece.isspace():
+            fields += [""] if inside else []
+        else:
+            fields[-1] += piece[1:-1] if piece[0] in "'\"" and len(piece) > 1 else piece
+        inside = not piece.isspace()
+    return fields if fields[-1] or inside else fields[:-1]
+
+
+def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
+    """The commands of a script, those of all branches: words as they stand in it, reserved words too, the operator
+    behind them, and here-documents. Raises ValueError if it is no script."""
+    words: list[str] = []
+    marks: list[str] = []  # of here-documents
+    at = 0
+    while at < len(text):
+        testing = "[[" in words and "]]" not in words
+        if blank := BLANK.match(text, at):
+            at = blank.end()
+        elif not testing and (found := REDIRECTION.match(text, at)):
+            at, end = found.end(), word_end(text, found.end())
+            marks += [text[at:end].strip("'\"\\")] if found[0].strip() in ("<<", "<<-") else []
+            at = end
+        elif not text.startswith("((", at) and (found := OPERATOR.match(text, at)):
+            at = found.end()
+            if testing:
+                words += found[0].split()
+                continue
+            if found[0] == "(" and words and words[-1] != "in":
+                raise ValueError("( is not expected")
+            documents = []
+            while found[0] == "\n" and marks:
+                close = re.compile(rf"^\t*{re.escape(marks.pop(0))}$", re.M).search(text, at)
+                documents.append(text[at : close.start() if close else len(text)])
+                at = close.end() if close else len(text)
+            yield words, found[0].strip() or "\n", documents
+            words = []
+        else:
+            end = span_end(text, at) if text.startswith("((", at) else max(word_end(text, at), at + 1)
+            words.append(text[at:end])
+            at = end
+    yield words, "\n", []
+
+
+def word_end(text: str, at: int) -> int:
+    """The end of the word that begins at `at`. Parentheses belong to it behind =, < and >."""
+    while at < len(text):
+        nested = text[at] == "(" and text[at - 1] in "=<>"
+        if text[at] in " \t\n;&|()<>" and not nested and text[at : at + 2] not in ("<(", ">("):
+            break
+        at = span_end(text, at)
+    return at
+
+
+def quoted(word: str) -> str:
+    """A word as it can be pasted into a shell that knows the variables in it."""
+    if not UNKNOWN.search(word):
+        return shlex.quote(word)
+    escaped = (
+        piece if UNKNOWN.match(piece) else re.sub(r'(["\\])', r"\\\1", piece) for piece in pieces(word, quoted=True)
+    )
+    return f'"{"".join(escaped)}"'
