@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.path_kind import LATEST, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import (
-    MAIN_PARAM,
     MODEL,
-    OPTIMIZER,
     StateDict,
     load_targets,
     model_state,
-    optimizer_key,
     optimizer_state,
 )
 from megatron.core.dist_checkpointing.storage import Checkpoint, MismatchError, on_first_rank, save
@@ -37,23 +33,28 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.param_meta import HISTORY
-from megatron.core.parts import CHECKPOINT_CLEANUPS, MODEL_LOADERS, STATE_STORES
-from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.core.parts import CHECKPOINT_CLEANUPS, MODEL_LOADERS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
-from megatron.training.config.flags import config_of_sections, named_value, values_by_section
-from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import changed_fields, changed_lengths, free_choices, past_batches
+from megatron.training.checkpoint_fit import (
+    FORMAT_VERSION,
+    check_fits,
+    check_may_start,
+    converted,
+    mismatch_remedy,
+    saved_config,
+    saved_progress,
+    tell_of_other_groups,
+    unused_tensors,
+    without_new_tensors,
+    without_states_of_thawed,
+)
+from megatron.training.config.flags import values_by_section
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.hooks import Callback
 from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
-
-FORMAT_VERSION = 1
-
-PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
-"""Entries besides tensors that a checkpoint needs for a run to resume from it."""
-
 
 Fingerprint = Callable[[int], str | None]
 """Consumed samples -> what identifies the data that they came from; None if nothing does."""
@@ -146,21 +147,7 @@ class Checkpointer:
         config, data_fingerprint = self.config_at(consumed), data(consumed)
         load_optimizer = options.load_optim and not options.finetune and not converted(checkpoint)
         check_fits(checkpoint, config, load_optimizer, data_fingerprint)
-        with self.optimizer.loading_state() as pieces:
-            ddp, stages = self.optimizer.ddp, self.stages.values()
-            ddp.drop_params()
-            sharded = ddp.sharded_params()
-            targets = load_targets(stages, pieces, self.state, checkpoint.tensors, load_optimizer, sharded)
-            targets = _without_new_tensors(targets, checkpoint)
-            if load_optimizer:
-                _tell_of_other_groups(saved_config(checkpoint), config, say)
-                targets = _without_states_of_thawed(targets, checkpoint, say)
-            try:
-                checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
-            except MismatchError as error:
-                raise ValueError(f"{error}{_remedy(error.keys)}") from None
-        if load_optimizer:
-            _load_counters(checkpoint, self.optimizer)
+        self._load_tensors(checkpoint, config, load_optimizer, say)
         saved_position = saved_progress(checkpoint.payload)
         progress = Progress(origin=saved_position.origin) if options.anew else saved_position
         if not options.load_lr_state:
@@ -179,6 +166,29 @@ class Checkpointer:
         if goes_on:
             self._tell_of_other_lengths(saved_config(checkpoint), progress, say)
         return progress
+
+    def _load_tensors(
+        self, checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, say: Callable[[str], None]
+    ) -> None:
+        """Loads parameters, and with `load_optimizer` the optimizer's tensors and counters. Raises ValueError if the
+        checkpoint has other tensors than the run."""
+        with self.optimizer.loading_state() as pieces:
+            ddp, stages = self.optimizer.ddp, self.stages.values()
+            ddp.drop_params()
+            sharded = ddp.sharded_params()
+            targets = load_targets(stages, pieces, self.state, checkpoint.tensors, load_optimizer, sharded)
+            targets = without_new_tensors(targets, checkpoint)
+            if load_optimizer:
+                tell_of_other_groups(saved_config(checkpoint), config, say)
+                targets = without_states_of_thawed(targets, checkpoint, say)
+            try:
+                checkpoint.load(
+                    targets, self.state.world, ignore=unused_tensors(checkpoint, load_optimizer, config.optimizer)
+                )
+            except MismatchError as error:
+                raise ValueError(f"{error}{mismatch_remedy(error.keys)}") from None
+        if load_optimizer:
+            _load_counters(checkpoint, self.optimizer)
 
     def _tell_of_other_lengths(self, saved: RunConfig, progress: Progress, say: Callable[[str], None]) -> None:
         if line := changed_lengths(saved, self.config):
@@ -275,8 +285,8 @@ def load_stages(
     config = saved_config(checkpoint)
     stages = stages_without_weights(config, layout_of(config), state, device, number_format)
     targets = load_targets(stages.values(), [], state, checkpoint.tensors, load_optimizer=False)
-    targets = _without_new_tensors(targets, checkpoint)
-    unused = _unused(checkpoint, load_optimizer=False)
+    targets = without_new_tensors(targets, checkpoint)
+    unused = unused_tensors(checkpoint, load_optimizer=False)
     checkpoint.load(targets, state.world, ignore=lambda key: unused(key) or key.startswith(MODEL + MULTI_TOKEN))
     return stages, config
 
@@ -307,21 +317,6 @@ def stages_without_weights(
     }
 
 
-def saved_config(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration that a checkpoint was saved under. Raises ValueError if this version cannot read it."""
-    version = checkpoint.payload.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"checkpoint {checkpoint.folder} has format version {version}, and this program reads {FORMAT_VERSION}: "
-            "load it with the version of the program that saved it"
-        )
-    for name, kind in PAYLOAD.items():
-        value = checkpoint.payload.get(name)
-        if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
-            raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
-    return config_of_sections(checkpoint.payload["config"])
-
-
 def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Checkpoint | None:
     options = config.checkpoint
     if options.load is None:
@@ -332,161 +327,9 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
     return checkpoint
 
 
-def check_may_start(options: CheckpointConfig) -> None:
-    """Raises ValueError if --load has no checkpoint and the run may not start from scratch."""
-    flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
-    if options.finetune or options.exit_on_missing_checkpoint:
-        raise ValueError(
-            f"{flag} needs a checkpoint, and --load {options.load} holds no checkpoint (there is no {LATEST} in it): "
-            f"correct the path, or drop {flag} to start from scratch"
-        )
-    if not options.may_be_missing and not Path(str(options.load)).exists():
-        raise ValueError(
-            f"--load {options.load} does not exist, and is not the folder of --save; correct the path, or add "
-            "--allow-missing-checkpoint to start from scratch"
-        )
-
-
-def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
-    """Raises ValueError, with every difference at once, if the run would not continue what was saved. Data are compared
-    if both fingerprints are known."""
-    options, saved, problems = config.checkpoint, saved_config(checkpoint), []
-    if not options.finetune:
-        ignored = free_choices(saved) if converted(checkpoint) else frozenset[str]()
-        if changed := changed_fields(saved, config, checkpoint.payload["config"], ignored):
-            problems.append(
-                "the run computes something else: " + ", ".join(changed) + "; give the checkpoint's values, "
-                "or --finetune to load weights of equal shapes only and start at iteration 0"
-            )
-        if options.load_rng and not converted(checkpoint) and saved.training.seed != config.training.seed:
-            problems.append(
-                f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
-                "other dropout and data order: give the checkpoint's, or --no-load-rng to continue with the new one"
-            )
-        # Other data are no matter where none are trained on, or from the start.
-        other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
-        if problem := _other_data(checkpoint, other, data_fingerprint):
-            problems.append(problem)
-    if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
-        problems.append("it has no optimizer state: give --no-load-optim to continue with fresh moments, or --finetune")
-    elif load_optimizer:
-        matrices = config.optimizer.matrices
-        problems += [
-            f"--{field.replace('_', '-')} is {before} in the checkpoint and {now} in the run: give the checkpoint's, "
-            "or --no-load-optim to start the new one afresh"
-            for field in ("optimizer", *(matrices.fields if matrices is not None else ()))
-            for before, now in [(named_value(saved, field), named_value(config, field))]
-            if before != now
-        ]
-    if problems:
-        raise ValueError(f"checkpoint {checkpoint.folder} does not fit the run: " + "; ".join(problems))
-
-
-def converted(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was made of another format: weights that no run of this program has trained."""
-    return checkpoint.payload.get("converted") is True
-
-
-def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str | None:
-    before, consumed = checkpoint.payload.get("data_fingerprint"), checkpoint.payload.get("consumed_samples")
-    if override or not consumed or None in (before, now) or before == now:
-        return None
-    return (
-        f"the training data is not what its {consumed} consumed samples came from (fingerprint {before} in the "
-        f"checkpoint, {now} in the run), so that samples would be repeated and left out: give the same data, split, "
-        "seed, sequence length and length of the run, or --override-data-fingerprint to continue with the new data at "
-        f"sample {consumed}"
-    )
-
-
-def _without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
-    """The targets without histories that the checkpoint has not, or of another length: they start empty, as a run may
-    turn on fp8, or another recipe, at any time. So do optional states that it has not."""
-
-    def saved(key: str) -> bool:
-        return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
-
-    return {k: target for k, target in targets.items() if not (k.endswith(HISTORY) or _is_optional(k)) or saved(k)}
-
-
-def _is_optional(key: str) -> bool:
-    """Whether a checkpoint may lack the state, or a run have no use for it."""
-    kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
-    return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
-
-
-def _without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Callable[[str], None]) -> StateDict:
-    """The targets without optimizer states of parameters that were frozen when the checkpoint was saved and are trained
-    now: these begin at zero."""
-    saved = saved_config(checkpoint)
-    missing = [key for key in targets if key.startswith(OPTIMIZER) and key not in checkpoint.tensors]
-    thawed = {key for key in missing if saved.optimizer.freezes(_parameter_of(key))}
-    if thawed:
-        say(
-            f" the checkpoint was saved with --freeze {' '.join(named_value(saved, 'freeze'))}: optimizer states of "
-            "parameters that are trained again start at zero"
-        )
-    return {key: target for key, target in targets.items() if key not in thawed}
-
-
-def _remedy(keys: Sequence[str]) -> str:
-    """The remedy if only states of the optimizer do not match: other versions updated some parameters by another
-    rule."""
-    if not all(key.startswith(OPTIMIZER) for key in keys):
-        return ""
-    return "; another optimizer updated these parameters: give --no-load-optim to start all states afresh"
-
-
-def _tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Says which parameters have another factor of the learning rate, or another weight decay, than in the checkpoint's
-    run: the flags of this run count."""
-    if not saved.optimizer.has_own_groups and not config.optimizer.has_own_groups:
-        return
-    pairs = {
-        meta.name: (saved.optimizer.group_of(meta.name, meta.kind), config.optimizer.group_of(meta.name, meta.kind))
-        for meta in stage_metas(config.model)
-    }
-    if other := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
-        name, (before, now) = next(iter(other.items()))
-        say(f" {len(other)} parameters have another group than in the checkpoint, {name}: {before} there, {now} now")
-
-
-def _parameter_of(key: str) -> str:
-    """`decoder.layers.0.mlp.linear_fc1.weight` of `optimizer.exp_avg.decoder...`."""
-    return key.removeprefix(OPTIMIZER).partition(".")[2]
-
-
-def _unused(
-    checkpoint: Checkpoint, load_optimizer: bool, optimizer: OptimizerConfig | None = None
-) -> Callable[[str], bool]:
-    """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
-    have no use for histories and optional states, and none for optimizer states of parameters that it freezes."""
-
-    def unused(key: str) -> bool:
-        if key.startswith(OPTIMIZER):
-            frozen = optimizer is not None and optimizer.freezes(_parameter_of(key))
-            return not load_optimizer or frozen or _is_optional(key)
-        if key.endswith(HISTORY):
-            return True
-        name = key.removeprefix(MODEL)
-        return load_optimizer and optimizer_key(MAIN_PARAM, name) in checkpoint.tensors
-
-    return unused
-
-
 def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> None:
     """Adam's count of updates, and the loss scale where both the checkpoint and the run have a dynamic one."""
     saved = checkpoint.payload["optimizer"]
     optimizer.step_count = saved["step_count"]
     if saved["loss_scaler"].keys() == optimizer.scaler.state_dict().keys():
         optimizer.scaler.load_state_dict(saved["loss_scaler"])
-
-
-def saved_progress(values: dict[str, Any]) -> Progress:
-    """The progress in a checkpoint's JSON; fields it does not know take their default. A schedule without a separate
-    position followed consumed samples."""
-    known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
-    known.setdefault("scheduled_samples", values["consumed_samples"])
-    known["running_means"] = tuple(known.get("running_means", ()))
-    known["origin"] = known["origin"] if isinstance(known.get("origin"), dict) else {}
-    return Progress(**known | {"past_batches": past_batches(values)})

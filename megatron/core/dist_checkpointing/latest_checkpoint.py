@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.collectives import gather_objects
+from megatron.core.dist_checkpointing.dcp_index import INDEX
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
 from megatron.core.dist_checkpointing.path_kind import METADATA, Candidates, candidates, saved_folders
-from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint, ranks_without
+from megatron.core.dist_checkpointing.storage import Checkpoint, on_first_rank, open_checkpoint, ranks_without
 from megatron.core.parallel_state import Axis
 
 REMEDY = "name a folder on a file system that all hosts share"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import shutil
 import socket
 import warnings
@@ -33,11 +32,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron.core.collectives import gather_objects
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.data_files import DataWriter, SummedFiles, item_bytes
+from megatron.core.dist_checkpointing.dcp_index import MALFORMED, IndexReader
 from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.pickle_errors import why_refused
@@ -46,12 +46,7 @@ from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 
-INDEX = ".metadata"
-
 T = TypeVar("T")
-
-MALFORMED = (ValueError, EOFError, AttributeError, LookupError, TypeError, RecursionError, pickle.UnpicklingError)
-"""Exceptions raised by malformed pickles and JSON."""
 
 
 class MismatchError(ValueError):
@@ -180,7 +175,7 @@ class Checkpoint:
             self.payload: dict[str, Any] = parse_json((folder / METADATA).read_text())
             if not isinstance(self.payload, dict):
                 raise TypeError(f"{METADATA} holds a {type(self.payload).__name__}")
-            self._reader = _IndexReader(folder)
+            self._reader = IndexReader(folder)
             entries = self._reader.read_metadata().state_dict_metadata.items()
             found = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
             self.tensors = {
@@ -383,50 +378,3 @@ def _one_checksum() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-class _IndexReader(dcp.FileSystemReader):
-    """Reads DCP's index once, and unpickles only the types that an index consists of."""
-
-    _index: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index is None:
-            with (Path(self.path) / INDEX).open("rb") as file:
-                index = _IndexUnpickler(file).load()
-            if not isinstance(index, Metadata):
-                raise pickle.UnpicklingError(f"{INDEX} holds a {type(index).__name__}")
-            for info in index.storage_data.values():
-                if Path(info.relative_path).name != info.relative_path:
-                    raise pickle.UnpicklingError(f"{INDEX} names a file of another folder: {info.relative_path!r}")
-            index.storage_meta = index.storage_meta or StorageMeta()
-            index.storage_meta.load_id = self.load_id
-            self._index = index
-        return self._index
-
-
-INDEX_NAMES = {
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
-    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
-    "torch.serialization": "_get_layout",
-    "torch": "Size",
-    "pathlib": "PosixPath",
-    "pathlib._local": "PosixPath",
-}
-"""Module -> the names in it that an index of tensors may contain."""
-
-
-RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
-"""(module, name) of another program's class -> those of the class of an index that is read in its place."""
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        module, name = RENAMED.get((module, name), (module, name))
-        if name in INDEX_NAMES.get(module, "").split():
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"{INDEX} asks for {module}.{name}, which no index of tensors needs")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dist_checkpointing.storage import RENAMED, Checkpoint
+from megatron.core.dist_checkpointing.dcp_index import RENAMED
+from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.models.gpt.parameters import model_states, parameter_metas
 from megatron.extensions.conversion.formats import Format, Options, Source, TrainingState, side_files_of
 from megatron.extensions.megatron_checkpoints.common_state import args_of, load_pickle, loss_scaler_of, update_count

@@ -159,11 +159,12 @@ def overlapping(data: bytes) -> bytes:
 
 
 def index(place: str, *more: str) -> Damage:
-    """An index by which all weights, and `more`, are in one file."""
+    """An index by which all weights, and `more`, are in one file. They are in shard.safetensors."""
 
     def damage(folder: Path) -> None:
         shutil.copy(folder / SAFE, folder.parent / "outside.safetensors")
         places = {"weight_map": dict.fromkeys([*more, *weights_in(folder)], place)}
+        (folder / SAFE).rename(folder / "shard.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps(places))
 
     return damage
@@ -202,7 +203,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "scaling_without_factor": (
         config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}, rope_scaling=None),
-        "'factor'",
+        "lacks factor",
     ),
     "config_of_brackets": (
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
@@ -215,7 +216,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "overlapping": (content(overlapping), "model.safetensors is damaged"),
     "absent_shard": (index("absent.safetensors"), "absent.safetensors is missing; model.safetensors.index.json names"),
     "shard_outside": (index("../outside.safetensors"), "names '../outside.safetensors', which is not a file of this"),
-    "index_that_lies": (index(SAFE, "model.extra"), "model.safetensors lacks model.extra"),
+    "index_that_lies": (index("shard.safetensors", "model.extra"), "shard.safetensors lacks model.extra"),
     "pickle_that_executes": (
         pickled(lambda folder, file: torch.save({NORM: Attack(folder)}, file)),
         "pytorch_model.bin is refused, as it is not a plain file of tensors: it asks for ",

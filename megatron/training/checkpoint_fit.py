@@ -1,0 +1,192 @@
+"""Checks that a checkpoint fits the run that loads it, and chooses which of its tensors the run loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.dist_checkpointing.path_kind import LATEST
+from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIMIZER, StateDict, optimizer_key
+from megatron.core.dist_checkpointing.storage import Checkpoint
+from megatron.core.param_meta import HISTORY
+from megatron.core.parts import STATE_STORES
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.training.config.flags import config_of_sections, named_value
+from megatron.training.config.run_config import CheckpointConfig, RunConfig
+from megatron.training.config.saved_flags import changed_fields, free_choices, past_batches
+from megatron.training.progress import Progress
+
+FORMAT_VERSION = 1
+
+PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
+"""Entries besides tensors that a checkpoint needs for a run to resume from it."""
+
+
+def saved_config(checkpoint: Checkpoint) -> RunConfig:
+    """The configuration that a checkpoint was saved under. Raises ValueError if this version cannot read it."""
+    version = checkpoint.payload.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"checkpoint {checkpoint.folder} has format version {version}, and this program reads {FORMAT_VERSION}: "
+            "load it with the version of the program that saved it"
+        )
+    for name, kind in PAYLOAD.items():
+        value = checkpoint.payload.get(name)
+        if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
+            raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
+    return config_of_sections(checkpoint.payload["config"])
+
+
+def check_may_start(options: CheckpointConfig) -> None:
+    """Raises ValueError if --load has no checkpoint and the run may not start from scratch."""
+    flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
+    if options.finetune or options.exit_on_missing_checkpoint:
+        raise ValueError(
+            f"{flag} needs a checkpoint, and --load {options.load} holds no checkpoint (there is no {LATEST} in it): "
+            f"correct the path, or drop {flag} to start from scratch"
+        )
+    if not options.may_be_missing and not Path(str(options.load)).exists():
+        raise ValueError(
+            f"--load {options.load} does not exist, and is not the folder of --save; correct the path, or add "
+            "--allow-missing-checkpoint to start from scratch"
+        )
+
+
+def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
+    """Raises ValueError, with every difference at once, if the run would not continue what was saved. Data are compared
+    if both fingerprints are known."""
+    options, saved, problems = config.checkpoint, saved_config(checkpoint), []
+    if not options.finetune:
+        ignored = free_choices(saved) if converted(checkpoint) else frozenset[str]()
+        if changed := changed_fields(saved, config, checkpoint.payload["config"], ignored):
+            problems.append(
+                "the run computes something else: " + ", ".join(changed) + "; give the checkpoint's values, "
+                "or --finetune to load weights of equal shapes only and start at iteration 0"
+            )
+        if options.load_rng and not converted(checkpoint) and saved.training.seed != config.training.seed:
+            problems.append(
+                f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
+                "other dropout and data order: give the checkpoint's, or --no-load-rng to continue with the new one"
+            )
+        # Other data are no matter where none are trained on, or from the start.
+        other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
+        if problem := _other_data(checkpoint, other, data_fingerprint):
+            problems.append(problem)
+    if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
+        problems.append("it has no optimizer state: give --no-load-optim to continue with fresh moments, or --finetune")
+    elif load_optimizer:
+        matrices = config.optimizer.matrices
+        problems += [
+            f"--{field.replace('_', '-')} is {before} in the checkpoint and {now} in the run: give the checkpoint's, "
+            "or --no-load-optim to start the new one afresh"
+            for field in ("optimizer", *(matrices.fields if matrices is not None else ()))
+            for before, now in [(named_value(saved, field), named_value(config, field))]
+            if before != now
+        ]
+    if problems:
+        raise ValueError(f"checkpoint {checkpoint.folder} does not fit the run: " + "; ".join(problems))
+
+
+def converted(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint was made of another format: weights that no run of this program has trained."""
+    return checkpoint.payload.get("converted") is True
+
+
+def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str | None:
+    before, consumed = checkpoint.payload.get("data_fingerprint"), checkpoint.payload.get("consumed_samples")
+    if override or not consumed or None in (before, now) or before == now:
+        return None
+    return (
+        f"the training data is not what its {consumed} consumed samples came from (fingerprint {before} in the "
+        f"checkpoint, {now} in the run), so that samples would be repeated and left out: give the same data, split, "
+        "seed, sequence length and length of the run, or --override-data-fingerprint to continue with the new data at "
+        f"sample {consumed}"
+    )
+
+
+def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
+    """The targets without histories that the checkpoint has not, or of another length: they start empty, as a run may
+    turn on fp8, or another recipe, at any time. So do optional states that it has not."""
+
+    def saved(key: str) -> bool:
+        return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
+
+    return {k: target for k, target in targets.items() if not (k.endswith(HISTORY) or _is_optional(k)) or saved(k)}
+
+
+def _is_optional(key: str) -> bool:
+    """Whether a checkpoint may lack the state, or a run have no use for it."""
+    kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
+    return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
+
+
+def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Callable[[str], None]) -> StateDict:
+    """The targets without optimizer states of parameters that were frozen when the checkpoint was saved and are trained
+    now: these begin at zero."""
+    saved = saved_config(checkpoint)
+    missing = [key for key in targets if key.startswith(OPTIMIZER) and key not in checkpoint.tensors]
+    thawed = {key for key in missing if saved.optimizer.freezes(_parameter_of(key))}
+    if thawed:
+        say(
+            f" the checkpoint was saved with --freeze {' '.join(named_value(saved, 'freeze'))}: optimizer states of "
+            "parameters that are trained again start at zero"
+        )
+    return {key: target for key, target in targets.items() if key not in thawed}
+
+
+def mismatch_remedy(keys: Sequence[str]) -> str:
+    """The remedy if only states of the optimizer do not match: other versions updated some parameters by another
+    rule."""
+    if not all(key.startswith(OPTIMIZER) for key in keys):
+        return ""
+    return "; another optimizer updated these parameters: give --no-load-optim to start all states afresh"
+
+
+def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
+    """Says which parameters have another factor of the learning rate, or another weight decay, than in the checkpoint's
+    run: the flags of this run count."""
+    if not saved.optimizer.has_own_groups and not config.optimizer.has_own_groups:
+        return
+    pairs = {
+        meta.name: (saved.optimizer.group_of(meta.name, meta.kind), config.optimizer.group_of(meta.name, meta.kind))
+        for meta in stage_metas(config.model)
+    }
+    if other := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
+        name, (before, now) = next(iter(other.items()))
+        say(f" {len(other)} parameters have another group than in the checkpoint, {name}: {before} there, {now} now")
+
+
+def _parameter_of(key: str) -> str:
+    """`decoder.layers.0.mlp.linear_fc1.weight` of `optimizer.exp_avg.decoder...`."""
+    return key.removeprefix(OPTIMIZER).partition(".")[2]
+
+
+def unused_tensors(
+    checkpoint: Checkpoint, load_optimizer: bool, optimizer: OptimizerConfig | None = None
+) -> Callable[[str], bool]:
+    """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
+    have no use for histories and optional states, and none for optimizer states of parameters that it freezes."""
+
+    def unused(key: str) -> bool:
+        if key.startswith(OPTIMIZER):
+            frozen = optimizer is not None and optimizer.freezes(_parameter_of(key))
+            return not load_optimizer or frozen or _is_optional(key)
+        if key.endswith(HISTORY):
+            return True
+        name = key.removeprefix(MODEL)
+        return load_optimizer and optimizer_key(MAIN_PARAM, name) in checkpoint.tensors
+
+    return unused
+
+
+def saved_progress(values: dict[str, Any]) -> Progress:
+    """The progress in a checkpoint's JSON; fields it does not know take their default. A schedule without a separate
+    position followed consumed samples."""
+    known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
+    known.setdefault("scheduled_samples", values["consumed_samples"])
+    known["running_means"] = tuple(known.get("running_means", ()))
+    known["origin"] = known["origin"] if isinstance(known.get("origin"), dict) else {}
+    return Progress(**known | {"past_batches": past_batches(values)})
