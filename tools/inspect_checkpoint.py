@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.formats import Origin
-from megatron.training.checkpoint_fit import saved_progress
+from megatron.training.checkpoints.checkpoint_fit import saved_progress
 
 from .common import run_tool, tool_parser
 

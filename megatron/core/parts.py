@@ -342,11 +342,11 @@ MODEL_FLAGS: Registry[Any, NoFacts] = Registry("--load", NoFacts, "config, reade
 to the `FlagReader`. No torch."""
 
 MODEL_LOADERS: Registry[Any, NoFacts] = Registry("--load", NoFacts, attributes=("start", "stages"))
-"""The same kinds of path -> a `megatron.training.checkpointing.ModelLoader`."""
+"""The same kinds of path -> a `megatron.training.checkpoints.checkpointing.ModelLoader`."""
 
 EXPORTERS: Registry[Any, facts.WhenFacts] = Registry("exporter", facts.WhenFacts, "config, held")
 """`Exporter(config, held)`: what is done with complete checkpoints while training continues; see
-`megatron.training.saving.Exporter`. `when` is of the RunConfig."""
+`megatron.training.checkpoints.saving.Exporter`. `when` is of the RunConfig."""
 
 CHECKPOINT_CLEANUPS: Registry[Any, facts.WhenFacts] = Registry("cleanup of checkpoints", facts.WhenFacts, "config")
 """`build(config)`: what deletes older checkpoints after each save, see

@@ -16,7 +16,7 @@ import torch
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
-from megatron.training.checkpointing import Checkpointer
+from megatron.training.checkpoints.checkpointing import Checkpointer
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun

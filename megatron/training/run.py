@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.training.checkpoints.saving import RunSaver
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.data import TrainingData
 from megatron.training.forward_backward import ForwardBackward, Pipeline, StepInput
@@ -15,7 +16,6 @@ from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
 from megatron.training.plan import RunPlan
 from megatron.training.progress import Interval, StepTimers
-from megatron.training.saving import RunSaver
 from megatron.training.step_guard import StepGuard
 
 

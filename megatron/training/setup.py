@@ -21,7 +21,8 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_sta
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
-from megatron.training.checkpointing import Checkpointer, load_start
+from megatron.training.checkpoints.checkpointing import Checkpointer, load_start
+from megatron.training.checkpoints.saving import RunSaver
 from megatron.training.config.flags import with_named
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
@@ -34,7 +35,6 @@ from megatron.training.metrics.meters import MultiTokenLosses, PeakMemory, UserM
 from megatron.training.plan import RunPlan, plan_of, read_history
 from megatron.training.progress import Progress, StepTimers
 from megatron.training.run import TrainingRun
-from megatron.training.saving import RunSaver
 from megatron.training.step_guard import StepGuard
 
 

@@ -28,7 +28,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.checkpointing import Checkpointer, load_whole_model
+from megatron.training.checkpoints.checkpointing import Checkpointer, load_whole_model
 from megatron.training.config.flags import run_of
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
 from megatron.training.config.saved_flags import changed_fields

@@ -19,7 +19,7 @@ import pytest
 from megatron.core.dist_checkpointing.path_kind import LATEST, PATH_KINDS
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import MODEL_LOADERS
-from megatron.training.checkpointing import Checkpointer, ModelLoader, load_stages
+from megatron.training.checkpoints.checkpointing import Checkpointer, ModelLoader, load_stages
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler

@@ -30,7 +30,7 @@ from megatron.extensions.conversion.formats import (
     tokenizer_config,
 )
 from megatron.extensions.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
-from megatron.training.checkpoint_fit import FORMAT_VERSION, saved_config, saved_progress
+from megatron.training.checkpoints.checkpoint_fit import FORMAT_VERSION, saved_config, saved_progress
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
 from megatron.training.config.run_config import CheckpointConfig

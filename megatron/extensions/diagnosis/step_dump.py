@@ -29,7 +29,7 @@ from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
 from megatron.extensions.diagnosis.nonfinite_search import Finding, search
-from megatron.training.checkpointing import Checkpointer
+from megatron.training.checkpoints.checkpointing import Checkpointer
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import StepFinding

@@ -42,7 +42,7 @@ from megatron.extensions.hugging_face.read_config import config_from_hf, family_
 from megatron.extensions.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.extensions.hugging_face.weights import HFWeights, Placement, copies, multi_token_depths, placements
 from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
-from megatron.training.checkpointing import load_whole_model
+from megatron.training.checkpoints.checkpointing import load_whole_model
 from megatron.training.config.run_config import RunConfig
 
 

@@ -20,7 +20,7 @@ from megatron.core.tokenizers import Tokenizer, build_tokenizer, tokenize_beginn
 from megatron.extensions.cpu_half.products import choose_products
 from megatron.extensions.inference.generation import Engine, StageRunner
 from megatron.extensions.inference.kept_files import found_tokenizer
-from megatron.training.checkpointing import load_stages
+from megatron.training.checkpoints.checkpointing import load_stages
 from megatron.training.config.flags import run_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules.model import attention, linear_attention, mixers, tensor_parallel

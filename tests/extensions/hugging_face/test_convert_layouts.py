@@ -25,8 +25,8 @@ from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.safetensors_file import FileTensor
 from megatron.extensions.hugging_face.weights import HFWeights
-from megatron.training.checkpoint_fit import saved_config
-from megatron.training.checkpointing import Checkpointer, load_start
+from megatron.training.checkpoints.checkpoint_fit import saved_config
+from megatron.training.checkpoints.checkpointing import Checkpointer, load_start
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
 from tests.extensions.hugging_face.hf_exact import save_model

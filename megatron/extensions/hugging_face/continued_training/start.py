@@ -19,7 +19,7 @@ from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.hf_format import HFSource, origin_of
 from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.extensions.hugging_face.weights import HFWeights
-from megatron.training.checkpointing import (
+from megatron.training.checkpoints.checkpointing import (
     Checkpointer,
     Fingerprint,
     ModelLoader,
@@ -88,8 +88,8 @@ def load_trained_stages(
     device: torch.device | str = "cpu",
     number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """As `megatron.training.checkpointing.load_stages`. Raises ValueError if the folder holds no model that can be
-    read."""
+    """As `megatron.training.checkpoints.checkpointing.load_stages`. Raises ValueError if the folder holds no model that
+    can be read."""
     source = HFSource(path, Options())
     on_first_rank(source.check_data, state.world)
     stages = stages_without_weights(source.config, layout_of(source.config), state, device, number_format)

@@ -32,7 +32,7 @@ from megatron.extensions.planner.rehearsal.matching import (
     written_bytes,
 )
 from megatron.extensions.planner.terminal import progress
-from megatron.training.checkpoint_fit import check_fits, check_may_start, converted
+from megatron.training.checkpoints.checkpoint_fit import check_fits, check_may_start, converted
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.commands import Prepared
 from megatron.training.config.flags import flat_values

@@ -35,7 +35,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import CHECKPOINT_CLEANUPS, MODEL_LOADERS
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
-from megatron.training.checkpoint_fit import (
+from megatron.training.checkpoints.checkpoint_fit import (
     FORMAT_VERSION,
     check_fits,
     check_may_start,

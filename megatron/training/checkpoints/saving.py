@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.async_saver import SaveReport
 from megatron.core.dist_checkpointing.path_kind import checkpoint_folder, saved_folders
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import EXPORTERS
-from megatron.training.checkpointing import Checkpointer, build_saver
+from megatron.training.checkpoints.checkpointing import Checkpointer, build_saver
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.console import LogLines
 from megatron.training.progress import Progress
