@@ -74,7 +74,7 @@ def assert_same_logprobs(one: Generation, other: Generation) -> None:
 PROBABILITIES = [
     (Sampling(1.0), [0.4, 0.1, 0.3, 0.2]),
     (Sampling(0.5), [16 / 30, 1 / 30, 9 / 30, 4 / 30]),
-    (Sampling(1e-320), [1.0, 0, 0, 0]),
+    (Sampling(1e-6), [1.0, 0, 0, 0]),
     (Sampling(2.0, top_k=1), [1.0, 0, 0, 0]),
     (Sampling(1.0, top_k=2), [4 / 7, 0, 3 / 7, 0]),
     (Sampling(1.0, top_p=0.75), [4 / 9, 0, 3 / 9, 2 / 9]),
@@ -102,6 +102,9 @@ def test_extreme_random_numbers_choose_tokens_that_are_allowed() -> None:
 
 
 def test_user_errors_say_what_to_do() -> None:
+    for wrong in ({"temperature": 1e-320}, {"repetition_penalty": 1e-320}, {"repetition_penalty": 1e308}):
+        with pytest.raises(ValueError, match="must be .*from .* to 1,000"):
+            Sampling(**wrong)
     flags = r"--temperature -1 .*\n--top-k 0 .*\n--top-p 1.5 .*\n--min-p 2 .*\n--rep.* 0 "
     with pytest.raises(ValueError, match=flags):
         Sampling(-1, 0, 1.5, 2, 0)
@@ -119,6 +122,15 @@ def test_a_penalty_makes_tokens_of_the_text_less_likely() -> None:
     only = torch.tensor([[-1.0, -1.1]])
     assert Sampling(repetition_penalty=1.2).next_tokens(only, uniform[:1], [[0]]).tolist() == [1]
     assert logits[0].tolist() == pytest.approx([2.0, 1.9, -1.0, -1.1])
+
+
+def test_logits_of_any_size_give_tokens_of_the_vocabulary() -> None:
+    logits = torch.tensor([[3e38, 2e38, -3e38], [torch.nan, 1.0, 2.0], [-torch.inf] * 3, [torch.inf, 0.0, 1.0]])
+    uniform, texts = torch.full((4,), 0.5, dtype=torch.float64), [[0, 2], [1], [0], [0]]
+    for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=2, top_p=0.5, min_p=0.5)):
+        for penalty in (1e-3, 1.0, 1e3):
+            found = replace(sampling, repetition_penalty=penalty).next_tokens(logits, uniform, texts).tolist()
+            assert found[0] == int(penalty > 1) and all(0 <= token < 3 for token in found)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NullTokenizer(101)], ids=["bytes", "numbers"])
@@ -197,3 +209,26 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
     assert [each.finish_reason for each in found] == ["error", "length", "error", "length"]
     assert "logits after token 2 are not finite" in str(found[0].error)
     assert [found[1].tokens, found[3].tokens] == clean
+
+
+def test_an_error_of_one_text_ends_no_other() -> None:
+    """A tokenizer that fails on the tokens of one prompt, and on those of a new text; a sampling that fails."""
+
+    class Broken(Sampling):
+        def next_tokens(self, logits: torch.Tensor, uniform: torch.Tensor, earlier: Any = ()) -> torch.Tensor:
+            raise IndexError("index -1 is out of bounds")
+
+    def detokenize(ids: Sequence[int]) -> str:
+        if 77 in ids or (list(ids[:1]) == [9] and len(ids) > 1):
+            raise ValueError("no text")
+        return words(ids)
+
+    model = model_of("llama")
+    clean = generate(model, [[1, 2, 3], [4, 4]], 5)
+    engine = Engine(StageRunner({0: model}), detokenize, rows=2)
+    requests = [Request(each, 5) for each in ([77], [9], [1, 2, 3], [4, 4])]
+    *failed, first, second, broken = engine.run([*requests, Request([3], 5, Broken())])
+    assert [each.finish_reason for each in (*failed, broken)] == ["error"] * 3
+    assert "cannot be continued: ValueError: no text" in str(failed[1].error)
+    assert "IndexError: index -1 is out of bounds" in str(broken.error)
+    assert [first.tokens, second.tokens] == clean and engine.idle

@@ -181,7 +181,7 @@ def test_ends_of_texts(served: Served) -> None:
     assert (
         served.ask(COMPLETIONS, {"prompt": "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")})[0] == 200
     )
-    odd = {"top_k": 10**30, "temperature": 1e308, "repetition_penalty": 1e308, "stop_token_ids": [-1, 10**30]}
+    odd = {"top_k": 10**30, "temperature": 1e6, "repetition_penalty": 1e3, "stop_token_ids": [-1, 10**30]}
     assert served.ask(COMPLETIONS, {"prompt": "a"} | odd)[0] == 200
     body = {"prompt": "ab", "temperature": 0, "max_tokens": 10**9}
     free = served.ask(COMPLETIONS, body)[1]
@@ -210,7 +210,11 @@ WRONG: list[tuple[Any, str]] = [
     ({"prompt": "a", "max_tokens": True, "n": 0, "top_p": 2}, "; max_tokens: must be a whole number"),
     ({"prompt": ["a"] * 9, "n": 2}, "asks for 18 texts"),
     ({"prompt": "a", "temprature": 1}, "did you mean temperature"),
-    ({"prompt": "a", "temperature": -1}, "temperature: -1.0 must not be negative"),
+    ({"prompt": "a", "temperature": -1}, "temperature: -1.0 must be 0 or from 1e-06 to 1,000,000"),
+    ({"prompt": "a", "temperature": 1e-320}, "temperature: 1e-320 must be 0 or from 1e-06 to 1,000,000"),
+    ({"prompt": "a", "repetition_penalty": 1e-320}, "repetition_penalty: 1e-320 must be from 0.001 to 1,000; 1 is"),
+    ({"prompt": "a", "repetition_penalty": 1e308}, "repetition_penalty: 1e+308 must be from 0.001 to 1,000; 1 is"),
+    ({"prompt": "a", "presence_penalty": 1e-320}, "presence_penalty: 1e-320 is not supported here"),
     ({"prompt": "a", "temperature": 10**400}, "temperature: is too large"),
     ({"prompt": "a", "presence_penalty": 1}, "presence_penalty: 1 is not supported"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -143,7 +144,10 @@ class Engine:
         found.budget = min(request.max_new_tokens, self.longest - len(request.prompt))
         found.generator.manual_seed(request.seed % 2**64)
         if self.detokenize is not None:
-            found.stream = TextStream(self.detokenize, request.prompt, request.stop)
+            with self._failures_of([found]):
+                found.stream = TextStream(self.detokenize, request.prompt, request.stop)
+            if found.finish_reason is not None:
+                return found
         if found.budget == 0 and not request.prompt_logprobs:
             found.finish_reason = "length"
             return found
@@ -167,7 +171,8 @@ class Engine:
     def cancel(self, generation: Generation) -> None:
         """Ends a request. Its row is free for the next one."""
         if generation.finish_reason is None:
-            self._end(generation, "cancelled")
+            with self._failures_of([generation]):
+                self._end(generation, "cancelled")
 
     def step(self) -> list[Generation]:
         """Reads the prompts of waiting requests if rows are free, then adds a token to every growing text. Returns
@@ -253,14 +258,24 @@ class Engine:
             groups.setdefault(generation.request.sampling, []).append(row)
         for sampling, members in groups.items():
             some = [rows[row] for row in members]
-            uniform = [float(torch.rand((), generator=each.generator, dtype=torch.float64)) for each in some]
-            earlier = (
-                [[*each.request.prompt, *each.tokens] for each in some] if sampling.repetition_penalty != 1 else ()
-            )
             of_group = logits if len(some) == len(rows) else logits[members]
-            tokens = sampling.next_tokens(of_group, torch.tensor(uniform, dtype=torch.float64), earlier)
-            for row, token in enumerate(tokens.tolist()):
-                self._add(some[row], token, of_group[row])
+            tokens: list[int] = []
+            with self._failures_of(some):
+                tokens = _next_tokens(sampling, some, of_group)
+            for generation, token, own in zip(some, tokens, of_group, strict=False):
+                with self._failures_of([generation]):
+                    self._add(generation, token, own)
+
+    @contextmanager
+    def _failures_of(self, rows: list[Generation]) -> Iterator[None]:
+        """Ends these texts that raise an error. The other texts go on."""
+        try:
+            yield
+        except Exception as error:
+            for generation in rows:
+                generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
+                generation.stream = None  # whose text may be what fails
+                self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:
         request = generation.request
@@ -294,6 +309,14 @@ class Engine:
             self._drop.append(row)
         elif generation in self.waiting:
             self.waiting.remove(generation)
+
+
+def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor) -> list[int]:
+    """The next token of each of these texts, which are sampled alike."""
+    uniform = [float(torch.rand((), generator=each.generator, dtype=torch.float64)) for each in rows]
+    earlier = [[*each.request.prompt, *each.tokens] for each in rows] if sampling.repetition_penalty != 1 else ()
+    tokens: list[int] = sampling.next_tokens(logits, torch.tensor(uniform, dtype=torch.float64), earlier).tolist()
+    return tokens
 
 
 def logprob_of(token: int, found: Sequence[float]) -> Logprob:

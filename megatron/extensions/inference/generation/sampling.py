@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+TEMPERATURES = 1e-6, 1e6
+PENALTIES = 1e-3, 1e3
+"""Bounds of --temperature, beside 0, and of --repetition-penalty."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +36,24 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = []
-        if not 0 <= self.temperature < math.inf:
-            problems.append(f"--temperature {self.temperature} must not be negative; 0 takes the most likely token")
+        if not (self.temperature == 0 or TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]):
+            rule = f"must be 0 or from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:,.0f}"
+            problems.append(f"--temperature {self.temperature} {rule}; 0 takes the most likely token")
         if self.top_k is not None and self.top_k < 1:
             problems.append(f"--top-k {self.top_k} must be at least 1; leave it out for no limit")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             problems.append(f"--top-p {self.top_p} must be above 0 and at most 1; leave it out for no limit")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             problems.append(f"--min-p {self.min_p} must be from 0 to 1; leave it out for no limit")
-        if not 0 < self.repetition_penalty < math.inf:
-            problems.append(f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 is none")
+        if not PENALTIES[0] <= self.repetition_penalty <= PENALTIES[1]:
+            rule = f"must be from {PENALTIES[0]:g} to {PENALTIES[1]:,.0f}"
+            problems.append(f"--repetition-penalty {self.repetition_penalty} {rule}; 1 is none")
         if problems:
             raise ValueError("\n".join(problems))
 
     def next_tokens(self, logits: Tensor, uniform: Tensor, earlier: Sequence[Sequence[int]] = ()) -> Tensor:
         """logits [b, vocab], uniform [b] random numbers in [0, 1), the tokens `earlier` of each text, which the
-        repetition penalty needs -> tokens [b]"""
+        repetition penalty needs -> tokens [b]. Logits without a finite largest one give any token of the vocabulary."""
         if self.repetition_penalty != 1:
             logits = self._penalized(logits, earlier)
         if self.temperature == 0:
@@ -71,10 +76,10 @@ class Sampling:
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
         last = (probabilities > 0).sum(-1, keepdim=True) - 1  # rounding must not choose an excluded token
-        return tokens.gather(1, torch.minimum(choice, last)).squeeze(1)
+        return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)  # NaNs leave no token at all
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
-        logits = logits.clone()
+        logits = logits.double()  # whose range no product with a penalty exceeds
         for row, text in zip(logits, earlier, strict=True):
             tokens = torch.tensor(sorted(set(text)), device=row.device)
             values = row[tokens]
