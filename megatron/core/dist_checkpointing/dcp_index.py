@@ -6,6 +6,7 @@ consists of, and only files of its own folder.
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from megatron.core.dist_checkpointing.pickle_sizes import check_sizes
+
 INDEX = ".metadata"
 
-MALFORMED = (ValueError, EOFError, AttributeError, LookupError, TypeError, RecursionError, pickle.UnpicklingError)
+MALFORMED = (
+    *(ValueError, EOFError, AttributeError, LookupError, TypeError),
+    *(RecursionError, MemoryError, pickle.UnpicklingError),
+)
 """Exceptions raised by malformed pickles and JSON."""
 
 
@@ -27,8 +33,9 @@ class IndexReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._index is None:
-            with (Path(self.path) / INDEX).open("rb") as file:
-                index = IndexUnpickler(file).load()
+            data = (Path(self.path) / INDEX).read_bytes()
+            check_sizes(data)
+            index = IndexUnpickler(io.BytesIO(data)).load()
             if not isinstance(index, Metadata):
                 raise pickle.UnpicklingError(f"{INDEX} holds a {type(index).__name__}")
             for info in index.storage_data.values():

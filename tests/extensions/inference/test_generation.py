@@ -103,7 +103,7 @@ def test_extreme_random_numbers_choose_tokens_that_are_allowed() -> None:
 
 def test_user_errors_say_what_to_do() -> None:
     for wrong in ({"temperature": 1e-320}, {"repetition_penalty": 1e-320}, {"repetition_penalty": 1e308}):
-        with pytest.raises(ValueError, match="must be .*from .* to 1,000"):
+        with pytest.raises(ValueError, match=r"must be .*from .* to 1,000"):
             Sampling(**wrong)
     flags = r"--temperature -1 .*\n--top-k 0 .*\n--top-p 1.5 .*\n--min-p 2 .*\n--rep.* 0 "
     with pytest.raises(ValueError, match=flags):

@@ -1,0 +1,65 @@
+"""Checks the sizes that a pickle states before anything reads it: a few bytes may ask for gigabytes. No torch."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+
+_LINES = {"GLOBAL": 2, "INST": 2}
+"""Opcodes with other than one line of text."""
+
+_COUNTS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+"""Kind of an argument that states its own length -> bytes of that length."""
+
+_SIZES = {ord(each.code): 0 if each.arg is None else each.arg.n for each in pickletools.opcodes}
+_NAMES = {ord(each.code): each.name for each in pickletools.opcodes}
+
+
+def check_sizes(data: bytes) -> None:
+    """Checks that no length and no place in the memo of a pickle is larger than the pickle itself.
+
+    Python's unpickler makes room for what the pickle states before it looks for it. Raises pickle.UnpicklingError."""
+    place, end = 0, len(data)
+    while place < end:
+        code = data[place]
+        size = _SIZES.get(code)
+        if size is None:
+            raise pickle.UnpicklingError(f"byte {place} is {code:#04x}, which begins no instruction of a pickle")
+        place += 1
+        if size in _COUNTS:
+            width = _COUNTS[size]
+            stated = int.from_bytes(data[place : place + width], "little")
+            place += width
+            if stated > end - place:
+                raise pickle.UnpicklingError(
+                    f"{_NAMES[code]} states {stated:,} bytes, and {max(0, end - place):,} follow"
+                )
+            place += stated
+        elif size == pickletools.UP_TO_NEWLINE:
+            for _ in range(_LINES.get(_NAMES[code], 1)):
+                start, place = place, data.find(b"\n", place) + 1
+                if not place:
+                    raise EOFError("the pickle ends within an instruction")
+            if code == pickle.PUT[0]:
+                _check_place(int(data[start : place - 1]), end)
+        else:
+            stated = int.from_bytes(data[place : place + size], "little")
+            place += size
+            if code == pickle.LONG_BINPUT[0]:
+                _check_place(stated, end)
+            elif code == pickle.FRAME[0] and stated > end - place:
+                raise pickle.UnpicklingError(f"FRAME states {stated:,} bytes, and {max(0, end - place):,} follow")
+        if code == pickle.STOP[0]:
+            return
+    raise EOFError("the pickle has no end")
+
+
+def _check_place(place: int, most: int) -> None:
+    """Checks a place in the memo: a pickle that uses this many has more bytes."""
+    if place > most:
+        raise pickle.UnpicklingError(f"it asks for {place:,} remembered values, and has {most:,} bytes")
