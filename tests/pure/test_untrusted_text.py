@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.core.config.json_text import parse_json
 from megatron.training.config.arguments import read_flags
-from megatron.training.config.saved_flags import saved_metadata
+from megatron.training.config.flags import values_by_section
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.saved_flags import check_types, saved_metadata
 from megatron.training.config.yaml_text import MOST_BYTES, compose_yaml, load_yaml
 
 TENFOLD = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
@@ -91,3 +95,42 @@ def test_json_without_a_value_is_a_value_error(tmp_path: Path) -> None:
     (folder / "metadata.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="is damaged: it holds no configuration"):
         saved_metadata(tmp_path)
+
+
+TYPES: dict[str, tuple[str, Any, str]] = {
+    "a section": ("parallel", ["x"], "config.parallel is a list, and must be an object"),
+    "a number": ("model", {"num_layers": "two"}, "config.model.num_layers is text, and must be a whole number"),
+    "a fraction": ("model", {"num_layers": 2.5}, "config.model.num_layers is a number, and must be a whole number"),
+    "a switch": ("model", {"num_layers": True}, "config.model.num_layers is true or false, and must be a whole number"),
+    "an object": ("optimizer", {"lr": {}}, "config.optimizer.lr is an object, and must be a number"),
+    "nothing": ("model", {"hidden_size": None}, "config.model.hidden_size is null, and must be a whole number"),
+    "one of several": ("data", {"data_path": ["a", {}]}, "config.data.data_path holds an object, and each of its"),
+    "several": ("data", {"data_path": {}}, "config.data.data_path is an object, and must be a list"),
+    "a word": ("training", {"swiglu": "yes"}, "config.training.swiglu is text, and must be true or false"),
+}
+
+
+def metadata_of(folder: Path, values: dict[str, Any]) -> None:
+    (folder / "iter_0000001").mkdir()
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+    (folder / "iter_0000001" / "metadata.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_saved_value_of_another_type_is_refused_with_its_file_and_field(name: str, tmp_path: Path) -> None:
+    section, values, said = TYPES[name]
+    sections: dict[str, Any] = {"model": {}, "optimizer": {}, "training": {}}
+    metadata_of(tmp_path, {"config": sections | {section: values}})
+    with pytest.raises(ValueError, match=r"iter_0000001/metadata.json is damaged: ") as found:
+        saved_metadata(tmp_path)
+    assert said in str(found.value) and "\n" not in str(found.value)
+
+
+def test_model_of_run_is_checked_too_and_saved_values_are_taken(tmp_path: Path) -> None:
+    config = values_by_section(RunConfig()) | {"gone": {"of_an_older_version": [{}]}}
+    whole = {"model": config["model"] | {"num_layers": 2.0}}
+    metadata_of(tmp_path, {"config": config | whole, "model_of_run": {"num_layers": 2}})
+    assert saved_metadata(tmp_path) is not None
+    for wrong, said in (([1], "model_of_run is a list"), ({"num_layers": "x"}, "model_of_run.num_layers is text")):
+        with pytest.raises(ValueError, match=f"is damaged: {said}"):
+            check_types({"config": config, "model_of_run": wrong}, tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.dist_checkpointing.path_kind import LATEST
+from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIMIZER, StateDict, optimizer_key
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.param_meta import HISTORY
@@ -16,7 +16,7 @@ from megatron.core.parts import STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.training.config.flags import config_of_sections, named_value
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import changed_fields, free_choices, past_batches
+from megatron.training.config.saved_flags import changed_fields, check_types, free_choices, past_batches
 from megatron.training.progress import Progress
 
 FORMAT_VERSION = 1
@@ -37,6 +37,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
         value = checkpoint.payload.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
             raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
+    check_types(checkpoint.payload, checkpoint.folder / METADATA)
     return config_of_sections(checkpoint.payload["config"])
 
 
