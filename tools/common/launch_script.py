@@ -46,6 +46,9 @@ class Branch:
     patterns: list[str] | None = None
     """Of a `case` whose pattern is being read."""
 
+    repeats: bool = False
+    """Whether it is a loop."""
+
     def enter(self, chosen: float) -> None:
         """Begins a branch that runs if no other did and `chosen` holds."""
         self.live = min(YES - self.taken, chosen)
@@ -116,14 +119,14 @@ class LaunchScript:
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):
-                self._branches.append(Branch(live=guard))
+                self._branches.append(Branch(live=guard, repeats=word in ("while", "until")))
             elif word == "case":
                 self._branches.append(
                     Branch(NO, subject=self.variables.tested_text(rest[0]) if rest else "", patterns=[])
                 )
                 return rest[2:]
             elif word in ("for", "select"):
-                self._branches.append(Branch(live=guard))
+                self._branches.append(Branch(live=guard, repeats=True))
                 self.variables.forget(re.findall(r"[A-Za-z_]\w*", rest[0])[:1] if rest else [])
                 return []
             elif word in ("then", "elif", "else", "fi", "done", "}", "esac"):
@@ -209,6 +212,8 @@ class LaunchScript:
         found = ASSIGNMENT.fullmatch(assignment)
         assert found
         name, adds, raw = found.groups()
+        if "$((" in raw and re.search(rf"\b{name}\b", raw) and any(branch.repeats for branch in self._branches):
+            self.variables.forget([name])  # a loop counts with it
         earlier = self.variables.values.get(name)
         value: str | list[str]
         if raw.startswith("("):
