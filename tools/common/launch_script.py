@@ -108,6 +108,9 @@ class LaunchScript:
     def _chain(self, words: list[str], before: str, live: float) -> None:
         """Runs a command; its result and that of the commands before it in a chain of && and || are one."""
         words = _calculations(words)
+        for found in map(ASSIGNMENT.fullmatch, words if live == NO else ()):
+            if found and "--" in found[3]:  # flags that this run does not give
+                self.variables.values.setdefault(found[1], "")
         earlier, tested = self._result, words[0] in ("[", "[[", "test", "!") or words[0].startswith("((")
         result = YES if live == NO else self.variables.test(words) if tested else self._simple(words, live)
         chains = {"&&": min(earlier, result), "||": max(earlier, result)}
