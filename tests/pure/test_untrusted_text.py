@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.json_text import parse_json
+from megatron.core.config.layers import layer_numbers
 from megatron.training.config.arguments import read_flags
 from megatron.training.config.flags import values_by_section
 from megatron.training.config.run_config import RunConfig
@@ -134,3 +135,10 @@ def test_model_of_run_is_checked_too_and_saved_values_are_taken(tmp_path: Path) 
     for wrong, said in (([1], "model_of_run is a list"), ({"num_layers": "x"}, "model_of_run.num_layers is text")):
         with pytest.raises(ValueError, match=f"is damaged: {said}"):
             check_types({"config": config, "model_of_run": wrong}, tmp_path)
+
+
+def test_texts_that_are_no_numbers_are_refused_in_plain_words() -> None:
+    with pytest.raises(ValueError, match="is not a list of numbers"):
+        layer_numbers("[64]\udcff", 1)
+    (problem,) = read_flags(["--lr", "1_000"]).problems
+    assert "--lr 1_000: must be a number" in str(problem)

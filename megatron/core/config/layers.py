@@ -166,7 +166,7 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
     """The number or list that a text says. ValueError that says what it is `otherwise`."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, RecursionError):
+    except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):
         raise ValueError(f"{text!r} {otherwise}") from None
 
 

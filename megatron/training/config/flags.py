@@ -38,7 +38,7 @@ def parse_int(text: str) -> int:
 
 def parse_float(text: str) -> float:
     value = float(text)
-    if math.isnan(value):
+    if math.isnan(value) or "_" in text:  # float() also takes 1_000
         raise ValueError("not a number")
     return value
 
