@@ -202,9 +202,17 @@ class RunPlan:
         iterations, samples = end - past[-1][0], sizes.samples(end) - past[-1][1]
         return (
             f"another batch size from here on: {max(0, iterations):,} iterations and {max(0, samples):,} samples "
-            f"remain until iteration {end:,}; the learning rate depends on "
-            f"{'the samples' if given is None else 'the iteration'}, as before"
+            f"remain until iteration {end:,}; {self._unit_of_schedule(saved)}"
         )
+
+    def _unit_of_schedule(self, saved: RunConfig) -> str:
+        """What the learning rate depends on, and what it depended on in the run of the checkpoint."""
+        units = "the samples", "the iteration"
+        now = units[self.base.training.train_iters is not None]
+        before = units[saved.training.train_iters is not None and plan_class(saved) is RunPlan]
+        if now == before:
+            return f"the learning rate depends on {now}, as before"
+        return f"the learning rate now depends on {now}; before, it depended on {before}"
 
     def lines(self, phase: Phase) -> Iterator[str]:
         """Lines of plans and logs about a phase."""

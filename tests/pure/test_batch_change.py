@@ -145,6 +145,14 @@ def test_the_rest_of_a_run_is_told() -> None:
         "depends on the iteration, as before"
     )
     plan, _ = resumed(plan_of(before), 16, config_of(STYLES[0], "samples", 4))
-    assert "48 iterations and 192 samples remain until iteration 64; the learning rate depends on the samples" in str(
-        plan.changed_batch(before, here)
+    assert str(plan.changed_batch(before, here)).endswith(
+        "48 iterations and 192 samples remain until iteration 64; the learning rate now depends on the samples; "
+        "before, it depended on the iteration"
     )
+    by_samples = config_of(STYLES[0], "samples", 8)
+    for unit, said in (
+        ("samples", "depends on the samples, as before"),
+        ("iters", "now depends on the iteration; before, it depended on the samples"),
+    ):
+        plan, _ = resumed(plan_of(by_samples), 16, config_of(STYLES[0], unit, 4))
+        assert str(plan.changed_batch(by_samples, here)).endswith(f"the learning rate {said}")
