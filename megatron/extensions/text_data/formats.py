@@ -13,12 +13,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from itertools import zip_longest
 from typing import IO, Any
 
 from megatron.extensions.text_data.inputs import Damaged, TextFile, decompressed, opened
+from megatron.extensions.text_data.json_values import from_json, is_indented, next_value
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20
@@ -138,7 +138,7 @@ def _row(record: Any, chunk: Chunk) -> str | dict[str, Any]:
         if not chunk.of_json:
             return text
         try:
-            record = _from_json(text)
+            record = from_json(text)
         except RecursionError:
             raise ValueError("not JSON: it nests too deeply") from None
         except ValueError as error:
@@ -146,37 +146,6 @@ def _row(record: Any, chunk: Chunk) -> str | dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object but {_type_name(record)}")
     return record
-
-
-def _integer(digits: str) -> int | Decimal:
-    try:
-        return int(digits)
-    except ValueError:  # the limit of sys.set_int_max_str_digits
-        return Decimal(digits)
-
-
-_QUICK = json.JSONDecoder()
-_PATIENT = json.JSONDecoder(parse_int=_integer)
-"""Slower than the decoder of `json.loads`, which refuses integers of more than 4,300 digits."""
-
-
-def _from_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        return _PATIENT.decode(text)
-
-
-def _next_value(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at a place, and where it ends."""
-    try:
-        return _QUICK.raw_decode(text, at)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        return _PATIENT.raw_decode(text, at)
 
 
 def is_blank(record: Record) -> bool:
@@ -240,7 +209,9 @@ def format_of(file: TextFile, stream: IO[bytes]) -> str:
         if re.match(pattern, start):
             raise Unreadable(f"this looks like {what}")
     if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
-        return "jsonl"  # many name lines so
+        kind = "jsonl"  # many name lines so
+    if kind == "jsonl" and is_indented(start.removeprefix(BOM)):
+        raise Unreadable("a JSON object takes several lines; write one object a line, or an array in a .json file")
     return kind
 
 
@@ -289,7 +260,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     while closing != "]":
         while True:
             try:
-                value, end = _next_value(text, at)
+                value, end = next_value(text, at)
                 if end < len(text) or ended:  # a number may go on
                     break
             except RecursionError:

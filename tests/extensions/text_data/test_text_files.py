@@ -183,6 +183,8 @@ MISNAMED = [
     ("a.json", b'[{"text": "a"} {"text": "b"}]', "cannot be read after record 1: not a JSON array"),
     ("a.json", b'[{"text": "a"}] more', "after the end of the array"),
     ("a.json", b'[{"text": nope}' + b" " * 600_000 + b"]", "cannot be read after record 0: not JSON"),
+    ("a.json", b'{\n  "text": "a"\n}\n', "a JSON object takes several lines; write one object a line, or an array"),
+    ("a.jsonl", b'{"text": "a",\n "id": [\n  1]}\n', "a JSON object takes several lines; write one object a line"),
     ("a.csv", b"id,words\n1,x\n", "no column 'text' (--json-keys); the columns are 'id', 'words'"),
     ("a.csv", b'id,text\n1,"x\n', "cannot be read after row 0: unexpected end of data"),
     ("a.csv", b"id,text\n1,\xff\n", "'utf-8' codec can't decode byte 0xff"),
@@ -196,6 +198,12 @@ def test_what_is_not_what_its_name_says(tmp_path: Path, name: str, content: byte
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / name)) + ".*" + re.escape(said)):
         documents(tmp_path / name)
+
+
+def test_a_first_line_that_is_cut_spoils_no_other(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text":\n{"text": "b"}\n')
+    (chunk,) = read_chunks(find_inputs([str(tmp_path)]), Reading(), 1 << 20)
+    assert texts_of(chunk.records[1], chunk, Reading()) == ["b"]
 
 
 def test_a_row_that_is_bad_spoils_no_other(tmp_path: Path) -> None:

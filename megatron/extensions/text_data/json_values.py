@@ -1,0 +1,68 @@
+"""JSON values in texts, and what lines of JSON look like. No torch."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any
+
+
+def _integer(digits: str) -> int | Decimal:
+    try:
+        return int(digits)
+    except ValueError:  # the limit of sys.set_int_max_str_digits
+        return Decimal(digits)
+
+
+_QUICK = json.JSONDecoder()
+_PATIENT = json.JSONDecoder(parse_int=_integer)
+"""Slower than the decoder of `json.loads`, which refuses integers of more than 4,300 digits."""
+
+
+def from_json(text: str) -> Any:
+    """The value of a JSON text, with integers of any length."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return _PATIENT.decode(text)
+
+
+def next_value(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at a place, and where it ends."""
+    try:
+        return _QUICK.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return _PATIENT.raw_decode(text, at)
+
+
+def is_indented(start: bytes) -> bool:
+    """Whether a file begins with an object over several lines: its first line is the beginning of one, and the next is
+    no object of its own. A line that was cut, before others that are whole, is a bad line."""
+    lines = [line.strip() for line in start.split(b"\n")[:-1] if line.strip()][:2]
+    if len(lines) < 2 or not lines[0].startswith(b"{"):
+        return False
+    first, second = (line.decode("utf-8", "replace") for line in lines)
+    return _cut_at_the_end(first) and not _is_value(second)
+
+
+def _cut_at_the_end(text: str) -> bool:
+    """Whether text is the beginning of a JSON value, up to the end of one of its parts."""
+    try:
+        from_json(text)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text)
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
+def _is_value(text: str) -> bool:
+    try:
+        from_json(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
