@@ -45,7 +45,7 @@ from megatron.training.extensions import load_extensions
 from megatron.training.metrics.data_sources import SourceNames
 
 from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, dataset_at, run_tool, tool_parser
-from .common.sample_log import lines_of_step, record_of_step
+from .common.sample_log import WITHOUT_DOCUMENTS, lines_of_step, record_of_step
 
 SPLITS = ("train", "valid", "test")
 DATA_FIELDS = (
@@ -139,6 +139,8 @@ def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
     record = record_of_step(Path(args.sample_log), args.step)
     config, sources = config_of(DatasetConfig, args), SourceNames()
     if not (config.data_path or config.train_data_path):
+        if not any(record.get("documents") or [True]):
+            raise ValueError(WITHOUT_DOCUMENTS)
         raise ValueError("--sample-log needs the data of the run, as --data-path PREFIX")
     sources.numbers(config, "train")
     paths = {name: split_share(path)[0] for name, path in zip(sources.names, sources.paths, strict=True)}
@@ -246,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from_flags = [
         split_share(prefix)[0] for flag, values in named if values for prefix in parse_blend(flag, values).prefixes
     ]
-    if not args.prefix and not from_flags:
+    if not args.prefix and not from_flags and not args.sample_log:
         raise ValueError("no dataset: give prefixes, or --data-path")
     if args.dump and not from_flags:
         raise ValueError("--dump needs data flags, as --data-path PREFIX")

@@ -13,6 +13,12 @@ from numpy.typing import NDArray
 from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+WITHOUT_DOCUMENTS = (
+    "the samples of this step are from no documents: --mock-data or another --dataset-type made them, so they cannot "
+    "be decoded; --sample-log has only their origins and checksums"
+)
+"""What is said about samples of which the log names no documents and which are from no given data set."""
+
 
 def record_of_step(log: Path, step: int) -> dict[str, Any]:
     """The record of a step. Raises ValueError if the file has none."""
@@ -46,6 +52,8 @@ def lines_of_step(
     )
     for number, (origin, parts, checksum) in enumerate(rows, record["samples"][0]):
         name = origin.rpartition(":")[0]
+        if name not in prefixes and not parts and "documents" in record:
+            raise ValueError(WITHOUT_DOCUMENTS)
         if name not in prefixes:
             given = ", ".join(prefixes) or "none"
             raise ValueError(

@@ -43,6 +43,7 @@ from tests.harness import run_world, running
 from tests.pure.test_path_kind import check_kind
 from tests.rules import BASE, problems
 from tests.tiny import TINY
+from tools import inspect_dataset
 from tools.preprocess_data import main as preprocess
 
 TEXTS = ["", "x" * 70_000, *DOCUMENTS]
@@ -326,6 +327,17 @@ def test_a_step_of_a_sample_log_is_decoded(tmp_path: Path) -> None:
     }
     for flags, said in mistakes.items():
         assert re.search(said, run_program(*tool, *flags, code=2).stderr)
+
+
+def test_samples_without_documents_are_named(tmp_path: Path) -> None:
+    record = {"iteration": 2, "samples": [0, 0], "origins": ["stream:0+0"], "documents": [[]], "crc32": ["0"]}
+    (tmp_path / "s.jsonl").write_text(json.dumps(record))
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a"]))
+    asks = ["--sample-log", str(tmp_path / "s.jsonl"), "--step", "2"]
+    tokens = ["--tokenizer-type", "ByteTokenizer", "--data-path", str(tmp_path / "a.jsonl")]
+    for argv in (asks, [*asks, *tokens]):
+        with pytest.raises(ValueError, match="another --dataset-type made them, so they cannot be decoded"):
+            inspect_dataset.main(argv)
 
 
 def logged_run(rank: int, world_size: int, data: list[str], log: str) -> tuple[str, list[str]]:
