@@ -40,6 +40,26 @@ def test_the_model_and_the_schedule_are_the_checkpoint_s(folder: Path) -> None:
     assert "--lr is 0.0003, as in the checkpoint, not 1.0" in notes
 
 
+def test_the_tokenizer_is_the_checkpoint_s_unless_it_is_given(tmp_path: Path) -> None:
+    """Where its files are gone, those that the run kept beside its checkpoints count."""
+    gone, kept, asks = tmp_path / "gone", tmp_path / "tokenizer", ["--load", str(tmp_path), ASKS[0]]
+    kept.mkdir()
+    (kept / "tokenizer.json").write_text("{}")
+    (kept / "a.model").write_text("")
+    for name, path, found in (
+        ("HuggingFaceTokenizer", gone, kept),
+        ("Llama2Tokenizer", gone / "a.model", kept / "a.model"),
+    ):
+        saved = parse_args([*SAVED.split(), "--tokenizer-type", name, "--tokenizer-model", str(path)])
+        (tmp_path / "metadata.json").write_text(json.dumps({"config": values_by_section(saved)}))
+        config, notes = with_saved_flags(parse_args(asks))
+        assert (config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model) == (name, str(found))
+        assert notes == [f"--tokenizer-model is {found}, which the run kept: there is no {path}, as in the checkpoint"]
+    config, notes = with_saved_flags(parse_args([*asks, "--tokenizer-type", "ByteTokenizer"]))
+    assert (config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model) == ("ByteTokenizer", None)
+    assert with_saved_flags(parse_args(asks[:2]))[0].tokenizer.tokenizer_type is None
+
+
 def test_each_flag_takes_its_own_part(folder: Path) -> None:
     given = parse_args(["--lr", "1", "--load", str(folder), ASKS[0]])
     config, _ = with_saved_flags(given)

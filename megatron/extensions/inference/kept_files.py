@@ -12,10 +12,8 @@ from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.fsync import whole_file
 from megatron.extensions.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.tokenizers.special_tokens import FILES
+from megatron.training.config.saved_flags import TOKENIZER_FOLDER as FOLDER
 from megatron.training.hooks import Callback
-
-FOLDER = "tokenizer"
-"""Name of the folder beside the checkpoints."""
 
 BESIDE = (*FILES, "chat_template.jinja")
 """Files beside a tokenizer.json that name its special tokens and have its chat template."""

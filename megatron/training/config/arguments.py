@@ -21,6 +21,7 @@ from megatron.training.config.commands import Command, asked_command, json_file_
 from megatron.training.config.flags import (
     Flag,
     all_flags,
+    changed_flags,
     config_of_sections,
     flat_values,
     is_registered,
@@ -60,6 +61,9 @@ class CommandLine:
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """Every flag as it was given, alone and with its first value: also those that no field has."""
 
+    of_model: frozenset[str] = field(default=frozenset(), compare=False)
+    """Flags that nobody gave: a model in --load that is no checkpoint of ours determines them."""
+
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
     """Parses `argv`. `--help` prints and raises SystemExit(0). If it cannot be understood, raises SystemExit(2)
@@ -79,7 +83,8 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         if launch.rank == 0:
             sys.stdout.write(help_text(_options(), REQUIRED, about))
         raise SystemExit(0)
-    config = _with_model_flags(config_of(reader.values), reader)
+    written = config_of(reader.values)
+    config = _with_model_flags(written, reader)
     world_size = reader.world_size
     command = asked_command(reader, world_size)
     if command is not None and not command.reads_data and not names_data(config):
@@ -101,7 +106,9 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         unread = any(problem.flag == "--config" for problem in reader.problems)  # what is missing may stand in the file
         found = [] if unread else validate(resolve(config, ranks), ranks)
         refuse(reader.problems + [p for p in found if p.flag not in reader.suspects], launch, json_file)
-    return CommandLine(config, world_size, tuple(reader.notes), command, json_file, frozenset(reader.spelled))
+    of_model = changed_flags(written, config)
+    spelled = frozenset(reader.spelled)
+    return CommandLine(config, world_size, tuple(reader.notes), command, json_file, spelled, of_model)
 
 
 def _options() -> list[tuple[str, str]]:

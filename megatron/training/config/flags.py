@@ -267,6 +267,15 @@ def flags_of(section: str) -> tuple[Flag, ...]:
     return tuple(flag for flag in all_flags() if flag.section == section or flag.section in extensions)
 
 
+def changed_flags(before: RunConfig, after: RunConfig) -> frozenset[str]:
+    """Names of the flags that have their default in one configuration and another value in the next."""
+    if before == after:
+        return frozenset()
+    return frozenset(
+        flag.name for flag in all_flags() if value_of(before, flag) == flag.default != value_of(after, flag)
+    )
+
+
 def named_value(config: RunConfig, field: str) -> Any:
     """Value of a configuration's field, by its name alone; None where the extension of the flag is not installed."""
     flag = field_table().get(field)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine
 from megatron.training.config.commands import Prepared, refuse
-from megatron.training.config.flags import EXTENSION_SECTIONS, dashed, without_credentials
+from megatron.training.config.flags import EXTENSION_SECTIONS, changed_flags, dashed, without_credentials
 from megatron.training.config.input_files import missing_inputs, unusable_checkpoint
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
@@ -46,6 +47,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     world_size = line.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(line.config, line.given)
+        not_given = line.of_model | changed_flags(line.config, config)
         config = with_past_batches(config)
     except (ValueError, OSError) as error:
         refuse(Problem.of_errors("--load", line.config.checkpoint.load, error), launch, line.json_file)
@@ -61,16 +63,11 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
     if launch.rank == 0:
         for note in (*line.notes, *notes):
             print(redacted(note), file=sys.stderr)
-    vocab_size = None
-    unread = (*single_values(config), *tokenizer(resolve(config, world_size), world_size))
-    if not TOKENIZER_FLAGS & {problem.flag for problem in unread}:
-        try:
-            vocab_size = tokenizer_vocabulary(resolve(config, world_size))
-        except (ValueError, OSError) as error:
-            problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
+    vocab_size, unread = _vocabulary(config, line, world_size)
+    (inputs if vocab_size is not None else problems).extend(unread)
     found = findings(config, world_size, vocab_size)
     if launch.rank == 0:
-        for notice in (each for each in found if each.harmless):
+        for notice in (each for each in found if each.harmless and each.flag not in not_given):
             print(notice, file=sys.stderr)
     problems += [each for each in found if not each.harmless]
     problems = _about_load(config, problems, together=launch.several_hosts or line.command is not None)
@@ -84,6 +81,26 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
             problems += missing_inputs(config, problems)
         refuse(problems, launch, None)
     return config
+
+
+def _vocabulary(config: RunConfig, line: CommandLine, world_size: int) -> tuple[int | None, list[Problem]]:
+    """Tokens of the vocabulary, None where nothing says it or where flags of the tokenizer are wrong, and the problems
+    of reading the tokenizer.
+
+    A command plans with the vocabulary that flags or the checkpoint state, if the tokenizer cannot be read."""
+    wrong = (*single_values(config), *tokenizer(resolve(config, world_size), world_size))
+    if TOKENIZER_FLAGS & {problem.flag for problem in wrong}:
+        return None, []
+    try:
+        return tokenizer_vocabulary(resolve(config, world_size)), []
+    except (ValueError, OSError) as error:
+        unread = Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
+    if line.command is None:
+        return None, unread
+    if stated := config.model.vocab_size or config.model.default_vocab_size:
+        return stated, unread
+    remedy = "for a plan without it, add --vocab-size with its number of tokens"
+    return None, [replace(each, remedy=f"{each.remedy}; {remedy}") for each in unread]
 
 
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:

@@ -174,7 +174,7 @@ class CheckpointConfig:
     """Resume from a checkpoint that was saved with other training data."""
 
     use_checkpoint_args: bool = False
-    """Take the model's flags from the checkpoint in --load, if there is one."""
+    """Take the model's flags, and the tokenizer unless it is given, from the checkpoint in --load, if there is one."""
 
     use_checkpoint_opt_param_scheduler: bool = flag(False, name="--use-checkpoint-opt_param-scheduler")
     """Take learning rate, weight decay and their schedules from the checkpoint in --load, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
@@ -10,11 +11,12 @@ from typing import Any
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.path_kind import METADATA, candidates, kind_of
-from megatron.core.parts import MODEL_LOADERS, PLANS
+from megatron.core.parts import MODEL_LOADERS, PLANS, TOKENIZERS
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     all_flags,
     config_of_sections,
+    dashed,
     field_table,
     flags_of,
     holds,
@@ -74,7 +76,45 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
             if named_value(config, field) != field_table()[field].default  # what was not given contradicts nothing
         ]
         config = with_named(config, changed)
+    if wanted[0]:
+        of_run, lines = _saved_tokenizer(config, before, Path(options.load))
+        config, notes = with_named(config, of_run), notes + lines
     return config, notes
+
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Name of the folder beside the checkpoints where a run keeps its tokenizer's files."""
+
+TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+"""Fields that say which tokenizer a run has; all but the first are paths."""
+
+
+def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: Path) -> tuple[dict[str, str | None], list[str]]:
+    """Values of the tokenizer's fields as in the checkpoint's run, and a line for each file that is read from where the
+    run kept it. Nothing if a flag of the tokenizer is given."""
+    if any(getattr(config.tokenizer, field) is not None for field in TOKENIZER_FIELDS):
+        return {}, []
+    values: dict[str, str | None] = {field: getattr(saved.tokenizer, field) for field in TOKENIZER_FIELDS}
+    notes = []
+    for field, path, kept in _moved(values, load):
+        values[field] = kept
+        notes.append(f"{dashed(field)} is {kept}, which the run kept: there is no {path}, as in the checkpoint")
+    return values, notes
+
+
+def _moved(values: dict[str, str | None], load: Path) -> Iterator[tuple[str, str, str]]:
+    """(field, path, the kept copy) of files that are no longer where the run had them."""
+    name = values["tokenizer_type"]
+    in_folder = name in TOKENIZERS and TOKENIZERS.facts(name).finds_files
+    for field in TOKENIZER_FIELDS[1:]:
+        path = values[field]
+        if path is None or os.path.exists(path):
+            continue
+        for folder in (load / TOKENIZER_FOLDER, load.parent / TOKENIZER_FOLDER):
+            kept = folder if in_folder else folder / Path(path).name
+            if kept.exists():
+                yield field, path, str(kept)
+                break
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:

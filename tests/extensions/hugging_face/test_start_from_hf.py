@@ -17,11 +17,13 @@ from megatron.extensions.hugging_face.export import COUNTS, ExportProcess, HFExp
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.hugging_face.rules import exports
 from megatron.training.config.arguments import command_line, parse_args
+from megatron.training.config.prepare import prepare
 from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.metrics import progress_bar
 from megatron.training.reliability.failure_report import start_again
+from megatron.training.reliability.launch import Launch
 from tests.extensions.hugging_face import sweep
 from tests.extensions.hugging_face.hf_exact import model_with, save_model
 from tests.extensions.hugging_face.hf_models import assert_same_weights, weights_in
@@ -111,6 +113,23 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
         and "hidden_size = None must be a number" in said
         and "required" not in said
     )
+
+
+def test_no_notice_is_about_a_flag_that_nobody_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """config.json of Falcon-H1 states where a norm is that the model may not have."""
+    config = json.loads(FALCON_H1) | {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = f"--lr 1 --mock-data --train-iters 1 --seq-length 16 --cpu --load {tmp_path}".split()
+    for own, told in ((), False), (("--expert-model-parallel-size", "2"), True):
+        prepare(command_line([*flags, *own]), Launch())
+        said = capsys.readouterr().err
+        assert "--mamba-norm-before-gate" not in said and ("has no effect" in said) == told, said
+
+
+FALCON_H1 = """{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+"vocab_size": 64, "head_dim": 8, "intermediate_size": 64,
+"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
+"mamba_n_groups": 1, "max_position_embeddings": 64}"""
 
 
 @pytest.fixture(scope="module")

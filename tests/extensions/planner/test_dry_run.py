@@ -129,6 +129,17 @@ def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
     assert len(done.stderr.splitlines()) == 2, done.stderr
 
 
+def test_a_plan_without_the_files_of_the_tokenizer() -> None:
+    """It needs the size of the vocabulary alone."""
+    missing = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/tok"
+    for size in ("--vocab-size", "--default-vocab-size"):
+        done = pretrain(f"{RIGHT.replace('--vocab-size', size)} {missing}", code=2)
+        assert "vocabulary 1,000, padded to 1,024" in done.stdout
+        assert "1 problem" in done.stderr and done.stderr.count("--tokenizer-model /nowhere/tok: there is no") == 1
+    done = pretrain(f"{RIGHT.replace('--vocab-size 1000', '')} {missing}", code=2)
+    assert done.stdout == "" and "for a plan without it, add --vocab-size" in done.stderr
+
+
 def test_files_that_a_run_misses_are_problems_behind_its_plan(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     missing = f"--valid v={tmp_path}/y --save {tmp_path}/file --load {tmp_path}/no --exit-on-missing-checkpoint"
