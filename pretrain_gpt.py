@@ -15,6 +15,7 @@ from megatron.training.reliability.launch import (
     Launch,
     choose_allocators,
     hold_ignored_signals,
+    quiet_torch,
     skip_final_collection,
 )
 from megatron.training.reliability.lossy_output import lossy_output
@@ -56,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     if closed:
         drop_output()
     choose_allocators(os.environ)
+    quiet_torch(os.environ)
     # torch is imported only now: help, validation and plans need no torch.
     from megatron.training.training import pretrain
 

@@ -90,3 +90,19 @@ def test_a_rank_that_is_stopped_at_start_up_is_named(tmp_path: Path) -> None:
         assert join([ranks[0]]) == [1]
     text = (tmp_path / "screen").read_text()
     assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\n", text) and f"process {ranks[1].pid} is stopped" in text, text
+
+
+def test_the_death_of_the_rank_that_holds_the_store_is_told(tmp_path: Path) -> None:
+    """Without torchrun the store is in the process of rank 0."""
+    screen = tmp_path / "screen"
+    flags = [*MODEL, "--pp", "1", "--log-interval", "1"]
+    with forked_ranks(2, flags, screen) as ranks:
+        wait_for(lambda: re.search(r" iteration +[5-9]/", screen.read_text()) is not None, ranks)
+        os.kill(ranks[0].pid, signal.SIGKILL)
+        assert join([ranks[1]]) == [1]
+    text = screen.read_text()
+    assert re.search(r"RUN FAILED: rank 0 of 2 on \S+\nphase: step \d+.*, at its last sign of life\nprocess", text), (
+        text
+    )
+    assert f"process {ranks[0].pid} is gone, and with it the store of the ranks" in text
+    assert "what to do: a crash or a kill from outside" in text and "--distributed-timeout-minutes" not in text

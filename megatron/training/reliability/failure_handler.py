@@ -33,7 +33,7 @@ from megatron.training.reliability.failure_report import (
 from megatron.training.reliability.launch import Launch, restarts_left, tell_last, write_error_file
 from megatron.training.reliability.lossy_output import flush_output
 from megatron.training.reliability.rank_status import RankStatus, Standing
-from megatron.training.reliability.rank_store import PERIOD, Board, NoStoreError
+from megatron.training.reliability.rank_store import PERIOD, Board, NoStoreError, launcher_has_store, store_refuses
 from megatron.training.reliability.run_status import ExitCode, Outcome, code_for_launcher
 from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import SignalListener
@@ -176,8 +176,11 @@ class FailureHandler:
     def store_lost(self, error: RuntimeError) -> NoReturn:
         """Ends because the launcher, or rank 0 if there is none, has ended: there is no store to talk through."""
         with self._only_once():
+            title = str(error).partition("\n")[0]
+            if self._signals.first_at is None and (lost := self._first_gone(title)):
+                self._end_without_store(lost)
             if self._signals.first_at is None and self._launch.local_rank <= (self._launch.launcher == "srun"):
-                what = f"the store of the ranks does not answer: {error}"
+                what = f"the store of the ranks does not answer: {title}"
                 who = "rank 0 or the launcher, which holds the store of the ranks"
                 failure = Failure(self._launch.rank, who, self._status.place(), "", what, died(self.checkpoints))
                 print(failure.text(), file=sys.stderr)
@@ -239,12 +242,44 @@ class FailureHandler:
             self._deliver(failure, failure.text(places, self._stacks.folder))
             board.post_report(failure)
         except RuntimeError:  # the store is gone
+            if waited and (lost := self._first_gone(failure.title)):
+                self._end_without_store(lost)
             self._deliver(failure, failure.text())
             self._exit(failure.code)
         with suppress(RuntimeError):
             self._kill_silent(failure)
             # The store may live in this process: it ends when the others have done with it.
             board.wait(lambda: len(board.get_all("left")) >= len(others), 1.0)
+        self._exit(failure.code)
+
+    def _first_gone(self, noticed: str) -> Failure | None:
+        """The failure of rank 0, if the store was in its process and that is gone. `noticed`: the error by which this
+        rank noticed it."""
+        board, launch = self._board, self._launch
+        if launch.rank == 0 or launcher_has_store():
+            return None
+        here = board.known_neighbours().get(0)
+
+        def gone() -> bool:
+            return not here.state() if here is not None else store_refuses()
+
+        if not board.wait(gone, STORE_ANSWER):  # the connections of a process close before it is gone
+            return None
+        who = board.name(0) if 0 in board.peers else f"rank 0 of {launch.world_size}"
+        process = f"process {board.peers[0].pid}" if 0 in board.peers else "its process"
+        what = f"{process} is gone, and with it the store of the ranks, which it held{self._stacks.last_words(0)}\n"
+        what += f"noticed by rank {launch.rank} in {self._status.place()}: {noticed}"
+        phase = f"{board.first_phase or 'unknown'}, at its last sign of life"
+        return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints))
+
+    def _end_without_store(self, failure: Failure) -> NoReturn:
+        """Ends because of a failure that no rank can tell another: one rank of each host reports it."""
+        rank, others = self._launch.rank, self._board.known_neighbours()
+        if rank == min({rank, *others} - {0}):
+            _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
+            self._deliver(failure, failure.text())
+        else:
+            print(failure.line(), file=sys.stderr, flush=True)
         self._exit(failure.code)
 
     def _gather(self, silent: Collection[int]) -> dict[int, Standing]:

@@ -40,6 +40,16 @@ def choose_allocators(environ: MutableMapping[str, str]) -> None:
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def quiet_torch(environ: MutableMapping[str, str]) -> None:
+    """Keeps warnings of torch's C++ code off the screen, unless the user has set their level. Call it before torch is
+    imported.
+
+    When a store or a rank is gone, each attempt to reach it would print dozens of C++ frames ahead of the report.
+    Errors are still printed.
+    """
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def skip_final_collection() -> None:
     """Has this process end without the garbage collections of a Python interpreter that ends.
 

@@ -52,7 +52,7 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
     within `timeout`, or if rank 0 cannot open it."""
     if launch.world_size == 1:
         return dist.HashStore()
-    has_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_one = launcher_has_store()
     opens = launch.rank == 0 and not has_one
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise NoStoreError(f"rank {launch.rank} cannot find the other ranks: {' and '.join(missing)} not set")
@@ -64,6 +64,23 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
         raise NoStoreError(f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {error}") from error
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
     return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
+
+
+def launcher_has_store() -> bool:
+    """Whether the store is in a process of the launcher, as torchrun's is, and not in that of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_refuses() -> bool:
+    """Whether the host of the store refuses connections to its port: no process listens there any more."""
+    address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    try:
+        socket.create_connection(address, timeout=1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # the host may be gone, or only the network to it
+        return False
+    return False
 
 
 def _connected(address: str, port: int, world_size: int, opens: bool, timeout: timedelta) -> dist.Store:
@@ -192,6 +209,9 @@ class Board:
 
         self._malformed = dict[str, int]()
         """Key -> hash of the malformed value that was counted, so that none is counted again at every look."""
+
+        self.first_phase = ""
+        """The last phase of rank 0 that `watch_first` has read."""
 
         self._beats = 0
         store.set(f"peer/{launch.rank}", _json(self.me))
@@ -330,6 +350,15 @@ class Board:
     def last_phase(self, rank: int) -> str:
         """The phase that a rank was in at its last sign of life; empty if it gave none."""
         return (self.get(f"beat/{rank}") or "").partition(" ")[2]
+
+    def watch_first(self) -> None:
+        """Remembers the phase of rank 0, on its machine, if the store would be lost with its process."""
+        if 0 in self.neighbours() and not launcher_has_store():
+            self.first_phase = self.last_phase(0)
+
+    def known_neighbours(self) -> dict[int, Peer]:
+        """`neighbours`, without asking the store: empty if this rank has not read yet who they are."""
+        return self.neighbours() if self.peers else {}
 
     def come(self, meeting: str) -> None:
         """Reports that this rank has reached a meeting of all ranks."""

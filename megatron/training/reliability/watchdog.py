@@ -166,6 +166,7 @@ class Watchdog:
 
     def _look(self, board: Board) -> None:
         board.beat(self.status.phase_and_action())
+        board.watch_first()
         for watch in self._watches:
             watch.look()
         seen, self._looked = self._looked, time.time()
