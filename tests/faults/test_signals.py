@@ -167,6 +167,19 @@ def test_a_signal_to_a_child_is_none_to_the_run() -> None:
         listener.stop(ignore=False)
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["closed_terminal", "nohup"])
+def test_a_terminal_that_closes_stops_the_run_unless_under_nohup(ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: None)
+    listener = SignalListener()
+    listener.start(True)
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert listener.wait(0.0) == ([] if ignored else [(signal.SIGHUP, False)])
+    finally:
+        listener.stop(ignore=False)
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.grid("launcher", [], ["torch.distributed.run"])
 def test_ctrl_c_reaches_a_launcher_and_all_its_ranks_at_once(tmp_path: Path, launcher: str) -> None:
     command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=2", "tests/faults/broken_pretrain.py"]

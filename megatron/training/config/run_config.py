@@ -61,7 +61,7 @@ class TrainingConfig:
     """Save and exit after this many minutes."""
 
     exit_signal_handler: bool = True
-    """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second signal exits at once."""
+    """Save and exit on SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 on any rank; a second signal exits at once."""
 
     exit_margin_in_mins: float = flag(3.0, at_least=0)
     """Save and exit this many minutes before the end of the SLURM job."""

@@ -17,8 +17,9 @@ from pathlib import Path
 from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Each of these requests the run to save and exit."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""Each of these requests the run to save and exit. A SIGHUP that the process ignores when it starts, as under nohup,
+stays ignored."""
 
 RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
@@ -138,7 +139,7 @@ def hold_ignored_signals() -> None:
     A script that starts the ranks ignores the signals meant for them, and its children inherit that. Without this, a
     signal that comes before the watchdog would be lost.
     """
-    held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
+    held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN} - {signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
 
 

@@ -132,7 +132,9 @@ class SignalListener:
             # The byte on the socket comes also while the main thread is inside a collective; the handler does not.
             signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=_forget_socket)  # a signal to a child is none to this process
-            self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+            under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            taken = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
+            self._handlers = {number: signal.signal(number, _ignore) for number in taken}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
 
     def wait(self, seconds: float) -> list[tuple[signal.Signals, bool]]:
