@@ -71,6 +71,8 @@ def test_another_program_at_the_port_is_told_in_time(tmp_path: Path) -> None:
     assert "rank 0 cannot open the store of the ranks at 127.0.0.1:" in text
     assert "rank 1 did not find the store of the ranks at 127.0.0.1:" in text
     assert "what listens there does not answer as a store does" in text and "Traceback" not in text
+    assert "EADDRINUSE" in text and "frame #" not in text
+    assert text.count("waited for --startup-timeout-minutes") == 1, text  # rank 0 has not waited
 
 
 def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:

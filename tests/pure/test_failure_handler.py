@@ -25,7 +25,7 @@ from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler
 from megatron.training.reliability.child_processes import end_children, end_daemons
 from megatron.training.reliability.failure_handler import FailureHandler
-from megatron.training.reliability.failure_report import ADVICE, Failure, died
+from megatron.training.reliability.failure_report import ADVICE, Failure, died, start_again
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import out_of_memory_kills
@@ -156,6 +156,10 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     killed = died(CheckpointConfig(save=run, load=run))
     assert killed.endswith(f"then start the same command again: {there} in --load {run}")
     assert advice(error, save=run, load=run, finetune=True).startswith(f"{again} with --load {run} and without --fine")
+    away = str(tmp_path / "away")  # saved to, and not there now
+    mount = f"mount or restore --save {away}, where this run saved iteration 5; then start the same command again"
+    assert start_again(CheckpointConfig(save=away, load=away), saved=5) == mount
+    assert start_again(CheckpointConfig(save=away), saved=5) == f"{mount} with --load {away}"
     PATH_KINDS.register("theirs", lambda path: path.endswith(".theirs"), about="", order=25, loaded_as="theirs")
     MODEL_LOADERS.register("theirs", ModelLoader(Checkpointer.load, load_stages))
     assert advice(error, save=run, load=f"{run}/a.theirs") == f"{again}: {there} in --save {run}"

@@ -66,6 +66,9 @@ class FailureHandler:
         self.checkpoints = CheckpointConfig()
         """Folders from which the run loads and to which it saves them."""
 
+        self.saved: int | None = None
+        """The last iteration that the run has saved."""
+
         self.left = False
         """Whether this rank needs the store no more, whose process may end at any time now."""
 
@@ -87,7 +90,7 @@ class FailureHandler:
         """Ends all ranks because of an exception on the training thread. Raises it again if not connected."""
         status, rank, here = self._status, self._launch.rank, socket.gethostname()
         if isinstance(error, NoStoreError):
-            what = f"{error}\nwaited for {status.limit}" if error.__cause__ else str(error)
+            what = f"{error}\nwaited for {status.limit}" if error.waited else str(error)
             alone = Failure(rank, self._launch.name(here), status.phase, "no store", what, ADVICE["no store"])
             tell_last(alone.text())
             self._exit(alone.code)
@@ -98,7 +101,7 @@ class FailureHandler:
         silent = self._await_cause(error) if is_consequence(error) else []
         with self._only_once():
             who, phase = self._board.name(rank), status.phase_and_action()
-            failure = Failure.of(error, rank, who, phase, self.checkpoints)
+            failure = Failure.of(error, rank, who, phase, self.checkpoints, self.saved)
             self._end(replace(failure, at=at), silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int, seen: float | None = None) -> NoReturn:
@@ -111,7 +114,9 @@ class FailureHandler:
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
             last_words = self._stacks.last_words(rank)
             what = f"process{pid} is gone and left no traceback{last_words}"
-            failure = Failure(self._launch.rank, board.name(rank), phase, GONE, what, died(self.checkpoints))
+            failure = Failure(
+                self._launch.rank, board.name(rank), phase, GONE, what, died(self.checkpoints, self.saved)
+            )
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
@@ -182,7 +187,9 @@ class FailureHandler:
             if self._signals.first_at is None and self._launch.local_rank <= (self._launch.launcher == "srun"):
                 what = f"the store of the ranks does not answer: {title}"
                 who = "rank 0 or the launcher, which holds the store of the ranks"
-                failure = Failure(self._launch.rank, who, self._status.place(), "", what, died(self.checkpoints))
+                failure = Failure(
+                    self._launch.rank, who, self._status.place(), "", what, died(self.checkpoints, self.saved)
+                )
                 print(failure.text(), file=sys.stderr)
             self._exit(ExitCode.FAILED)
 
@@ -270,7 +277,7 @@ class FailureHandler:
         what = f"{process} is gone, and with it the store of the ranks, which it held{self._stacks.last_words(0)}\n"
         what += f"noticed by rank {launch.rank} in {self._status.place()}: {noticed}"
         phase = f"{board.first_phase or 'unknown'}, at its last sign of life"
-        return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints))
+        return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved))
 
     def _end_without_store(self, failure: Failure) -> NoReturn:
         """Ends because of a failure that no rank can tell another: one rank of each host reports it."""

@@ -62,8 +62,17 @@ class Failure:
     """Time of the failure, or a little before it, in seconds since 1970."""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, who: str, phase: str, options: CheckpointConfig) -> Failure:
-        """The report on an exception of a run with these checkpoints."""
+    def of(
+        cls,
+        error: BaseException,
+        rank: int,
+        who: str,
+        phase: str,
+        options: CheckpointConfig,
+        saved: int | None = None,
+    ) -> Failure:
+        """The report on an exception of a run with these checkpoints, of which it has saved iteration `saved`."""
+        again = start_again(options, saved)
         title = "".join(traceback.format_exception_only(error)).splitlines()[0]
         if is_users(error):
             return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
@@ -71,7 +80,7 @@ class Failure:
             return cls(rank, who, phase, title, str(error), str(error.advice))
         if is_of_disk(error):
             why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
-            return cls(rank, who, phase, title, why, ADVICE["disk"].format(again=start_again(options)))
+            return cls(rank, who, phase, title, why, ADVICE["disk"].format(again=again))
         what = "".join(traceback.format_exception(error))
         if is_out_of_memory(error):
             return cls(rank, who, phase, title, what, ADVICE["memory"])
@@ -81,7 +90,7 @@ class Failure:
             return cls(rank, who, phase, title, what, ADVICE["collective"])
         _, own = place_in_extension(error) or (None, None)
         place = f" at {own}, in the extension," if own else ""
-        return cls(rank, who, phase, title, what, ADVICE["error"].format(place=place, again=start_again(options)))
+        return cls(rank, who, phase, title, what, ADVICE["error"].format(place=place, again=again))
 
     def advised(self, kind: str) -> Failure:
         """The same failure with other advice."""
@@ -120,9 +129,9 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
     return {place: ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) for place, who in ordered}
 
 
-def start_again(options: CheckpointConfig) -> str:
+def start_again(options: CheckpointConfig, saved: int | None = None) -> str:
     """How the run continues after a failure: from the checkpoint that the same command loads, from one that it has
-    saved and does not load, or from the start."""
+    saved and does not load, or from the start. `saved`: the last iteration that it has saved."""
     foreign = options.load is not None and kind_of(options.load) in MODEL_LOADERS
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
     said, anew = "start the same command again", options.anew
@@ -131,12 +140,15 @@ def start_again(options: CheckpointConfig) -> str:
     if options.save and (Path(options.save) / LATEST).is_file():
         without = f" and without {'--finetune' if options.finetune else '--reset-iteration'}" if anew else ""
         return f"{said} with --load {options.save}{without}: it resumes from the latest checkpoint there"
+    if saved is not None:  # and is not there now: its disk was unmounted, or its folder deleted
+        there = "" if folder == options.save and not anew else f" with --load {options.save}"
+        return f"mount or restore --save {options.save}, where this run saved iteration {saved}; then {said}{there}"
     return f"{said}: it begins where this run began, which has saved no checkpoint"
 
 
-def died(options: CheckpointConfig) -> str:
+def died(options: CheckpointConfig, saved: int | None = None) -> str:
     """The advice on a process that ended silently, in a run with these checkpoints."""
-    return ADVICE["died"].format(again=start_again(options))
+    return ADVICE["died"].format(again=start_again(options, saved))
 
 
 def is_users(error: BaseException) -> bool:

@@ -40,7 +40,11 @@ MARGIN = 3.0
 
 
 class NoStoreError(ConnectionError):
-    """This rank cannot talk to the others."""
+    """This rank cannot talk to the others. `waited`: whether it has waited for the store as long as it may."""
+
+    def __init__(self, message: str, waited: bool = False) -> None:
+        super().__init__(message)
+        self.waited = waited
 
 
 def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
@@ -61,7 +65,9 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
         store = _connected(address, port, launch.world_size, opens, timeout)
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
         does = "cannot open" if opens else "did not find"
-        raise NoStoreError(f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {error}") from error
+        why = str(error).partition("\n")[0]  # C++ frames of torch follow
+        what = f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {why}"
+        raise NoStoreError(what, waited="EADDRINUSE" not in why) from error
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
     return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
 
