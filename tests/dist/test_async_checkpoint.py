@@ -161,10 +161,9 @@ def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.Captur
     run_world(2, train_on_a_bad_disk, "iter_0000004", "--save", str(tmp_path))
     assert sorted(saved_folders(tmp_path)) == [2, 6, 8] and read_latest(tmp_path) == 8
     shown = capfd.readouterr().err
-    for rank in (0, 1):
-        lines = [line for line in shown.splitlines() if line.startswith(f"rank {rank} of 2 ")]
-        assert len(lines) == 3 and all("iteration 4 was not saved" in line for line in lines)
-        assert "No space left" in lines[0] and "2 more attempts" in lines[0] and "given up" in lines[2]
+    lines = [line for line in shown.splitlines() if "iteration 4 was not saved" in line]
+    assert len(lines) == 3 and shown.count("No space left") == 1, shown  # the ranks have the same reason, told once
+    assert "No space left" in lines[0] and "2 more attempts" in lines[0] and "given up" in lines[2]
 
 
 def test_a_failed_save_ends_the_run_when_asked_to_or_at_its_end(tmp_path: Path) -> None:

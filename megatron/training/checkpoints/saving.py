@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
@@ -48,6 +49,9 @@ class RunSaver:
         self.last = progress.iteration or None
         """The iteration that was saved last, or loaded."""
 
+        self._told: tuple[int, str] | None = None
+        """Iteration and reason of the failure that was printed last, without the reason's numbers."""
+
         self.exporters: list[Exporter] = []
         if self.writer is not None:
             self.writer.check = runtime.watchdog.check_save_folder
@@ -83,25 +87,35 @@ class RunSaver:
         self.report()
 
     def report(self, last: bool = False) -> None:
-        """Prints the outcome of saves that ended since the last call: successes once, failures on every rank.
+        """Prints the outcome of saves that ended since the last call, on the first rank.
 
         Raises CheckpointError if a save was given up, under --fatal-save-errors or if it was the `last` of the run.
         """
         for report in self.writer.reports() if self.writer is not None else []:
             if report.error is None:
+                self._runtime.watchdog.failures.saved = report.iteration
                 self._runtime.say(self._lines.saved(report.iteration, report.seconds))
                 self._record(report)
                 self._export(report.iteration)
                 continue
             message = _failure(report)
             self._record(report)
-            # One write, because other ranks print at the same time.
-            sys.stderr.write(f"{self._runtime.launch.name(socket.gethostname())}: {visible(message)}\n")
+            if self._runtime.is_main:  # every rank has the same report
+                self._say_failure(report, message)
             given_up = not report.complete and not report.attempts_left
             if given_up and (last or self.options.fatal_save_errors):
                 raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")
 
         self._say_exported()
+
+    def _say_failure(self, report: SaveReport, message: str) -> None:
+        """Prints the reason of a failed save once, and of further attempts that fail for it the number alone."""
+        failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # such as the bytes that are free
+        if failure == self._told and not report.complete:
+            message = f"checkpoint of iteration {report.iteration} was not saved, for the same reason; {_then(report)}"
+        self._told = failure
+        # One write, because other ranks print at the same time.
+        sys.stderr.write(f"{self._runtime.launch.name(socket.gethostname())}: {visible(message)}\n")
 
     def _record(self, report: SaveReport) -> None:
         if self._runtime.is_main:
@@ -142,9 +156,10 @@ def _failure(report: SaveReport) -> str:
     what = f"checkpoint of iteration {report.iteration}"
     if report.complete:
         return f"{what} is saved, but older ones could not be deleted: {report.error}"
-    then = (
-        f"{report.attempts_left} more attempt{'s' if report.attempts_left > 1 else ''}"
-        if report.attempts_left
-        else "given up; checkpoints that were complete before remain"
-    )
-    return f"{what} was not saved: {report.error}; {then}"
+    return f"{what} was not saved: {report.error}; {_then(report)}"
+
+
+def _then(report: SaveReport) -> str:
+    if not report.attempts_left:
+        return "given up; checkpoints that were complete before remain"
+    return f"{report.attempts_left} more attempt{'s' if report.attempts_left > 1 else ''}"
