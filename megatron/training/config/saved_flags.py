@@ -105,7 +105,7 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: Path) -> tuple[d
 def _moved(values: dict[str, str | None], load: Path) -> Iterator[tuple[str, str, str]]:
     """(field, path, the kept copy) of files that are no longer where the run had them."""
     name = values["tokenizer_type"]
-    in_folder = name in TOKENIZERS and TOKENIZERS.facts(name).finds_files
+    in_folder = name is not None and name in TOKENIZERS and TOKENIZERS.facts(name).finds_files
     for field in TOKENIZER_FIELDS[1:]:
         path = values[field]
         if path is None or os.path.exists(path):
