@@ -40,7 +40,9 @@ def test_a_path_that_does_not_exist_is_refused(
     model: list[str], more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (told,) = refusal(capsys, *model, "--load", "./runs/typo", *more)
-    assert told.startswith(f"--load ./runs/typo: {ABSENT}") and "hf download" not in told
+    needed = {"--finetune", "--exit-on-missing-checkpoint"} & {*more}
+    assert told.startswith(f"--load ./runs/typo: {ABSENT.partition(',')[0] if needed else ABSENT}")
+    assert "hf download" not in told and ("--allow-missing" in told) == (not needed)
 
 
 def test_a_name_of_the_hub_is_to_be_downloaded(capsys: pytest.CaptureFixture[str]) -> None:

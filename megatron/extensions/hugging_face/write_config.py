@@ -157,7 +157,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     for key, value in hf.items():
         outer, _, name = key.partition(".")
         if name:
-            found.setdefault(outer, {})[name] = value
+            is_count = type(family.defaults.get(key)) is int and type(value) is float and value.is_integer()
+            found.setdefault(outer, {})[name] = int(value) if is_count else value
         elif key not in family.unwritten:
             name = family.spelling.get(key, key)
             found[name] = found.get(name, {}) | value if isinstance(value, dict) else value

@@ -51,7 +51,9 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
         return []
     if kind != "missing":
         return [Problem.of_message("--load", load, f"--load {load}: {refusal(load).removeprefix(f'{load} ')}")]
-    remedy = "correct the path, or add --allow-missing-checkpoint to start from scratch"
+    remedy = "correct the path"
+    if not (options.finetune or options.exit_on_missing_checkpoint):  # these need a checkpoint
+        remedy += ", or add --allow-missing-checkpoint to start from scratch"
     if HUB_NAME.fullmatch(load) and not Path(load).parent.exists():
         remedy += f"; a model of the Hugging Face hub is downloaded first: hf download {load} --local-dir FOLDER"
     return [Problem("--load", load, "does not exist, and is not the folder of --save", remedy)]

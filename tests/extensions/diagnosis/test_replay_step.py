@@ -14,7 +14,18 @@ from tools.replay_step import main
 
 
 def test_a_diverging_run_leaves_a_step_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    huge = [*MODEL, "--lr", "1e30", "--clip-grad", "0", "--log-straggler"]
+    huge = [
+        *MODEL,
+        "--lr",
+        "1e6",
+        "--residual-multiplier",
+        "1e6",
+        "--embedding-multiplier",
+        "1e6",
+        "--clip-grad",
+        "0",
+        "--log-straggler",
+    ]
     screen = run_forked(1, [*huge, "--save", str(tmp_path)], tmp_path / "screen", code=1)
     report = screen[screen.index("RUN FAILED") :]
     assert "iteration 2 is not finite (loss nan, gradient norm nan); first in the forward pass: " in report

@@ -60,8 +60,12 @@ def test_values_that_follow_from_other_keys(model_type: str, changes: dict[str, 
     assert missing_keys.difference(model_type, left, logits=model_type == "qwen2") == ""
 
 
+SOME = ("llama", "qwen2", "kimi_linear", "mpt", "gpt2", "deepseek_v3", "falcon_h1", "cohere2", "gemma3_text", "mixtral")
+"""Families of different readers; --whole takes all."""
+
+
 @pytest.mark.usefixtures("fp64")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.grid("family", [family for family in SOME if family in FAMILIES], FAMILIES)
 def test_each_key_of_a_family(family: str) -> None:
     stated = missing_keys.tiny(family)
     differences = {
