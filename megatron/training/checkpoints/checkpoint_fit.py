@@ -187,7 +187,7 @@ def saved_progress(values: dict[str, Any]) -> Progress:
     """The progress in a checkpoint's JSON; fields it does not know take their default. A schedule without a separate
     position followed consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
-    known.setdefault("scheduled_samples", values["consumed_samples"])
+    known.setdefault("scheduled_samples", values.get("consumed_samples", 0))
     known["running_means"] = tuple(known.get("running_means", ()))
     known["origin"] = known["origin"] if isinstance(known.get("origin"), dict) else {}
     return Progress(**known | {"past_batches": past_batches(values)})

@@ -79,7 +79,7 @@ class Sampling:
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)  # NaNs leave no token at all
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
-        logits = logits.double()  # whose range no product with a penalty exceeds
+        logits = logits.to(torch.float64, copy=True)  # whose range no product with a penalty exceeds
         for row, text in zip(logits, earlier, strict=True):
             tokens = torch.tensor(sorted(set(text)), device=row.device)
             values = row[tokens]
