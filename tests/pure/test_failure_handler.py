@@ -195,6 +195,7 @@ def test_the_end_of_a_run_kills_a_daemon_that_ignores_sigterm(capfd: pytest.Capt
     """Python would wait for it without a limit. A fork leaves the daemons of its parent alone."""
 
     def run() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever handler an earlier test left is inherited by a fork
         fork = mp.get_context("fork")
         deaf = fork.Event()
 
