@@ -30,11 +30,12 @@ from torch import Tensor
 from megatron.testing.snapshot import Snapshot, differences, kind_of, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.prepare import tokenizer_vocabulary
+from megatron.training.config.problem import any_text
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import resolve, validate
 
-from .common import parted, refuse, run_tool, too_small
+from .common import parted, refuse, run_tool, too_small, tool_parser
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """Tensors compared in 16 bits. Weights and moments are not: Adam divides each gradient by its own size, so a gradient
@@ -89,15 +90,15 @@ def only_judged(snapshot: Snapshot) -> Snapshot:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train under two layouts and name the first tensor that differs.",
+    parser = tool_parser(
+        "Train under two layouts and name the first tensor that differs.",
         epilog="After --, give the flags of both sides, as for pretrain_gpt.py. Unless they are given, --fp64, "
         "--mock-data and the training length are added.",
         usage='%(prog)s --a "FLAGS" --b "FLAGS" [options] -- FLAGS',
     )
     add = parser.add_argument
-    add("--a", required=True, metavar="FLAGS", help="further flags of side a")
-    add("--b", required=True, metavar="FLAGS", help="further flags of side b")
+    add("--a", type=any_text, required=True, metavar="FLAGS", help="further flags of side a")
+    add("--b", type=any_text, required=True, metavar="FLAGS", help="further flags of side b")
     add("--steps", type=int, default=2, help="training steps (default: 2)")
     add("--world-a", type=int, metavar="N", help="ranks of side a; default: as few as its layout needs")
     add("--world-b", type=int, metavar="N", help="ranks of side b")

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.extensions.conversion.convert import Conversion, parse_bytes, parse_dtype
 from megatron.extensions.conversion.flags import FORMATS
 from megatron.extensions.conversion.formats import Options
+from megatron.training.config.problem import any_text
 from megatron.training.metrics.progress_bar import ProgressBar
 
 from .common import (
@@ -96,7 +97,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="from Megatron-LM: leave out the optimizer's state; a run then starts at iteration 0",
     )
     add("--workers", type=int, default=1, help="processes (default: 1)")
-    add("--check", metavar="TEXT", help="compare logits for this text with those of transformers")
+    add("--check", type=any_text, metavar="TEXT", help="compare logits for this text with those of transformers")
     add("--force", action="store_true", help="replace the output folder if it holds a model")
     add_config_flags(parser, "vocabulary, from Hugging Face", "make_vocab_size_divisible_by")
     args = parser.parse_args(argv)

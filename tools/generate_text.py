@@ -34,6 +34,7 @@ from megatron.extensions.inference.generation import Engine, Generation, Request
 from megatron.extensions.inference.generation.engine import prompt_seed
 from megatron.extensions.inference.jsonl import answers, read_lines
 from megatron.extensions.inference.model import LoadedModel
+from megatron.training.config.problem import any_text
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.visible_text import exact
 
@@ -158,11 +159,11 @@ def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defau
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = model_parser(__doc__, argv)
     add = parser.add_argument
-    add("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
+    add("--prompt", type=any_text, nargs="+", action="extend", default=[], help="texts to continue")
     add("--jsonl", metavar="FILE", help="requests, one JSON object a line; - for standard input")
     add("--output", type=Path, metavar="FILE", help="where the answers to --jsonl go (default: screen)")
     add("--chat", action="store_true", help="talk to the model, by the chat template of its tokenizer")
-    add("--system", metavar="TEXT", help="system message of --chat")
+    add("--system", type=any_text, metavar="TEXT", help="system message of --chat")
     add("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     add("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
     add("--top-k", type=int, help="sample from the k most likely tokens only")
@@ -174,7 +175,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=1.0,
         help="divides the logits of tokens that the text has already (default: 1, none)",
     )
-    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="texts to stop before")
+    add("--stop", type=any_text, nargs="+", action="extend", default=[], metavar="TEXT", help="texts to stop before")
     add(
         "--stop-token-ids", nargs="+", action="extend", default=[], type=int, metavar="ID", help="tokens to stop before"
     )

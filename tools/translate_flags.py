@@ -31,6 +31,7 @@ if not __package__:  # run as a file of a clone
 from megatron.extensions import megatron_flags
 from megatron.extensions.megatron_flags.megatron_differences import DIFFERENCES, differences_met
 from megatron.training.config.arguments import config_of, read_flags
+from megatron.training.config.problem import any_text
 from megatron.training.config.reading import FlagReader, Reading, tokens_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
@@ -65,7 +66,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, parted(argv)[0])
     parser.add_argument("script", nargs="?", type=Path, help="launch script; instead, give flags behind --")
-    parser.add_argument("flags", nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, behind --")
+    parser.add_argument("flags", type=any_text, nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, behind --")
     parser.add_argument(
         "--list",
         action="store_true",

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.testing.parity_rows import chosen, possible_names, print_errors
+from megatron.training.config.problem import checked_texts
 from megatron.training.reliability.visible_text import visible_output
 
 
@@ -45,11 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron.testing.parity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--extension FILE.py|package.module ...] [options] -- FLAGS",
+    parser = checked_texts(
+        argparse.ArgumentParser(
+            prog="python -m megatron.testing.parity",
+            description=__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage="%(prog)s [--extension FILE.py|package.module ...] [options] -- FLAGS",
+        )
     )
     parser.add_argument(
         "--extension", action="append", default=[], metavar="FILE", help="extension to import; may be given repeatedly"

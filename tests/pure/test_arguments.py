@@ -12,14 +12,17 @@ import yaml
 from megatron import extensions
 from megatron.core.parts import LINEAR_ATTENTIONS, PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
-from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config
-from megatron.training.config.commands import COMMANDS
+from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
+from megatron.training.config.commands import COMMANDS, options
 from megatron.training.config.flags import all_flags, flat_values, sections, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES
 from megatron.training.config.help import FIRST_RUN, field_docs
+from megatron.training.config.problem import any_text
+from megatron.training.config.reading import FlagReader, tokens_of
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 from tests.apart import python_apart
+from tools.common import tool_parser
 
 GOLDEN = Path(__file__).with_name("golden_flags.txt")
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3 --mock-data --train-iters 10"
@@ -130,6 +133,50 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("world size 8: must be a multiple of TP 3") for line in lines)
     assert any(line.startswith("--num-attention-heads: is required") for line in lines)
     assert not any(line.startswith(("--num-layers:", "--hidden-size:", "--lr:")) for line in lines)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\t", "a\x1bb", "a\nb", "\x7f"])
+def test_no_flag_takes_a_value_that_cannot_be_seen(text: str) -> None:
+    """A variable of the shell that is not set gives an empty value, and `$'\\t'` white space. Neither is dropped, nor
+    read as a path or a name."""
+    takers = [flag for flag in all_flags() if flag.kind is not bool and not (flag.spec.empty_is_none and not text)]
+    named = [flag.name for flag in takers] + [name for name, option in options().items() if option.usage]
+    reader = FlagReader()
+    reader.read_all(list(tokens_of([word for name in named for word in (name, text)])))
+    rule = "which is no value" if not text.strip() else "has the control character U+00"
+    assert [problem.flag for problem in reader.problems if rule in str(problem)] == named
+    assert reader.values == {} and reader.options == {}
+
+
+def test_an_empty_value_of_a_dashboard_is_none() -> None:
+    reader = FlagReader()
+    reader.read_all([(flag.name, [""]) for flag in all_flags() if flag.spec.empty_is_none])
+    assert not reader.problems and set(reader.values.values()) <= {None}
+
+
+def test_blanks_that_a_script_quotes_behind_a_whole_flag_are_nothing(tmp_path: Path) -> None:
+    assert not read_flags(["--swiglu", " ", "--lr", "1e-3", " ", "--data-path", "a", "b", "\t"]).problems
+    (tmp_path / "run.yaml").write_text('tokenizer-model: " "\n')
+    (problem,) = read_flags(["--config", str(tmp_path / "run.yaml")]).problems
+    assert "tokenizer-model ' ': is white space, which is no value; give a value, or remove the flag" in str(problem)
+
+
+@pytest.mark.parametrize(
+    "words", [["--load", ""], ["--load", " "], ["--name", "\t"], ["--several", "a", ""], ["", "x"]]
+)
+def test_no_tool_takes_a_value_that_cannot_be_seen(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = tool_parser("about")
+    parser.add_argument("first", nargs="*", type=Path)
+    parser.add_argument("--load", type=Path)
+    parser.add_argument("--name", type=str)
+    parser.add_argument("--several", nargs="+")
+    parser.add_argument("--prompt", type=any_text)
+    assert parser.parse_args(["a b", "--load", "b", "--prompt", "\n"]).prompt == "\n"
+    with pytest.raises(SystemExit):
+        parser.parse_args(words)
+    named = f"argument {words[0] or 'first'}: '{words[-1] if words[0] else ''}' is".replace("\t", "\\t")
+    error = capsys.readouterr().err
+    assert named in error and "which is no value; give a value, or remove the flag" in error
 
 
 def test_the_last_of_two_values_counts_and_that_is_said() -> None:

@@ -27,6 +27,7 @@ from megatron.training.config.output_files import (
     why_unwritable,
     why_unwritten,
 )
+from megatron.training.config.problem import checked_texts
 from megatron.training.extensions import load_extensions
 from megatron.training.reliability.launch import Launch, skip_final_collection
 from megatron.training.reliability.visible_text import visible_output
@@ -52,8 +53,10 @@ PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
 
 
 def tool_parser(about: str | None, **more: Any) -> argparse.ArgumentParser:
-    """A parser whose help begins with a module's docstring as it stands."""
-    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+    """A parser whose help begins with a module's docstring as it stands. It refuses texts and paths that are empty or
+    have control characters, apart from those of the type `any_text`."""
+    shape = argparse.RawDescriptionHelpFormatter
+    return checked_texts(argparse.ArgumentParser(description=about, formatter_class=shape, **more))
 
 
 def parted(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
@@ -195,7 +198,7 @@ def _read_at_once(
     read: Callable[[list[str]], object],
 ) -> None:
     """Adds a flag whose values are read before the other flags."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = checked_texts(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     for each in (parser, first):
         each.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
     try:

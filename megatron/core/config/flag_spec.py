@@ -51,6 +51,9 @@ class FlagSpec:
     path: str | None = None
     """Kind of files that the value names: "local" for a mounted file system, "url" if URLs are legal too."""
 
+    empty_is_none: bool = False
+    """Whether an empty value is the same as no flag, as in Megatron-LM. It is refused for other flags."""
+
     writes: str | None = None
     """Kind of an output path, "folder" or "file". The run checks at start that it can be written."""
 

@@ -20,16 +20,18 @@ class LogsConfig:
     tensorboard_dir: str | None = flag(None, path="local", writes="folder")
     """Folder for TensorBoard event files."""
 
-    wandb_project: str | None = None
+    wandb_project: str | None = flag(None, empty_is_none=True)
     """Weights & Biases project; needs the wandb package."""
 
-    wandb_exp_name: str | None = flag(None, no_effect_without="--wandb-project")
+    wandb_exp_name: str | None = flag(None, empty_is_none=True, no_effect_without="--wandb-project")
     """Weights & Biases run name."""
 
-    wandb_entity: str | None = flag(None, no_effect_without="--wandb-project")
+    wandb_entity: str | None = flag(None, empty_is_none=True, no_effect_without="--wandb-project")
     """Weights & Biases team or user; default: that of the login."""
 
-    wandb_save_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--wandb-project")
+    wandb_save_dir: str | None = flag(
+        None, path="local", writes="folder", empty_is_none=True, no_effect_without="--wandb-project"
+    )
     """Folder for the files of Weights & Biases; default: WANDB_DIR, else --save, else a temporary folder."""
 
     log_throughput: bool = False

@@ -29,7 +29,7 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.foreign_flags import flag_tables
 from megatron.training.config.help import help_text
-from megatron.training.config.problem import Problem, print_problems
+from megatron.training.config.problem import Problem, print_problems, text_rule
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.fields import REQUIRED
 from megatron.training.config.run_config import RunConfig
@@ -76,7 +76,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     try:
         reader = read_flags(argv)
     except ExtensionError as error:
-        json_file = json_file_of({name: "".join(texts[:1]) for name, texts in tokens_of(argv)})
+        json_file = json_file_of({name: "".join(texts[:1]).strip() for name, texts in tokens_of(argv)})
         problem = Problem("--extension", None, error.rule, error.remedy)
         refuse([problem], launch, json_file)
     if (about := _help_words(argv)) is not None:
@@ -191,7 +191,7 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
     """Imports the extensions that the command line names, and those that files name and that may be loaded, and returns
     all with whole paths. One that the command line names replaces one in a file that has moved. Raises
     ExtensionError."""
-    written = [text for name, texts in tokens if name == "--extension" for text in texts]
+    written = [text for name, texts in tokens if name == "--extension" for text in texts if text_rule(text) is None]
     given = list(load_extensions([] if script else written))
     known = loaded_extensions()
     sources = [(script, f"script {script}", written)] if script else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from megatron.training.reliability.launch import tell_last
 from megatron.training.reliability.url_credentials import redacted
-from megatron.training.reliability.visible_text import visible, visible_value
+from megatron.training.reliability.visible_text import CONTROLS, visible, visible_value
 
 NO_URL = (
     "is a URL, and only paths of mounted file systems are taken here",
@@ -78,8 +79,46 @@ class Problem:
 
     def __str__(self) -> str:
         values = self.value if isinstance(self.value, tuple | list) else [] if self.value is None else [self.value]
-        given = " ".join([visible_value(self.flag), *map(visible_value, values)])
+        given = " ".join([visible_value(self.flag), *map(_shown, values)])
         return redacted(f"{given}: {visible(self.rule)}; {visible(self.remedy)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, in quotes where it would not be seen."""
+    text = visible_value(value)
+    return text if str(value).strip() else f"'{text}'"
+
+
+def text_rule(text: str) -> tuple[str, str] | None:
+    """(rule, remedy) of a text that no flag has as its value, else None: an empty one, as of a variable of the shell
+    that is not set, white space, and one with a control character."""
+    if not text.strip():
+        rule = "is white space, which is no value" if text else "is empty, which is no value"
+        return rule, "give a value, or remove the flag"
+    found = next((character for character in text if ord(character) in CONTROLS), None)
+    if found is None:
+        return None
+    return f"has the control character U+{ord(found):04X}", "remove it from the value"
+
+
+def checked_texts(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The parser of a tool, which from here on refuses a text or path by `text_rule`. A flag or an argument that may be
+    any text has the type `any_text`."""
+
+    def text(given: str) -> str:
+        if (broken := text_rule(given)) is not None:
+            raise argparse.ArgumentTypeError(f"{_shown(given)} {'; '.join(broken)}")
+        return given
+
+    for kind in (None, str):
+        parser.register("type", kind, text)
+    parser.register("type", Path, lambda given: Path(text(given)))
+    return parser
+
+
+def any_text(text: str) -> str:
+    """The type of a tool's flag whose value may be empty and have control characters."""
+    return text
 
 
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:

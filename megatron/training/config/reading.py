@@ -13,7 +13,7 @@ from megatron.training.config.code_record import standing
 from megatron.training.config.commands import GivenOptions, options
 from megatron.training.config.flags import Flag, field_table, home_of, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES, flag_tables
-from megatron.training.config.problem import Problem, path_rule
+from megatron.training.config.problem import Problem, path_rule, text_rule
 from megatron.training.config.yaml_text import compose_yaml, read_yaml_file
 
 SAME_SETTING = (
@@ -101,6 +101,8 @@ class FlagReader(GivenOptions):
     def read_known(self, name: str, texts: list[str]) -> None:
         """Reads a flag by a spelling that is known, if any is: of an option, a field, or another program."""
         flag, _ = spelling_table().get(name, (None, True))
+        if _is_switch(flag, name):
+            texts = [text for text in texts if not text.isspace()]
         if name in options():
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
@@ -134,6 +136,9 @@ class FlagReader(GivenOptions):
         if len(texts) not in legal:
             rule = {(0,): "takes no value", (1,): "takes one value", (0, 1): "takes one value or none"}[legal]
             self.problems.append(Problem(name, tuple(texts) or None, rule, f"given: {len(texts)}"))
+            return
+        if broken := next(filter(None, map(text_rule, texts)), None):
+            self.problems.append(Problem(name, tuple(texts), *broken))
             return
         self.options.setdefault(name, []).extend(texts or [""])
 
@@ -175,6 +180,13 @@ class FlagReader(GivenOptions):
                 rule, remedy = f"asks for {feature}, which is not built", "give one value"
             self.wrong(flag, name, texts, rule, remedy)
             return
+        if flag.spec.empty_is_none and list(texts) == [""]:
+            self.set(flag, name, None)
+            return
+        for text in texts:
+            if (broken := text_rule(text)) is not None:
+                self.wrong(flag, name, [text], *broken)
+                return
         try:
             value = flag.convert(texts)
         except ValueError as error:
@@ -295,10 +307,11 @@ def overridden(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]
 
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(flag, its values): all that stands between it and the next flag, or behind its `=`. A token before the first
-    flag has no values and does not begin with two dashes. Blanks that a script quotes are nothing."""
+    flag has no values and does not begin with two dashes. Blanks that a script quotes are nothing, unless they
+    are a flag's first value."""
     current: tuple[str, list[str]] | None = None
     for token in argv:
-        if token.isspace():
+        if token.isspace() and (current is None or any(map(str.strip, current[1]))):
             continue
         if token.startswith("--"):
             if current:
@@ -321,6 +334,11 @@ def known_spelling(name: str) -> str:
             return spelling
     found = {each for table in flag_tables() for each in table.spellings()}
     return next((each for each in (name, dashes, dashes.replace("--disable-", "--no-", 1)) if each in found), dashes)
+
+
+def _is_switch(flag: Flag | None, name: str) -> bool:
+    """Whether a flag takes no value, as far as this program knows it."""
+    return flag.kind is bool if flag is not None else name not in options() or options()[name].values == (0,)
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
