@@ -242,6 +242,20 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
     )
 
 
+def test_a_larger_vocabulary_than_the_checkpoints(tmp_path: Path) -> None:
+    """The way to add tokens is named. With --finetune, rows that were padding become tokens, which is said."""
+    Run(config(tmp_path)).save(Progress(1, 8))
+    tokens = LLAMA.vocab_size or 0
+    more = replace(LLAMA, vocab_size=LLAMA.padded_vocab_size)
+    beyond = replace(LLAMA, vocab_size=LLAMA.padded_vocab_size + 1)
+    way = f"a vocabulary of {tokens} tokens and the run one of .*: to add tokens, convert it to a Hugging Face folder"
+    refuses(way, tmp_path, model=more)
+    refuses(way, tmp_path, model=beyond, finetune=True)
+    run = Run(config(tmp_path, model=more, finetune=True))
+    assert run.load() == Progress()
+    assert f" tokens {tokens} to {LLAMA.padded_vocab_size - 1} take rows that padded" in run.said[0]
+
+
 def test_a_checkpoint_without_the_position_of_the_schedule_has_it_at_its_consumed_samples(tmp_path: Path) -> None:
     run = Run(config(tmp_path))
     folder = run.save(Progress(3, 24, scheduled_samples=16))

@@ -29,6 +29,10 @@ class HuggingFaceConfig:
     """A Hugging Face family: FILE.json adds one of your own, whose model_type is the file's name; NAME selects the one
     that exports are written as. May be given more than once."""
 
+    new_token_init: str = flag("mean", choices=("mean", "normal"), no_effect_without="--load")
+    """Rows of embedding and output layer for tokens beyond the vocabulary of the Hugging Face folder in --load: the
+    mean of the rows of its tokens, or drawn from the normal distribution of a new model."""
+
 
 PATH_KINDS.register(
     "hugging_face",

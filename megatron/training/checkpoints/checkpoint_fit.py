@@ -60,6 +60,12 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
     """Raises ValueError, with every difference at once, if the run would not continue what was saved. Data are compared
     if both fingerprints are known."""
     options, saved, problems = config.checkpoint, saved_config(checkpoint), []
+    before, now = (each.model.vocab_size or 0 for each in (saved, config))
+    if now > before and not (options.finetune and _same_rows(saved, config)):
+        problems.append(
+            f"it has a vocabulary of {before} tokens and the run one of {now} (--vocab-size, or the tokenizer's): to "
+            "add tokens, convert it to a Hugging Face folder with tools/convert_checkpoint.py, and --load that folder"
+        )
     if not options.finetune:
         ignored = free_choices(saved) if converted(checkpoint) else frozenset[str]()
         if changed := changed_fields(saved, config, checkpoint.payload["config"], ignored):
@@ -89,6 +95,17 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
         ]
     if problems:
         raise ValueError(f"checkpoint {checkpoint.folder} does not fit the run: " + "; ".join(problems))
+
+
+def _same_rows(saved: RunConfig, config: RunConfig) -> bool:
+    return saved.model.vocab_size is not None and saved.model.padded_vocab_size == config.model.padded_vocab_size
+
+
+def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
+    """Says which tokens begin with rows that padded the vocabulary of the checkpoint, under --finetune."""
+    before, now = (each.model.vocab_size or 0 for each in (saved, config))
+    if now > before:
+        say(f" tokens {before} to {now - 1} take rows that padded the checkpoint's vocabulary, which were not trained")
 
 
 def converted(checkpoint: Checkpoint) -> bool:

@@ -43,6 +43,7 @@ from megatron.training.checkpoints.checkpoint_fit import (
     mismatch_remedy,
     saved_config,
     saved_progress,
+    tell_of_new_tokens,
     tell_of_other_groups,
     unused_tensors,
     without_new_tensors,
@@ -148,6 +149,7 @@ class Checkpointer:
         load_optimizer = options.load_optim and not options.finetune and not converted(checkpoint)
         check_fits(checkpoint, config, load_optimizer, data_fingerprint)
         self._load_tensors(checkpoint, config, load_optimizer, say)
+        tell_of_new_tokens(saved_config(checkpoint), config, say)
         saved_position = saved_progress(checkpoint.payload)
         progress = Progress(origin=saved_position.origin) if options.anew else saved_position
         if not options.load_lr_state:

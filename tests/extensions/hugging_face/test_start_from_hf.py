@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -251,10 +253,91 @@ def test_a_folder_in_16_bits_is_not_silently_trained_in_32(mixtral: Path, tmp_pa
     assert not notices("", dtype="float32") + notices("--bf16", dtype="bfloat16") + notices("--fp32", dtype="bfloat16")
 
 
-def test_a_vocabulary_that_does_not_fit_is_refused(mixtral: Path, tmp_path: Path) -> None:
-    flags = ["--load", str(mixtral), "--tokenizer-type", "ByteTokenizer", *TRAINING.split(), "1"]
-    screen = run_forked(1, flags, tmp_path / "screen", code=2)
-    assert "has a vocabulary of 83 tokens, and the run one of 2" in screen
+def test_a_smaller_vocabulary_is_refused(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load", str(mixtral), *TRAINING.split(), "1", "--vocab-size", "80"]
+    said = refusal(capsys, *flags)
+    assert f"--vocab-size 80: is 83 in {mixtral}/config.json; remove the flag" in said
+    assert "a larger value adds tokens" in said
+    screen = run_forked(1, [*flags, "--tokenizer-type", "NullTokenizer"], tmp_path / "screen", code=2)
+    assert "has a vocabulary of 83 tokens, and the run one of 80" in screen and "give --vocab-size 83 or more" in screen
+
+
+def means_of_columns(rows: torch.Tensor) -> torch.Tensor:
+    """Exact sums of the columns of [n, ...], divided by n and rounded to fp32."""
+    columns = rows.double().flatten(1).T if rows.ndim > 1 else rows.double()[None]
+    means = [math.fsum(column.tolist()) / len(rows) for column in columns]
+    return torch.tensor(means, dtype=torch.float64).float().reshape(rows.shape[1:])
+
+
+ADDED = {
+    "llama": "--tp 2 --sequence-parallel",
+    "gpt2": "--pp 2",
+    "gemma": "--tp 2 --pp 2 --sequence-parallel",
+    "qwen2": "",
+    "phi": "--tp 2",
+}
+"""Family -> a layout: with tied embeddings and without, and with a bias of the output layer."""
+
+
+@pytest.mark.parametrize("family", ADDED)
+def test_new_tokens_start_at_the_mean(family: str, tmp_path: Path) -> None:
+    """300 tokens are padded to 384, so that both ranks of TP 2 have new rows."""
+    folder, run = tmp_path / family, tmp_path / "run"
+    model_with(family, sweep.tiny(family)).float().save_pretrained(folder)
+    files = f"--load {folder} --save {run} --save-interval 1 --export-hf-interval 1 --vocab-size 300"
+    ranks = 4 if "--pp" in ADDED[family] and "--tp" in ADDED[family] else 2 if ADDED[family] else 1
+    screen = run_forked(ranks, f"{files} {ADDED[family]} {TRAINING} 1".split(), tmp_path / "screen")
+    before, after = weights_in(folder), weights_in(run / "hf/iter_0000001")
+    old = json.loads((folder / "config.json").read_text())["vocab_size"]
+    said = f"{300 - old} new tokens (from id {old}): rows initialized as the mean of {old} rows, all rows of the folder"
+    assert said in screen
+    assert json.loads((run / "hf/iter_0000001/config.json").read_text())["vocab_size"] == 300
+    grown = [name for name, value in before.items() if after[name].shape != value.shape]
+    assert len(grown) == {"phi": 3, "llama": 2, "qwen2": 2}.get(family, 1), grown
+    for name, value in before.items():
+        assert torch.equal(after[name][: len(value)], value), name
+        if name in grown:
+            assert torch.equal(after[name][old:], means_of_columns(value).expand(300 - old, *value.shape[1:])), name
+
+
+def test_new_tokens_may_be_drawn_as_for_a_new_model(llama: Path, tmp_path: Path) -> None:
+    """At each layout the same, also those of the optimizer's main parameters."""
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for ranks, run in enumerate(runs, 1):
+        flags = f"--load {llama} --save {run} --save-interval 1 --vocab-size 300 --new-token-init normal --bf16 --tp"
+        screen = run_forked(ranks, f"{flags} {ranks} {TRAINING} 1".split(), tmp_path / f"screen{ranks}")
+        assert "217 new tokens (from id 83): rows drawn as for a new model" in screen
+        convert = ["--input", str(run), "--output", str(tmp_path / f"hf{ranks}"), "--dtype", "float32"]
+        convert_checkpoint.main(convert)
+    assert_same_weights(tmp_path / "hf1", tmp_path / "hf2")
+    rows = weights_in(tmp_path / "hf1")["lm_head.weight"][83:]
+    assert 0.015 < rows.std() < 0.025 and rows.unique(dim=0).shape == rows.shape
+
+
+def test_a_tokenizer_with_added_tokens_is_exported_with_their_rows(llama: Path, tmp_path: Path) -> None:
+    """The mean leaves out rows that no token of the folder's tokenizer has."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    shutil.copytree(llama, tmp_path / "llama")
+    words = {"<eos>": 0} | {f"w{number}": number for number in range(1, 80)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")), eos_token="<eos>"
+    )
+    tokenizer.save_pretrained(tmp_path / "llama")
+    assert tokenizer.add_tokens([f"<new{number}>" for number in range(9)]) == 9
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    run, given = tmp_path / "run", f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
+    flags = f"--load {tmp_path}/llama --save {run} --save-interval 1 --export-hf-interval 1 {given} {TRAINING} 1"
+    screen = run_forked(1, flags.split(), tmp_path / "screen")
+    assert "6 new tokens (from id 83): rows initialized as the mean of 80 rows, the tokens of the folder's" in screen
+    assert "rows 80 to 82, which pad the folder's vocabulary, keep its values" in screen
+    exported = run / "hf/iter_0000001"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.config.vocab_size == 89
+    assert PreTrainedTokenizerFast.from_pretrained(exported).convert_tokens_to_ids("<new8>") == 88
+    head = weights_in(tmp_path / "llama")["lm_head.weight"]
+    assert torch.equal(weights_in(exported)["lm_head.weight"][83:], means_of_columns(head[:80]).expand(6, -1))
 
 
 def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -52,12 +52,14 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
         if flag.field not in reader.values:
             continue
         value = value_of(config, flag)
-        free = _adds_a_token(config, flag.field) or (model.rotary and flag.field in ROTARY_FIELDS)
+        free = _is_free(config, model, flag.field, value)
         if free or not _contradicts(model, flag.field, value):
             own[flag.field] = value
             continue
         rule = f"is {own[flag.field]} in {Path(load) / CONFIG}"
         remedy = "remove the flag: the model's flags are read from the folder"
+        if flag.field == "vocab_size":
+            remedy += "; a larger value adds tokens"
         reader.problems.append(Problem(flag.name, value, rule, remedy))
     if model.rotary:
         own |= replaced_scaling(model, own, reader.values)
@@ -97,6 +99,9 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
         return True
 
 
-def _adds_a_token(config: RunConfig, field: str) -> bool:
-    """Whether the vocabulary is known later only, because the tokenizer adds to --vocab-size."""
-    return field == "vocab_size" and config.tokenizer.tokenizer_type == "NullTokenizer"
+def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: Any) -> bool:
+    """Whether continued training may change a field of the folder's model. A larger vocabulary adds tokens; it is known
+    later only if the tokenizer adds to --vocab-size."""
+    if field == "vocab_size":
+        return config.tokenizer.tokenizer_type == "NullTokenizer" or value > (model.vocab_size or 0)
+    return model.rotary and field in ROTARY_FIELDS

@@ -15,6 +15,12 @@ from megatron.core.dist_checkpointing.storage import on_first_rank
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.conversion.formats import Options, Origin
+from megatron.extensions.hugging_face.continued_training.new_tokens import (
+    NewTokens,
+    refused_vocabulary,
+    rows_of_tokens,
+)
+from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.hf_format import HFSource, origin_of
 from megatron.extensions.hugging_face.read_config import config_from_hf
@@ -45,7 +51,7 @@ def load_start(
     if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
         resumed = replace(config, checkpoint=replace(options, load=save))
         return replace(checkpointer, config=resumed).load(say, data, f" (--save), not the model in --load {load}")
-    depths, origin = load_hf_weights(checkpointer, Path(load))
+    depths, origin = load_hf_weights(checkpointer, Path(load), say)
     if config.model.mtp_depths > depths:
         found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
         say(f" multi-token prediction starts with weights of its own: the folder has {found}")
@@ -54,28 +60,39 @@ def load_start(
 
 
 @torch.no_grad()
-def load_hf_weights(checkpointer: Checkpointer, path: Path) -> tuple[int, Origin]:
+def load_hf_weights(checkpointer: Checkpointer, path: Path, say: Callable[[str], None]) -> tuple[int, Origin]:
     """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder.
-    Returns the depths of multi-token prediction that it has, and what checkpoints remember of it."""
+    Says how the rows of tokens are initialized that the folder does not have.
+
+    Returns the depths of multi-token prediction that it has, and what checkpoints remember of it. Raises ValueError if
+    the run's vocabulary is smaller than the folder's, or the weights do not fit.
+    """
     config, state = checkpointer.config, checkpointer.state
     folder = HFFolder(path)
-    theirs = config_from_hf(folder.config)
-    if theirs.vocab_size != config.model.vocab_size:
-        raise ValueError(
-            f"--load {path} has a vocabulary of {theirs.vocab_size} tokens, and the run one of "
-            f"{config.model.vocab_size} (--vocab-size, or the tokenizer's): give a tokenizer that fits the model"
-        )
-    weights = HFWeights(folder.tensors, config.model, str(folder.config["model_type"]))
+    model_type, model = str(folder.config["model_type"]), config.model
+    theirs, tokens = config_from_hf(folder.config).vocab_size or 0, model.vocab_size or 0
+    if tokens < theirs:
+        raise ValueError(refused_vocabulary(str(path), theirs, tokens))
+    weights = HFWeights(folder.tensors, replace(model, vocab_size=theirs, pad_vocab_size_to=None), model_type)
     on_first_rank(weights.check_copies, state.world)
+    new = None
+    if tokens > theirs:
+        averaged, source = rows_of_tokens(path, theirs)
+        drawn = config.options(HuggingFaceConfig).new_token_init == "normal"
+        new = NewTokens(weights, tokens, averaged, drawn)
+        say(new.described(source))
     with checkpointer.optimizer.loading_state() as pieces:
-        _read_boxes(weights, load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False))
+        _read_boxes(weights, load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False), new)
     return weights.depths, origin_of(folder.config)
 
 
-def _read_boxes(weights: HFWeights, targets: StateDict) -> None:
+def _read_boxes(weights: HFWeights, targets: StateDict, new: NewTokens | None = None) -> None:
     for key, target in targets.items():
         name = key.removeprefix(MODEL)
         for offset, data in target.boxes if name in weights.placements else ():
+            if new is not None and new.concerns(name, tuple(target.shape)):
+                new.fill(name, (offset, data))
+                continue
             box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
             data.copy_(weights.read(name, box, data.dtype))
 
