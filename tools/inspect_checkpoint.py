@@ -26,13 +26,12 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.dist_checkpointing.integrity import read_manifest
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import OURS, PATH_KINDS, kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
 from megatron.extensions.conversion.formats import Origin
-from megatron.training.checkpoints.checkpoint_fit import saved_progress
+from megatron.training.checkpoints.checkpoint_fit import choose_run_checkpoint, saved_progress
 
 from .common import run_tool, tool_parser
 
@@ -85,9 +84,12 @@ def open_or_complain(path: Path) -> Contents:
     is nothing that is whole."""
     if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:
         return ForeignWeights(path)
-    checkpoint = choose_checkpoint(path, Axis(), lambda line: print(line, file=sys.stderr))
+    remarks: list[str] = []
+    checkpoint = choose_run_checkpoint(path, Axis(), remarks.append)
     if checkpoint is None:
         raise ValueError(refusal(path))
+    for remark in remarks:
+        print(remark, file=sys.stderr)
     return checkpoint
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from megatron.core.dist_checkpointing.integrity import misfits, read_manifest
 from megatron.core.dist_checkpointing.path_kind import EVENTS, METRICS_FILE, RUNS, kind_of, refusal
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG as CONFIG
 from megatron.core.parallel_dims import ParallelDims
+from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.yaml_text import load_yaml
 
 if TYPE_CHECKING:
@@ -151,10 +151,13 @@ def _phases(run: RunFolder) -> Iterator[tuple[float, str]]:
     saved = path_kind.saved_folders(run.path) if run.path.is_dir() else {}
     for _, folder in sorted(saved.items(), reverse=True):
         try:
-            found = json.loads((folder / path_kind.METADATA).read_text(encoding="utf-8"))["stages"]
-            begun = [(int(each["first_sample"]), str(each["name"])) for each in found]
-        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            found = parse_json((folder / path_kind.METADATA).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
             continue
+        if (broken := metadata_problem(found) if isinstance(found, dict) else "it is no object") is not None:
+            run.notes.append(f"{folder.name}/{path_kind.METADATA} is damaged: {broken}")
+            continue
+        begun = [(each["first_sample"], each["name"]) for each in found.get("stages") or ()]
         consumed = run.values("consumed_samples")
         for first, name in begun if len(begun) > 1 else []:
             yield max((at for at, samples in consumed if samples <= first), default=0.0), name

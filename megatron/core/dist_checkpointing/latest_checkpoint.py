@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron.core.collectives import gather_objects
 from megatron.core.dist_checkpointing.dcp_index import INDEX
@@ -16,13 +17,17 @@ REMEDY = "name a folder on a file system that all hosts share"
 
 
 def choose_checkpoint(
-    path: Path, world: Axis, say: Callable[[str], None] = lambda line: None, verified: bool = True
+    path: Path,
+    world: Axis,
+    say: Callable[[str], None] = lambda line: None,
+    verified: bool = True,
+    payload_problem: Callable[[dict[str, Any]], str | None] = lambda payload: None,
 ) -> Checkpoint | None:
     """Opens the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
 
     If they are to be `verified`, every file is read by one of the ranks and compared with the manifest. `say` receives
-    one line for each checkpoint skipped, on every rank. Raises ValueError on every rank if there are checkpoints and
-    none is readable.
+    one line for each checkpoint skipped, on every rank. `payload_problem` says why the contents besides tensors cannot
+    be used; None if they can. Raises ValueError on every rank if there are checkpoints and none is readable.
     """
     found = on_first_rank(lambda: candidates(path), world)
     _check_seen(path, found, world)
@@ -33,7 +38,10 @@ def choose_checkpoint(
         problems = verify(folder, world) if verified else []
         if not problems:
             try:
-                return open_checkpoint(folder, world)
+                checkpoint = open_checkpoint(folder, world)
+                if (broken := payload_problem(checkpoint.payload)) is None:
+                    return checkpoint
+                problems = [f"{METADATA} is damaged: {broken}"]
             except ValueError as error:
                 problems = [str(error)]
         reasons.append(f"skipped checkpoint {folder}: {'; '.join(problems)}")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
 from megatron.core.dist_checkpointing.storage import save
@@ -30,7 +29,12 @@ from megatron.extensions.conversion.formats import (
     tokenizer_config,
 )
 from megatron.extensions.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
-from megatron.training.checkpoints.checkpoint_fit import FORMAT_VERSION, saved_config, saved_progress
+from megatron.training.checkpoints.checkpoint_fit import (
+    FORMAT_VERSION,
+    choose_run_checkpoint,
+    saved_config,
+    saved_progress,
+)
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
 from megatron.training.config.run_config import CheckpointConfig
@@ -46,7 +50,7 @@ class DCPSource(Source):
 
     def __init__(self, path: Path, options: Options) -> None:
         remarks: list[str] = []
-        checkpoint = choose_checkpoint(path, Axis(), remarks.append)
+        checkpoint = choose_run_checkpoint(path, Axis(), remarks.append)
         if checkpoint is None:
             raise ValueError(f"{path} holds no checkpoint")
         self.checkpoint, self.notes = checkpoint, tuple(remarks)

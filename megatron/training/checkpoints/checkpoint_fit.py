@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIMIZER, StateDict, optimizer_key
 from megatron.core.dist_checkpointing.storage import Checkpoint
+from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY
 from megatron.core.parts import STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.training.config.flags import config_of_sections, named_value
+from megatron.training.config.flags import config_of_sections, flags_of, named_value
+from megatron.training.config.rules.fields import single_values
+from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import changed_fields, check_types, free_choices, past_batches
 from megatron.training.progress import Progress
@@ -23,6 +27,13 @@ FORMAT_VERSION = 1
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
 """Entries besides tensors that a checkpoint needs for a run to resume from it."""
+
+
+def choose_run_checkpoint(
+    path: Path, world: Axis, say: Callable[[str], None] = lambda line: None, verified: bool = True
+) -> Checkpoint | None:
+    """`choose_checkpoint` that also skips a checkpoint whose metadata have values of wrong types."""
+    return choose_checkpoint(path, world, say, verified, metadata_problem)
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
@@ -38,7 +49,11 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
         if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
             raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
     check_types(checkpoint.payload, checkpoint.folder / METADATA)
-    return config_of_sections(checkpoint.payload["config"])
+    config = config_of_sections(checkpoint.payload["config"])
+    names = {flag.name for flag in flags_of("model")}
+    if broken := next((each for each in single_values(config) if each.flag in names), None):
+        raise ValueError(f"{checkpoint.folder / METADATA} is damaged: its {broken}")
+    return config
 
 
 def check_may_start(options: CheckpointConfig) -> None:

@@ -19,7 +19,6 @@ from torch import nn
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL,
@@ -39,6 +38,7 @@ from megatron.training.checkpoints.checkpoint_fit import (
     FORMAT_VERSION,
     check_fits,
     check_may_start,
+    choose_run_checkpoint,
     converted,
     mismatch_remedy,
     saved_config,
@@ -243,7 +243,13 @@ def _name_of(callback: Callback) -> str:
 def _load_callbacks(states: Mapping[str, Any], callbacks: Sequence[Callback], say: Callable[[str], None]) -> None:
     there = {_name_of(callback): callback for callback in callbacks}
     for name in [name for name in states if name in there]:
-        there[name].load_state(states[name])
+        try:
+            there[name].load_state(states[name])
+        except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
+            raise ValueError(
+                f"callback {name} cannot take its state in the checkpoint ({type(error).__name__}: {error}); remove "
+                "the callback, or load another checkpoint"
+            ) from error
     if gone := [name for name in states if name not in there]:
         say(f" the checkpoint has state of callbacks that are not in this run, which is ignored: {', '.join(gone)}")
 
@@ -280,7 +286,7 @@ def load_stages(
     """
     if (kind := on_first_rank(lambda: kind_of(path), state.world)) in MODEL_LOADERS:
         return MODEL_LOADERS[kind].stages(Path(path), layout_of, state, device, number_format)
-    checkpoint = choose_checkpoint(Path(path), state.world)
+    checkpoint = choose_run_checkpoint(Path(path), state.world)
     if checkpoint is None:
         raise ValueError(f"--load {refusal(path)}")
     load_saved_extensions(checkpoint.payload, checkpoint.folder)
@@ -323,7 +329,7 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
     options = config.checkpoint
     if options.load is None:
         return None
-    checkpoint = choose_checkpoint(Path(options.load), world, say)
+    checkpoint = choose_run_checkpoint(Path(options.load), world, say)
     if checkpoint is None:
         check_may_start(options)
     return checkpoint

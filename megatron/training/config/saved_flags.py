@@ -25,7 +25,7 @@ from megatron.training.config.flags import (
     value_of,
     with_named,
 )
-from megatron.training.config.rules.saved_types import type_problem
+from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.run_config import CheckpointConfig, Point, RunConfig
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
@@ -228,12 +228,9 @@ def _read(metadata: Path) -> dict[str, Any]:
 
 
 def check_types(values: dict[str, Any], metadata: Path) -> None:
-    """Raises ValueError, which names the file and the field, if a value of a saved configuration has another type than
-    its field."""
-    of_run = values.get("model_of_run", {})
-    broken = type_problem(values.get("config")) or type_problem({"model_of_run": of_run})
-    if broken:
-        raise ValueError(f"{metadata} is damaged: {broken.replace('config.model_of_run', 'model_of_run')}")
+    """Raises ValueError, which names the file and the entry, if a value of a checkpoint's metadata has a wrong type."""
+    if broken := metadata_problem(values):
+        raise ValueError(f"{metadata} is damaged: {broken}")
 
 
 LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size")

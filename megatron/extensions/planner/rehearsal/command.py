@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import kind_of
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis
@@ -32,7 +31,7 @@ from megatron.extensions.planner.rehearsal.matching import (
     written_bytes,
 )
 from megatron.extensions.planner.terminal import progress
-from megatron.training.checkpoints.checkpoint_fit import check_fits, check_may_start, converted
+from megatron.training.checkpoints.checkpoint_fit import check_fits, check_may_start, choose_run_checkpoint, converted
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.commands import Prepared
 from megatron.training.config.flags import flat_values
@@ -119,7 +118,7 @@ def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
 
 def _start(config: RunConfig, load: Path) -> tuple[list[str], list[str]]:
     options, lines = config.checkpoint, list[str]()
-    checkpoint = choose_checkpoint(load, Axis(), lines.append, verified=False)
+    checkpoint = choose_run_checkpoint(load, Axis(), lines.append, verified=False)
     if checkpoint is None:
         check_may_start(options)
         missing = "there is no such folder" if not load.exists() else "it holds no checkpoint"

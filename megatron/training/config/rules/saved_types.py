@@ -1,9 +1,11 @@
-"""Types of the values in a checkpoint's saved configuration, checked before it is read. No torch."""
+"""Types of the values in a checkpoint's metadata, which anyone may have written, checked on reading. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+import math
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 from megatron.training.config.flags import Flag, field_table, sections
 
@@ -15,6 +17,107 @@ _JSON_NAMES = {
     list: "a list",
     dict: "an object",
 }
+LARGEST = 2**53
+"""The largest whole number that a checkpoint may hold, as a flag may have."""
+
+
+class Finite(float):
+    """The type of a number that is neither NaN nor infinite."""
+
+
+class SavedPhase(TypedDict):
+    """A phase that has begun, as `RunPlan.record` makes it."""
+
+    name: str
+    first_sample: int
+    planned: list[int]
+    values: dict[str, Any] | None
+
+
+class SavedOptimizer(TypedDict):
+    """Counters of the optimizer."""
+
+    step_count: int
+    loss_scaler: dict[str, Finite]
+
+
+class SavedSeed(TypedDict, total=False):
+    """Seed of initial values, dropout and data order."""
+
+    seed: int
+
+
+class SavedMetadata(TypedDict, total=False):
+    """Contents of a checkpoint besides tensors. `config` and `model_of_run` hold fields, which have types of their
+    own."""
+
+    format_version: int
+    torch_version: str
+    iteration: int
+    consumed_samples: int
+    scheduled_samples: int
+    skipped_iterations: int
+    nan_iterations: int
+    skipped_spikes: int
+    running_means: list[float]
+    past_batches: list[tuple[int, int]] | None
+    data_fingerprint: str | None
+    loaded_from: str | None
+    origin: dict[str, Any]
+    metrics: dict[str, float | None]
+    layout: dict[str, Any]
+    optimizer: SavedOptimizer
+    rng: SavedSeed
+    callbacks: dict[str, Any]
+    stages: list[SavedPhase] | None
+    converted: bool
+
+
+def metadata_problem(values: Mapping[str, Any]) -> str | None:
+    """The first value of a checkpoint's metadata with a wrong type, in the form `past_batches[1] is text, and must be a
+    list of 2 values`; None without one. Unknown entries are not read, and may hold anything."""
+    of_run = type_problem({"model_of_run": values.get("model_of_run", {})})
+    broken = type_problem(values.get("config", {})) or (of_run and of_run.replace("config.", "", 1))
+    return broken or next(_faults(values, SavedMetadata, ""), None)
+
+
+def _faults(value: Any, kind: Any, where: str) -> Iterator[str]:
+    """The values within `value` that are not of the type that a hint says."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if Any in kinds or (value is None and type(None) in kinds):
+        return
+    kind, parts = get_origin(kinds[0]) or kinds[0], get_args(kinds[0])
+    needed: frozenset[str] = frozenset()
+    if is_typeddict(kind):
+        kind, needed, hints = dict, kind.__required_keys__, get_type_hints(kind)
+    else:
+        hints = dict.fromkeys(value, parts[1]) if kind is dict and isinstance(value, dict) else {}
+    if rule := _broken_rule(value, kind, len(parts)):
+        yield f"{where} is {_shown(value)}, and must be {rule}"
+    elif kind is dict:
+        yield from (f"{where}.{name} is missing" for name in sorted(needed - value.keys()))
+        for name, of_name in hints.items():
+            if name in value:
+                yield from _faults(value[name], of_name, f"{where}.{name}" if where else name)
+    elif kind in (list, tuple):
+        for index, each in enumerate(value):
+            yield from _faults(each, parts[index if kind is tuple else 0], f"{where}[{index}]")
+
+
+def _broken_rule(value: Any, kind: type, count: int) -> str | None:
+    """The rule that a value breaks, which is to have this type; its own parts are not looked at."""
+    if kind is tuple:
+        return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
+    if kind is int:
+        fits = type(value) is int and 0 <= value <= LARGEST
+        return None if fits else "a whole number from 0 to 2^53"
+    if kind is float:
+        return None if type(value) in (int, float) else "a number"
+    if kind is Finite:
+        return None if type(value) in (int, float) and not _is_endless(value) else "a finite number"
+    return None if type(value) is kind else _JSON_NAMES[kind]
+
+
 _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -61,9 +164,23 @@ def _is_one(flag: Flag, value: Any) -> bool:
     if flag.kind is bool or isinstance(value, bool):
         return flag.kind is bool and isinstance(value, bool)
     if flag.kind is int:
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return isinstance(value, (int, float) if flag.kind is float else flag.kind)
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return whole and abs(value) <= LARGEST
+    return isinstance(value, (int, float) if flag.kind is float else flag.kind) and not _is_endless(value)
+
+
+def _is_endless(value: Any) -> bool:
+    """Whether a value is a number that no flag can have: NaN, an infinity, or beyond the range of doubles."""
+    try:
+        return isinstance(value, int | float) and not math.isfinite(value)
+    except OverflowError:
+        return True
 
 
 def _json_name(value: Any) -> str:
     return _JSON_NAMES.get(type(value), "null")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: numbers as they are, of all else the type."""
+    return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)
