@@ -82,4 +82,5 @@ def stand_in_for(tokenizer: Tokenizer) -> StandIn:
     except DifferentIds:
         raise
     except Exception as error:  # gigatoken does not know this kind of model
-        raise DifferentIds(f"gigatoken does not support this tokenizer: {error}") from None
+        reason = str(error).split("\n", 1)[0]  # below it, the place in gigatoken's source
+        raise DifferentIds(f"gigatoken does not support this tokenizer: {reason}") from None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,12 @@ MOST_IDS = 1 << 24
 """Sixty times the ids of the largest vocabularies in use."""
 
 
+MOST_GROWTH = 1000
+"""Normalizers in use make a text at most a few times as long."""
+
+CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
+
+
 class _OverTokenizers:
     """Common methods of wrappers of a `tokenizers.Tokenizer`."""
 
@@ -34,12 +44,19 @@ class _OverTokenizers:
     _flags: str
     """The flags that name its files, with their values."""
 
+    vocab_size: int
+
     def tokenize(self, text: str) -> list[int]:
-        """Raises ValueError if a regular expression of the tokenizer cannot be matched with the text."""
+        """Raises ValueError if the tokenizer cannot encode the text: a regular expression fails on it, or it has an
+        unknown character and the vocabulary no token for these."""
+        return self._encode(text)
+
+    def _encode(self, text: str, special: bool = True) -> list[int]:
+        """`special`: with the ids that the tokenizer adds around each text."""
         try:
-            return list(self._tokenizer.encode(text).ids)
-        except BaseException as error:  # the package is in Rust, whose panics are no Exception
-            if type(error).__name__ != "PanicException":
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except BaseException as error:  # the package raises bare Exception, and panics of Rust are no Exception
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
                 f"{self._flags}: the tokenizer fails on a text of {len(text)} characters, {text[:40]!a}... ({error}); "
@@ -58,11 +75,34 @@ class _OverTokenizers:
         return str(self._tokenizer.to_str())
 
     def added_around(self) -> tuple[list[int], list[int]]:
-        """Ids added before and after each text, such as BOS."""
-        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
-        whole = self._tokenizer.encode("a").ids
-        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        return whole[:start], whole[start + len(bare) :]
+        """Ids added before and after each text, such as BOS. Raises ValueError if the tokenizer encodes no text, drops
+        the text, or adds ids outside its vocabulary."""
+        text, bare = self._encodable_text()
+        whole = self._encode(text)
+        start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
+        if start is None:
+            raise ValueError(
+                f"{self._flags}: the post_processor does not keep the tokens of a text; its template must contain the "
+                "text ($A) once"
+            )
+        before, behind = whole[:start], whole[start + len(bare) :]
+        if max((*before, *behind), default=0) >= self.vocab_size:
+            raise ValueError(
+                f"{self._flags}: the post_processor adds the ids {(before + behind)[:8]} to each text, which must be "
+                f"below {self.vocab_size}, the size of the vocabulary; correct them, or use another file"
+            )
+        return before, behind
+
+    def _encodable_text(self) -> tuple[str, list[int]]:
+        """A text with at least one token, and its ids."""
+        problem = ValueError(f"{self._flags}: the tokenizer encodes no text; use another file")
+        for text in itertools.chain("a0 ", itertools.islice(self._tokenizer.get_vocab(), 1000)):
+            try:
+                if ids := self._encode(text, special=False):
+                    return text, ids
+            except ValueError as error:
+                problem = error
+        raise problem
 
     def special_names(self) -> list[str]:
         """Names of added tokens. A text may contain them."""
@@ -175,10 +215,47 @@ def _from_file(file: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise ValueError("--tokenizer-type HuggingFaceTokenizer: needs a package; pip install tokenizers") from None
+    _check_charsmaps(file)
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception
         raise ValueError(f"--tokenizer-model {file}: {described(file, 'a tokenizer.json', error)}") from None
+    for name in ("normalizer", "decoder"):
+        part = getattr(tokenizer, name)
+        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > MOST_GROWTH:
+            raise ValueError(
+                f"--tokenizer-model {file}: replacements of its {name} can make a text {growth:,.0f} times as long; at "
+                f"most {MOST_GROWTH} times is supported: shorten them, or use another file"
+            )
+    return tokenizer
+
+
+def _check_charsmaps(file: Path) -> None:
+    """Raises ValueError if a table of a Precompiled normalizer is longer than its data: the package would end the
+    process when it reserves memory for it."""
+    for found in CHARSMAP.finditer(file.read_bytes()):
+        try:
+            table = base64.b64decode(found[1])
+        except ValueError:
+            continue  # which the package refuses
+        if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
+            raise ValueError(
+                f"--tokenizer-model {file}: precompiled_charsmap of its normalizer is damaged: its table must fit into "
+                f"its {len(table)} bytes; get the file again"
+            )
+
+
+def _growth(part: Any) -> float:
+    """Largest factor by which a normalizer or a decoder, as tokenizer.json has it, lengthens a text by replacements."""
+    growth = prod(map(_growth, (*part.get("normalizers", ()), *part.get("decoders", ()))))
+    kind = part.get("type")
+    if kind == "Prepend":
+        return growth * (1 + len(part["prepend"]))
+    if kind == "Replace":
+        length = len(part["pattern"].get("String", ""))  # a regular expression may match nothing, between characters
+        return growth * max(1.0, len(part["content"]) / length if length else 1 + len(part["content"]))
+    return growth
 
 
 def _encode_whole_texts(tokenizer: Any, file: Path) -> None:

@@ -85,6 +85,15 @@ def test_what_it_cannot_stand_in_for() -> None:
         stand_in_for(ByteTokenizer())
 
 
+def test_the_reason_is_one_line(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DifferentIds) as caught:
+        stand_in_for(HuggingFaceTokenizer(TokenizerConfig(tokenizer_model=str(tmp_path))))
+    assert "gigatoken does not support this tokenizer: " in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_a_difference_is_noticed_at_once_and_later(plain: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = StandIn._encode
     monkeypatch.setattr(StandIn, "_encode", lambda self, text: encode(self, text.replace("quick", "slow")))

@@ -331,3 +331,68 @@ def test_a_regular_expression_that_gives_up_is_told(tmp_path):
         ValueError, match=r"--tokenizer-model \S+: the tokenizer fails on a text of 41 characters, 'aaa"
     ):
         tokenizer.tokenize("a" * 40 + "!")
+
+
+def test_a_tokenizer_that_encodes_no_unknown_text_names_its_file(tmp_path):
+    folder = write_tokenizer(tmp_path, {"a": 0})
+    model = {"type": "WordLevel", "vocab": {"yes": 0, "no": 1}, "unk_token": "<missing>"}
+    write_parts(folder, model=model, pre_tokenizer={"type": "Whitespace"})
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+    assert added_after(tokenizer) == [] and tokenizer.tokenize("no yes") == [1, 0]
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-model \S+: the tokenizer fails on a text of 5 characters, 'maybe"
+    ):
+        tokenizer.tokenize("maybe")
+
+
+def write_parts(folder, **parts):
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | parts))
+    return folder
+
+
+def template(*ids, pattern="<A"):
+    """A post-processor that adds these ids at each "<" of the pattern, and the text at each "A"."""
+    parts = {"<": {"SpecialToken": {"id": "<s>", "type_id": 0}}, "A": {"Sequence": {"id": "A", "type_id": 0}}}
+    around = [parts[letter] for letter in pattern]
+    special = {"<s>": {"id": "<s>", "ids": list(ids), "tokens": ["<s>"] * len(ids)}}
+    return {"type": "TemplateProcessing", "single": around, "pair": around, "special_tokens": special}
+
+
+REPLACEMENTS = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}] * 2
+EMPTY = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 2000}
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            {"post_processor": template(4_294_967_295)},
+            r"adds the ids \[4294967295\] to each text, which must be below 2",
+        ),
+        ({"post_processor": template(1, pattern="A<A")}, r"template must contain the text \(\$A\) once"),
+        ({"post_processor": template(1, pattern="<")}, "encodes no text"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": REPLACEMENTS}},
+            "normalizer can make a text 10,000 times as",
+        ),
+        (
+            {"decoder": {"type": "Sequence", "decoders": [EMPTY]}},
+            "decoder can make a text 2,001 times as long; at most",
+        ),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/" * 8 + "A" * 64}}, "charsmap .* is damaged"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "A" * 16}}, "fails on a text of 1 characters"),
+    ],
+    ids=["ids", "text twice", "no text", "normalizer", "decoder", "table", "panic"],
+)
+def test_a_part_that_cannot_work_is_refused(tmp_path, parts, said):
+    folder = write_parts(write_tokenizer(tmp_path, {"a": 0, "b": 1}), **parts)
+    with pytest.raises(ValueError, match=rf"--tokenizer-model \S+tokenizer.json: .*{said}"):
+        added_after(build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder))))
+
+
+def test_short_replacements_are_kept(tmp_path):
+    spaces = {"type": "Replace", "pattern": {"Regex": " +"}, "content": "b"}
+    folder = write_parts(write_tokenizer(tmp_path, {"a": 0, "b": 1}), normalizer=spaces, post_processor=template(1))
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+    assert tokenizer.tokenize("a  a") == [1, 0, 1, 0] and tokenizer.added_around() == ([1], [])
