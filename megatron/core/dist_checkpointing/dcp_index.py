@@ -9,13 +9,15 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from megatron.core.dist_checkpointing.pickle_sizes import check_sizes
+from megatron.core.dist_checkpointing.torch_file import check_torch_file
 
 INDEX = ".metadata"
 
@@ -27,9 +29,17 @@ MALFORMED = (
 
 
 class IndexReader(dcp.FileSystemReader):
-    """Reads DCP's index once, and unpickles only the types that an index consists of."""
+    """Reads DCP's index once, and unpickles only the types that an index consists of. Each tensor's part of a file is
+    checked before torch unpickles it."""
 
     _index: Metadata | None = None
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        if sinfo.transform_descriptors:
+            raise pickle.UnpicklingError(f"{INDEX} says that {sinfo.relative_path} is transformed")
+        found = super()._slice_file(file, sinfo)
+        check_torch_file(found)
+        return found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._index is None:

@@ -6,7 +6,6 @@ other pickle is read, and the index may name files of its own folder only. Every
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.pickle_errors import why_refused
+from megatron.core.dist_checkpointing.torch_file import load_torch_file
 from megatron.extensions.hugging_face.flags import CONFIG
 from megatron.extensions.hugging_face.read_config import read_json, text_model
 from megatron.extensions.hugging_face.safetensors_file import Sliceable, TensorSpec, read_header
@@ -97,7 +97,7 @@ class _BinTensor(TensorSpec):
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        found = load_torch_file(path)
     except Exception as error:  # whatever a damaged or malicious file makes the reader raise
         raise ValueError(f"{path} is refused, as it is not a plain file of tensors: {why_refused(error)}") from None
     if not isinstance(found, dict) or not all(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.pickle_errors import why_refused
+from megatron.core.dist_checkpointing.torch_file import load_torch_file
 
 
 class _Plain:
@@ -53,8 +53,7 @@ def load_pickle(path: Path, kind: Any = dict) -> Any:
     names += [(type(name, (_Plain,), {}), f"{module}.{name}") for module, name in HARMLESS]
     names += [(_signal, "signal.Signals")]
     try:
-        with torch.serialization.safe_globals(names):
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        found = load_torch_file(path, names)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:

@@ -24,6 +24,7 @@ from megatron.extensions.hugging_face.safetensors_file import FileTensor, Safete
 from tests.extensions.hugging_face.hf_exact import save_model
 from tests.extensions.hugging_face.hf_models import assert_same_weights, change_json, weights_in
 from tests.forked import run_forked
+from tests.pure.test_pickle_calls import LARGE, older
 from tools import convert_checkpoint, inspect_checkpoint
 from tools.common import run_tool
 
@@ -224,6 +225,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "plain_pickle_that_executes": (
         pickled(lambda folder, file: file.write_bytes(pickle.dumps(Attack(folder)))),
         "pytorch_model.bin is refused, as it is not a plain file of tensors: it is damaged, or no file of torch.save",
+    ),
+    "bin_of_bytes_by_a_number": (
+        pickled(lambda folder, file: file.write_bytes(older(LARGE["bytes by a number"]))),
+        "tensors: it calls builtins.bytearray with something else than bytes",
     ),
     "bin_without_tensors": (
         pickled(lambda folder, file: torch.save({NORM: "text"}, file)),

@@ -28,6 +28,7 @@ from tests.extensions.megatron_checkpoints.their_runs import (
     unpack,
 )
 from tests.forked import run_forked
+from tests.pure.test_pickle_calls import LARGE, older
 
 RUNS = {
     **dict.fromkeys(("dense", "moe"), "--pp 2"),
@@ -192,6 +193,9 @@ CASES: dict[str, Callable[[Path], object]] = {
     "__1_0.distcp": lambda folder: (folder / "__1_0.distcp").unlink(),
     "cannot load checkpoint": cut("__0_0.distcp"),
     "is not a readable checkpoint": cut(".metadata"),
+    "common.pt is refused: it calls builtins.bytearray": lambda folder: (folder / "common.pt").write_bytes(
+        older(LARGE["bytes by a number"])
+    ),
     "common.pt is damaged": cut("common.pt"),
     "common.pt is missing": lambda folder: (folder / "common.pt").unlink(),
     "has shape [2, 24, 8], not [2, 40, 8]": lie("ffn_hidden_size", 20),

@@ -1,0 +1,176 @@
+"""Which functions a file of torch.save may call, and with what: none may allocate by a number. No torch."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+
+class Refused(pickle.UnpicklingError):
+    """A pickle asks for something that no file of tensors needs."""
+
+
+class Name(str):
+    """`module.name` that a pickle looks up."""
+
+    __slots__ = ()
+
+
+OTHER = object()
+"""A value that no rule looks at."""
+
+
+@dataclass
+class Listed:
+    """A list, which grows in place."""
+
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a function returned."""
+
+    name: str
+
+    size: int | None = None
+    """Its bytes if it is an object of bytes."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Elements of a storage, and bytes of each."""
+
+    elements: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+@dataclass
+class Call:
+    """The arguments of a call, and how to check another call, which it makes in turn."""
+
+    given: tuple[Any, ...]
+    inner: Callable[[Any, Any], Any]
+
+    size: int | None = None
+    """Bytes that it returns, as its rule finds."""
+
+
+def cost(value: Any) -> int:
+    """Bytes that a call copies of an argument at most, about."""
+    if isinstance(value, Listed):
+        return 8 * value.length
+    if isinstance(value, Made):
+        return value.size or 0
+    return len(value) if isinstance(value, str | bytes | tuple) else 0
+
+
+def _harmless(call: Call) -> str | None:
+    return None
+
+
+def _array_of_bytes(call: Call) -> str | None:
+    """bytearray: of a text or bytes, never of a number or of an object that may stand for one."""
+    first = call.given[0] if call.given else ""
+    call.size = cost(first)
+    known = isinstance(first, str | bytes | Listed) or (isinstance(first, Made) and first.size is not None)
+    return None if known else "with something else than bytes"
+
+
+def _bytes_of_text(call: Call) -> str | None:
+    """_codecs.encode: as Python writes bytes, not by another codec, some of which multiply them."""
+    text, codec = call.given if len(call.given) == 2 else (None, None)
+    call.size = cost(text)
+    usual = isinstance(text, str) and codec in ("latin1", "latin-1", "utf-8")
+    return None if usual else "with another encoding than latin1"
+
+
+def _tensor(call: Call) -> str | None:
+    """A view of a storage, which torch enlarges if the view reaches beyond it."""
+    storage, offset, shape, strides = (*call.given, *(None,) * 4)[:4]
+    if not isinstance(storage, Storage) or not _naturals((offset,)) or not _naturals(shape) or not _naturals(strides):
+        return "without a storage, an offset, sizes and strides"
+    if len(shape) != len(strides):
+        return "with other numbers of sizes and strides"
+    reach = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    width = _width(call.given[6]) if len(call.given) > 7 else storage.itemsize
+    if prod(shape) and reach * width > storage.nbytes:
+        return f"for {reach * width:,} bytes of a storage of {storage.nbytes:,}"
+    return None
+
+
+def _width(dtype: Any) -> int:
+    return ITEMSIZES.get(dtype, 1) if isinstance(dtype, Name) else 1
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, tuple) and all(type(each) is int and each >= 0 for each in values)
+
+
+def _with_type(call: Call) -> str | None:
+    """(function, type, arguments, state): calls the function."""
+    if len(call.given) != 4:
+        return "with other arguments than function, type, arguments and state"
+    call.inner(call.given[0], call.given[2])
+    return None
+
+
+def _empty_array(call: Call) -> str | None:
+    """(ndarray, (0,), ...): its shape and values follow as its state."""
+    return None if call.given[1:2] == ((0,),) else "with a shape"
+
+
+def _one_number(call: Call) -> str | None:
+    """(dtype, bytes): without bytes numpy allocates by the dtype."""
+    return None if len(call.given) == 2 and cost(call.given[1]) else "without the bytes of a number"
+
+
+def _dtype(call: Call) -> str | None:
+    first = call.given[0] if call.given else None
+    return None if isinstance(first, str) and re.fullmatch(r"[|<>=]?\w\d{0,4}", first) else "with an unusual type"
+
+
+RULES: Mapping[str, Callable[[Call], str | None]] = {
+    **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "builtins.set", "builtins.complex"), _harmless),
+    **dict.fromkeys(("torch.Size", "torch.device", "torch.serialization._get_layout"), _harmless),
+    **dict.fromkeys((f"torch._utils._rebuild_parameter{end}" for end in ("", "_with_state")), _harmless),
+    "torch.nn.parameter.Parameter": _harmless,
+    "builtins.bytearray": _array_of_bytes,
+    "_codecs.encode": _bytes_of_text,
+    **dict.fromkeys((f"torch._utils._rebuild_tensor{end}" for end in ("", "_v2", "_v3")), _tensor),
+    "torch._tensor._rebuild_from_type_v2": _with_type,
+    **{f"numpy.{core}.multiarray._reconstruct": _empty_array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _one_number for core in ("core", "_core")},
+    "numpy.dtype": _dtype,
+}
+"""Function -> why it is not called with these arguments; None for harmless ones."""
+
+_WIDE = {
+    **dict.fromkeys(("float64", "double", "int64", "long", "uint64", "complex64", "cfloat"), 8),
+    **dict.fromkeys(("float32", "float", "int32", "int", "uint32", "complex32", "chalf", "qint32"), 4),
+    **dict.fromkeys(("float16", "half", "bfloat16", "int16", "short", "uint16", "bits16"), 2),
+    **dict.fromkeys(("complex128", "cdouble"), 16),
+}
+ITEMSIZES = {f"torch.{name}": size for name, size in _WIDE.items()}
+"""Bytes of the elements of a dtype, if they are more than one."""
+
+_KINDS = {
+    **dict.fromkeys(("ComplexDouble",), 16),
+    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
+    **dict.fromkeys(("Float", "Int", "QInt32"), 4),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+    **dict.fromkeys(("Char", "Byte", "Bool", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4"), 1),
+}
+STORAGES = {
+    **{f"torch.{prefix}{kind}Storage": size for kind, size in _KINDS.items() for prefix in ("", "cuda.")},
+    "torch.storage.UntypedStorage": 1,
+}
+"""Type of a storage -> bytes of its elements."""
