@@ -194,6 +194,25 @@ def test_programs_tell_it_in_one_line(saved: Saved, tmp_path: Path, entry: str, 
     assert f"iter_0000002/metadata.json is damaged: {rule}" in (tmp_path / "r.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("num_layers", 2**50, "layers cannot have"),
+        ("mtp_num_layers", 2**50, "layers cannot have"),
+        ("num_attention_heads", 0, "its --num-attention-heads: is required, and must be at least 1"),
+        ("make_vocab_size_divisible_by", 0, "its --make-vocab-size-divisible-by 0: must be above 0"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_it_is_built(
+    saved: Saved, field: str, value: int, rule: str
+) -> None:
+    saved.forge(replaced(saved.whole, ("config", "model", field), value))
+    checkpoint = choose_run_checkpoint(saved.root, Axis())
+    assert checkpoint is not None
+    with pytest.raises(ValueError, match=r"metadata\.json is damaged: .*" + rule):
+        saved_config(checkpoint)
+
+
 def test_an_earlier_checkpoint_takes_the_place_of_a_forged_one(saved: Saved) -> None:
     shutil.copytree(saved.folder, saved.root / "iter_0000001")
     saved.forge(saved.whole | {"iteration": "x"})

@@ -53,6 +53,9 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
     names = {flag.name for flag in flags_of("model")}
     if broken := next((each for each in single_values(config) if each.flag in names), None):
         raise ValueError(f"{checkpoint.folder / METADATA} is damaged: its {broken}")
+    count, layers = len(checkpoint.tensors), config.model.num_layers + (config.model.mtp_num_layers or 0)
+    if layers > count:  # before anything lists them
+        raise ValueError(f"{checkpoint.folder / METADATA} is damaged: {layers:,} layers cannot have {count} tensors")
     return config
 
 

@@ -148,7 +148,7 @@ def test_curves_of_several_runs_lie_over_each_other(run: Path, tmp_path: Path) -
 
 def test_phases_are_marked_in_every_chart(run: Path) -> None:
     begun = [("main", 0), ("long <b>", 80), ("end", 200)]
-    stages = [{"name": name, "first_sample": first} for name, first in begun]
+    stages = [{"name": name, "first_sample": first, "planned": [], "values": None} for name, first in begun]
     write_metrics(run, 40)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text(
