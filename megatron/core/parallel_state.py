@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from itertools import chain
 
 import torch.distributed as dist
@@ -50,6 +51,10 @@ class Axis:
         return self.rank == self.size - 1
 
 
+ALONE = Axis()
+"""An axis along which the rank is alone."""
+
+
 @dataclass(frozen=True)
 class ParallelState:
     """One rank's position in a layout, and its groups.
@@ -60,11 +65,11 @@ class ParallelState:
     dims: ParallelDims = field(default_factory=ParallelDims)
     rank: int = 0
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    world: Axis = Axis()
+    world: Axis = ALONE
 
     def axis(self, name: str) -> Axis:
         """This rank's group along `name`: one of `SINGLE_AXES`, a key of `JOINT_AXES`, or "embd"."""
-        return self.axes.get(name, Axis())
+        return self.axes.get(name, ALONE)
 
     @property
     def tp(self) -> Axis:
@@ -105,7 +110,7 @@ class ParallelState:
         """Groups of pipeline messages: those of `LANES`, or "pp" alone where one suffices."""
         return tuple(self.axes[name] for name in LANES if name in self.axes)
 
-    @property
+    @cached_property
     def coords(self) -> dict[str, tuple[int, int]]:
         """Maps axis -> (rank, size), for `ParamMeta.box`."""
         return {name: (self.axis(name).rank, self.axis(name).size) for name in SINGLE_AXES}

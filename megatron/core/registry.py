@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from inspect import signature
 from typing import Any, Generic, TypeVar, overload
@@ -30,6 +31,11 @@ class _Entry(Generic[F]):
     facts: F
     where: str
     built_in: bool
+
+
+@cache
+def _load_built_in() -> None:
+    import_module("megatron.extensions").load()
 
 
 def imported(where: Any) -> Any:
@@ -58,6 +64,7 @@ class Registry(Collection[str], Generic[P, F]):
         self.flag, self._make_facts, self._form, self._attributes = flag, facts, form, attributes
         self._entries: dict[str, _Entry[F]] = {}
         self._substitutes: dict[str, list[tuple[str, Callable[..., bool]]]] = {}
+        self._checked: dict[str, Any] = {}
 
     @overload
     def register(self, name: str, part: None = None, **facts: Any) -> Callable[[Given], Given]: ...
@@ -117,7 +124,7 @@ class Registry(Collection[str], Generic[P, F]):
     @property
     def _known(self) -> dict[str, _Entry[F]]:
         """All entries: built-in extensions register theirs before the first one is looked up."""
-        import_module("megatron.extensions").load()
+        _load_built_in()
         return self._entries
 
     def __getitem__(self, name: str) -> P:
@@ -126,7 +133,9 @@ class Registry(Collection[str], Generic[P, F]):
         if not isinstance(entry.part, str):
             return entry.part
         part = imported(entry.part)
-        self._check(name, part, entry.facts)
+        if self._checked.get(name) is not part:
+            self._check(name, part, entry.facts)
+            self._checked[name] = part
         return part
 
     def _check(self, name: str, part: Any, facts: F) -> None:

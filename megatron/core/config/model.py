@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import log, sqrt
 from typing import Any
 
@@ -215,7 +216,7 @@ class TransformerConfig(
     """Layers with full attention beside layers with --window-size or --attention-chunk-size: N for layers N - 1,
     2N - 1, ..., or a list of 1 (window) and 0 (full) for all layers. Default: no layer has full attention."""
 
-    @property
+    @cached_property
     def attention(self) -> str:
         """Name of the attention sublayer."""
         chosen = (name for name in ATTENTIONS if ATTENTIONS.facts(name).chosen_by(self))
@@ -231,7 +232,7 @@ class TransformerConfig(
         linear = self.layer(number).linear
         return LINEAR_ATTENTIONS.facts(linear) if linear else self.attention_facts
 
-    @property
+    @cached_property
     def residual(self) -> str | None:
         """Name of the residual stream; None for hidden states to which outputs are added."""
         return RESIDUALS.chosen(self)
@@ -305,7 +306,7 @@ class TransformerConfig(
     def layer(self, number: int) -> LayerKind:
         """Kind of layer `number`; modules of multi-token prediction count on from the layers. ValueError if a pattern
         cannot be read."""
-        return layer_kinds(self)[number]
+        return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
         """The configuration by which layer `number` is built: fields have the values that they have there."""
@@ -315,12 +316,16 @@ class TransformerConfig(
     @property
     def layers(self) -> tuple[LayerKind, ...]:
         """Kind of each layer, by number. ValueError if a pattern of layers cannot be read."""
-        return layer_kinds(self)[: self.num_layers]
+        return self._kinds[: self.num_layers]
 
     @property
     def mtp_layers(self) -> tuple[LayerKind, ...]:
         """Kinds of the layers of multi-token prediction. ValueError if a pattern of layers cannot be read."""
-        return layer_kinds(self)[self.num_layers :]
+        return self._kinds[self.num_layers :]
+
+    @cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        return layer_kinds(self)
 
     @property
     def stated_layers(self) -> tuple[Sublayers, ...] | None:

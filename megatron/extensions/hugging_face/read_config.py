@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -319,7 +320,8 @@ def product_of(hf: Mapping[str, Any], powers: Mapping[str, float]) -> float | No
 def fields_of(config: TransformerConfig) -> dict[str, Any]:
     """All fields of a model's configuration, those that extensions define included."""
     run = run_of(config)
-    return vars(config) | {flag.field: value_of(run, flag) for flag in flags_of("model")}
+    own = {each.name: getattr(config, each.name) for each in fields(config)}
+    return own | {flag.field: value_of(run, flag) for flag in flags_of("model")}
 
 
 def _experts_from_hf(hf: Mapping[str, Any], family: Family) -> str:

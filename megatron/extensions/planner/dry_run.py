@@ -25,6 +25,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.plan import Phase, RunPlan, plan_of
 
 if TYPE_CHECKING:
+    from megatron.extensions.planner.fake_stage import PlannerCache
     from megatron.extensions.planner.time.step_time import StepTime
 
 
@@ -86,13 +87,13 @@ def print_plan(
     fits = [] if fit is None else [fit.line]
     plan: dict[str, list[str]] = {}
     for title, lines in (
-        ("Model", model_lines(config)),
+        ("Model", model_lines(config, cache)),
         (f"Groups, world size {world_size}", group_lines(dims)),
         (
             f"Pipeline stages and memory of each rank{of}",
             [*memory_lines(largest, dims, memory), *fits],
         ),
-        ("Batch and length", batch_lines(run, dims)),
+        ("Batch and length", batch_lines(run, dims, cache)),
         ("Data", [line for phase in run.phases for line in data_lines(run, phase)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
         *((f"Different from {name}", DIFFERENCES[name](config, asked.given)) for name in DIFFERENCES),
@@ -144,8 +145,8 @@ def _ranks(group: tuple[int, ...]) -> str:
     return "[" + ",".join(map(str, group[:3])) + f",...,{group[-1]}]"
 
 
-def model_lines(config: RunConfig) -> Iterator[str]:
-    """Shape, parameters and FLOPs of the model."""
+def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
+    """Shape, parameters and FLOPs of the model, whose kinds of layers `cache` may know."""
     from megatron.extensions.planner.flops import model_flops, orthogonalization_flops
 
     m = config.model
@@ -175,7 +176,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     for part, number in vars(count).items():
         if number or part not in ("router", "experts", "other"):
             yield f"    {part.replace('_', ' '):<14}{number:>22,}"
-    flops = model_flops(m)
+    flops = model_flops(m, kinds=cache.kinds_of(m))
     counted = "active parameters" if m.num_experts is not None else "parameters"
     yield (
         f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
@@ -238,8 +239,8 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     return f"pipeline {schedule.name}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
 
 
-def batch_lines(plan: RunPlan, dims: ParallelDims) -> Iterator[str]:
-    """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
+def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
+    """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run. `cache` may know the kinds of layers."""
     config, sizes = plan.base, plan.sizes
     for phase in plan.phases:
         where = f"phase {phase.name}: " if len(plan.phases) > 1 else ""
@@ -258,10 +259,9 @@ def batch_lines(plan: RunPlan, dims: ParallelDims) -> Iterator[str]:
     consumed = sizes.samples(iterations)
     tokens = plan.tokens(consumed)
     ends = [*(phase.first_token for phase in plan.phases[1:]), tokens]
-    flops = sum(
-        model_flops(phase.config.model).total * (end - phase.first_token)
-        for phase, end in zip(plan.phases, ends, strict=True)
-    )
+    models = [phase.config.model for phase in plan.phases]
+    per_token = [model_flops(model, kinds=cache.kinds_of(model)).total for model in models]
+    flops = sum(each * (end - phase.first_token) for each, phase, end in zip(per_token, plan.phases, ends, strict=True))
     yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"
 
 

@@ -279,7 +279,14 @@ class FakeStages:
         return PassEvents(events["forward"], events["backward"], events["weight"], memory=memory)
 
 
-def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[int]:
+class LayersKey(NamedTuple):
+    """Equal for configurations whose layers are built alike, under any layout."""
+
+    model: TransformerConfig
+    number_formats: Hashable
+
+
+def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -> tuple[int, ...]:
     """For each layer the first one that is like it: of the same parts, shapes and settings, whoever wrote them. `known`
     keeps what layouts of the same layers share."""
     plain = replace(
@@ -292,7 +299,7 @@ def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[
         compile=False,  # nothing runs, and loading the compiler takes a second
     )
     own, model = plain.options(Fp8Flags), batch.model
-    key = model, own.fp8_format, own.fp8_recipe, own.layers(model.num_layers)
+    key = LayersKey(model, (own.fp8_format, own.fp8_recipe, own.layers(model.num_layers)))
     if key not in known:
         meta = torch.device("meta")  # which builds a layer ten times as fast as fake tensors do
         ends: dict[str, Any] = {"layers": range(model.num_layers), "first": False, "last": False}
@@ -301,7 +308,9 @@ def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[
         layers = Stage(range(model.num_layers), first=False, last=False)
         check_declared(stage.parameters(), model, layers)
         first: dict[Hashable, int] = {}
-        known[key] = [first.setdefault(_kind_of(layer), number) for number, layer in enumerate(stage.decoder.layers)]
+        known[key] = tuple(
+            first.setdefault(_kind_of(layer), number) for number, layer in enumerate(stage.decoder.layers)
+        )
     return known[key]
 
 
@@ -309,11 +318,15 @@ def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[
 class PlannerCache:
     """What was found out about parts of stages, for configurations whose layers do the same to share."""
 
-    kinds: dict[Hashable, list[int]] = field(default_factory=dict)
+    kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
     """Model -> for each layer the first layer that is like it."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
     """By micro-batch in a layer."""
+
+    def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
+        """For each layer of a model the first layer that is like it; None if no plan of this model was made."""
+        return next((kinds for key, kinds in self.kinds.items() if key.model == model), None)
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         """By stage, the parts that it runs in order: the embedding, single layers, the head."""
@@ -324,10 +337,13 @@ class PlannerCache:
 class StageParts:
     """The parts of one configuration's stages; each distinct one is run once."""
 
-    def __init__(self, batch: MicroBatch, cache: PlannerCache | None = None) -> None:
-        """`cache` keeps what other configurations with the same layers do and hold."""
+    def __init__(
+        self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
+    ) -> None:
+        """`cache` keeps what other configurations with the same layers do and hold. `kinds` are those of the layers, by
+        default found by building them."""
         self.batch, cache = batch, cache or PlannerCache()
-        self._alike = numbered_kinds(batch, cache.kinds)
+        self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
         # What does not offload is the same whatever other layers do, and so are the ends whatever layers recompute.
         same = {"offloaded": batch, "kept": kept, "ends": _nothing_recomputed(kept)}

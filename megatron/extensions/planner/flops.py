@@ -19,7 +19,7 @@ from megatron.core.parts import OPTIMIZERS
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.planner import as_on_gpus
 from megatron.extensions.planner.as_on_gpus import FakeKernel, replaced
-from megatron.extensions.planner.fake_stage import MicroBatch, Part, PlannerCache, StageParts, Unit
+from megatron.extensions.planner.fake_stage import MicroBatch, Part, StageParts, Unit
 from megatron.extensions.planner.time.events import Attention, Product
 
 
@@ -39,8 +39,14 @@ class FlopsPerToken(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def model_flops(config: TransformerConfig, seq_length: int | None = None) -> FlopsPerToken:
-    """Counted on one rank without parallelism, since no layout changes them."""
+def model_flops(
+    config: TransformerConfig, seq_length: int | None = None, kinds: tuple[int, ...] | None = None
+) -> FlopsPerToken:
+    """Counted on one rank without parallelism, since no layout changes them.
+
+    `kinds` are those of `PlannerCache.kinds_of(config)`: layers that are alike in a plan of the model have equal FLOPs.
+    Without them all layers are built to find which ones are alike.
+    """
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
     modules = [kind.span.mean(length) for kind in config.mtp_layers]
@@ -56,7 +62,7 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
         attn_logit_softcapping=None,
         recompute_granularity="none",
     )
-    parts = StageParts(MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda"), PlannerCache())
+    parts = StageParts(MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda"), kinds=kinds)
     layers = [Part((Unit((number,)),)) for number in range(config.num_layers)]
     kernels = FakeKernel(), FakeKernel()  # no other tells a launch, or multiplies keys and values of their own widths
     with replaced((as_on_gpus, "planned_kernels_of", lambda *settings: kernels)):

@@ -268,6 +268,7 @@ def test_epochs_of_each_source_are_counted_over_phases(tmp_path: Path) -> None:
 
 def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
     description = pytest.importorskip("megatron.extensions.planner.dry_run")
+    cache = pytest.importorskip("megatron.extensions.planner.fake_stage").PlannerCache()
     for name in ("web", "code"):
         write_documents(tmp_path / name, [np.arange(1000)])
     (tmp_path / "book.txt").write_text("a text")
@@ -280,7 +281,7 @@ def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
     plan = made(tmp_path / "s.yaml", text, more)
     dims = ParallelDims.from_config(plan.base.parallel, 1)
     lines = [line for phase in plan.phases for line in description.data_lines(plan, phase)]
-    lines += description.batch_lines(plan, dims)
+    lines += description.batch_lines(plan, dims, cache)
     for part in (
         "phase 0: from sample 0, iteration 1, token 0: 80 samples of 16, 1,280 tokens, 10 iterations; global batch 8",
         f"{web}: 1 documents, 1,000 tokens; 0.96 epochs",

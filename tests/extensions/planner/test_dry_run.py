@@ -9,15 +9,25 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import pretrain_gpt
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parts import MLPS
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.transformer.mlp import MLP
+from megatron.extensions.planner import fake_stage
 from megatron.extensions.planner.device_file import FOLDER
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.batch_size import byte_text
 from megatron.training.config.foreign_flags import DIFFERENCES
+from megatron.training.config.validation import resolve_legal
 from tests.forked import run_program
+from tests.tiny import TINY
 
 WRONG = (
     "--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12 --seq-length 2048 --tp 8 "
@@ -53,6 +63,40 @@ def test_all_problems_at_once() -> None:
 def test_its_remedies_work() -> None:
     fixed = WRONG.replace("1000", "1008").replace("heads 12", "heads 16").replace("64 --mock", "66 --mock")
     pretrain(f"{fixed} --lr 3e-4 --train-iters 10", code=0)
+
+
+class WideningMLP(MLP):
+    """An MLP whose width grows with the number of its layer: no two layers are alike."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(name, config, ctx, 64 * (1 + ctx.layer))
+
+
+def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory, FLOPs and times share the kinds of layers; layers that depend on their number are of different kinds."""
+    monkeypatch.setattr(MLPS, "_entries", dict(MLPS._entries))
+    MLPS.register("widening", WideningMLP)
+    numbers: list[list[int]] = []
+
+    class CountedModel(GPTModel):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            numbers.append(list(options["layers"]))
+
+    monkeypatch.setattr(fake_stage, "GPTModel", CountedModel)
+    flags = f"{TINY} --num-layers 6"
+    plans = {}
+    for part in ("mlp", "widening"):
+        numbers.clear()
+        with pytest.raises(SystemExit) as done:
+            pretrain_gpt.main(["--dry-run", "--device", "h100", *flags.split(), "--mlp-module", part])
+        assert not done.value.code
+        assert sum(each == [*range(6)] for each in numbers) == 1
+        (plans[part],) = re.findall(r"(\S+) matrix multiplications", capsys.readouterr().out)
+    model = resolve_legal(parse_args(flags.split()), 1).model
+    widths = (64 * (1 + number) - model.ffn_size for number in range(6))
+    added = 6 * 2 * model.hidden_size * sum(widths)
+    assert float(plans["widening"]) == pytest.approx(float(plans["mlp"]) + added, rel=1e-5)
 
 
 def test_plan() -> None:

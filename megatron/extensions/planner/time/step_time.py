@@ -176,7 +176,8 @@ class Step:
         parts.spend("element_wise", max(once))
         parts.spend("overhead", self._overhead())
         seconds = parts.total
-        rate = model_flops(config.model).total * self.tokens / seconds / self.dims.world_size / 1e12
+        per_token = model_flops(config.model, kinds=self.cache.kinds_of(config.model)).total
+        rate = per_token * self.tokens / seconds / self.dims.world_size / 1e12
         peak = self._peak_tflops()
         bubble = (max(ends) - sum(busy) / len(busy)) / seconds
         return StepTime(
