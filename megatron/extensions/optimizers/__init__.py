@@ -2,6 +2,6 @@
 learning rates and weight decays of parameters by name, and frozen ones.
 
 Flags: `--optimizer muon`, `--muon-*`, `--moe-router-skip-muon`; `--qk-clip*`; `--use-precision-aware-optimizer` and the
-formats of its states; `--param-group`, `--freeze`. Read `muon.py` first, then `matrix_plan.py`, which decides who
-orthogonalizes which matrix.
+formats of its states; `--param-group`, `--freeze`. Read `muon.py` first, then
+`megatron/core/optimizer/matrix_plan.py`, which decides who orthogonalizes which matrix.
 """

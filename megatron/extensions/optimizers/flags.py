@@ -189,7 +189,7 @@ def bytes_of(numel: int, name: str, main: int) -> int:
 
 MATRIX_EXCHANGES.register(
     "owners",
-    f"{HERE}.matrix_exchange:MatrixExchange",
+    f"{HERE}.muon:build_exchange",
     roles=whole_roles,
     others=lambda optimizer: optimizer.options(MuonFlags).muon_scalar_optimizer,
     fields=("muon_scalar_optimizer", "moe_router_skip_muon"),

@@ -6,25 +6,45 @@ and its use at size. All other parameters have an optimizer of their own, --muon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_layout import plan_buffers
+from megatron.core.optimizer.matrix_exchange import MatrixExchange
+from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
 from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optimizers.flags import MuonFlags
-from megatron.extensions.optimizers.matrix_exchange import MatrixExchange, matrix_dtype
-from megatron.extensions.optimizers.matrix_plan import Matrix, MatrixPlan, Part, splits_of
 from megatron.extensions.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
 """Least norm that a matrix is divided by, as in Emerging-Optimizers from 0.4.0 on: gradients of any size give an update
 of the same size."""
+
+
+def build_exchange(config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> MatrixExchange:
+    """The exchange of the matrices that Muon updates: the entry of MATRIX_EXCHANGES."""
+    options, axis = config.options(MuonFlags), state.axis("stage")
+    blockwise, distributed = options.muon_tp_mode == "blockwise", config.use_distributed_optimizer
+    plan = MatrixPlan(ddp.layouts, state.dims, axis.ranks, distributed, splits_of(options), blockwise)
+    return MatrixExchange(plan, axis, matrix_dtype(ddp.main_dtype, options.muon_fp32_matmul_prec), ddp.device)
+
+
+def splits_of(options: MuonFlags) -> Callable[[str], bool]:
+    """Whether weights that are fused under a name (`ParamMeta.fused`) are updated as matrices of their own."""
+    return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
+
+
+def matrix_dtype(main_dtype: torch.dtype, precision: str) -> torch.dtype:
+    """The dtype in which matrices travel and are orthogonalized."""
+    return torch.bfloat16 if main_dtype == torch.float32 and precision == "medium" else main_dtype
 
 
 class Muon(Optimizer):
@@ -66,7 +86,7 @@ class Muon(Optimizer):
             own_lr = shard.group.lr(lr, decoupled_lr)
             _held(shard.main, part).add_(values.masked_fill_(skipped, 0), alpha=-own_lr * factor)
 
-        self.exchange.transform(read, self._orthogonalized, write)
+        self.exchange.transform(read, lambda x, numbers: self._orthogonalized(x), write)
 
     @staticmethod
     def update_flops(config: OptimizerConfig, metas: Sequence[ParamMeta]) -> int:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron.core.distributed.param_layout import plan_buffers
+from megatron.core.optimizer.matrix_plan import MatrixPlan, balanced
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import Fused, ParamMeta
-from megatron.extensions.optimizers.matrix_plan import MatrixPlan, balanced
 
 ROLES = frozenset({"hidden", "router"})
 METAS = [

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import matrix_plan
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from megatron.extensions.optimizers import matrix_plan
 from megatron.extensions.optimizers.flags import MuonFlags
 from megatron.extensions.optimizers.muon import newton_schulz, scale
 from megatron.extensions.optimizers.newton_schulz import COEFFICIENTS, coefficients

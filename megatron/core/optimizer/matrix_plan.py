@@ -1,4 +1,4 @@
-"""Which rank of a pipeline stage orthogonalizes which matrix, and where the parts of each lie. No torch.
+"""Which rank of a pipeline stage transforms which matrix, and where the parts of each lie. No torch.
 
 Main parameters, gradients and momentum stay in flat shards, cut by tensor and expert parallelism and by ZeRO-1, and
 what needs a whole matrix gathers it: each matrix of a stage has one owner among the ranks of the stage. The owner
@@ -20,7 +20,6 @@ from megatron.core.boxes import boxes_of_flat_range, overlap
 from megatron.core.distributed.param_layout import BufferLayout, ParamRange
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.optimizers.flags import MuonFlags
 
 ROUND = 2**26
 """Elements that a rank gathers at a time, or one matrix if that is larger: bounds the memory of the exchange."""
@@ -54,7 +53,7 @@ class Part:
     """Number of the matrix."""
 
     shard: int
-    """Number of its optimizer shard, among those of whole matrices."""
+    """Number of its optimizer shard, among those of the plan's buffers."""
 
     start: int
     stop: int
@@ -80,7 +79,8 @@ class MatrixPlan:
     """The exchange of one rank's stage. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
 
     `splits` decides by its name whether a fused weight is divided into its linear maps. With `blockwise`, each shard of
-    tensor parallelism counts as a matrix of its own. `round_size` replaces `ROUND`."""
+    tensor parallelism counts as a matrix of its own. `round_size` replaces `ROUND`. The matrices are all those of
+    buffers of whole matrices, or with `wanted` the parameters of any buffer that it chooses."""
 
     def __init__(
         self,
@@ -91,9 +91,10 @@ class MatrixPlan:
         splits: Callable[[str], bool] = lambda name: True,
         blockwise: bool = False,
         round_size: int | None = None,
+        wanted: Callable[[ParamMeta], bool] | None = None,
     ) -> None:
         self.dims, self.ranks, self.distributed = dims, tuple(ranks), distributed
-        self._layouts = [layout for layout in layouts if layout.whole]
+        self._layouts = [layout for layout in layouts if layout.whole or wanted is not None]
         self._data_rank = {
             axis: {rank: i for group in dims.groups(*names) for i, rank in enumerate(group)}
             for axis, names in (("dp_cp", ("dp", "cp")), ("expt_dp", ("expt_dp",)))
@@ -104,6 +105,8 @@ class MatrixPlan:
         self.matrices: list[Matrix] = []
         for layout in self._layouts:
             for param in layout.params:
+                if wanted is not None and not wanted(param.meta):
+                    continue
                 found = list(self._matrices_of(param.meta, splits, blockwise))
                 self._numbers[param.meta.name] = list(range(len(self.matrices), len(self.matrices) + len(found)))
                 self.matrices += found
@@ -142,13 +145,17 @@ class MatrixPlan:
         mine = [number for number, owner in enumerate(self.owners) if owner == place]
         return sorted(mine, key=lambda number: (self.matrices[number].size, number))
 
+    def numbers(self, name: str) -> Sequence[int]:
+        """Numbers of the matrices of a parameter, in the order of their offsets."""
+        return self._numbers[name]
+
     def parts(self, place: int, wanted: Sequence[int] | None = None) -> dict[int, list[Part]]:
         """Number of a matrix -> the parts that ranks[place] holds, of `wanted` matrices or of all."""
         rank, found = self.ranks[place], dict[int, list[Part]]()
         chosen = None if wanted is None else set(wanted)
         for shard, param, flat, start, stop in self._held(rank):
-            numbers = self._numbers[param.meta.name]
-            if chosen is not None and not (numbers := [number for number in numbers if number in chosen]):
+            numbers = [n for n in self._numbers.get(param.meta.name, ()) if chosen is None or n in chosen]
+            if not numbers:
                 continue
             box = self._box(param.meta, rank)
             for held in boxes_of_flat_range(*box, start, stop):
@@ -192,11 +199,6 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
         total, owners[i] = heap[0]
         heapreplace(heap, (total + costs[i], owners[i]))
     return owners
-
-
-def splits_of(options: MuonFlags) -> Callable[[str], bool]:
-    """Whether weights that are fused under a name (`ParamMeta.fused`) are updated as matrices of their own."""
-    return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
 
 
 def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Pending, start_all_to_all
-from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.parallel_state import ParallelState
-from megatron.extensions.optimizers.flags import MuonFlags
-from megatron.extensions.optimizers.matrix_plan import Matrix, MatrixPlan, Part, splits_of
+from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
+from megatron.core.parallel_state import Axis
 
 Read = Callable[[Part, Tensor], None]
 """Writes this rank's values of a part into a tensor of its shape."""
 
 Write = Callable[[Part, Matrix, Tensor], None]
 """Takes up the transformed values of a part."""
+
+Direction = Callable[[Tensor, Sequence[int]], Tensor]
+"""Maps matrices [n, rows, columns] to the same shape, each by itself, given their numbers in the plan."""
 
 
 @dataclass(frozen=True)
@@ -40,46 +40,47 @@ class _Round:
 
 
 class MatrixExchange:
-    """The exchange of one rank, over the ranks of its pipeline stage (`axis`), in tensors of `dtype`. Collective over
+    """The exchange of one rank, over the ranks of its pipeline stage, `axis`, in tensors of `dtype`. Collective over
     them."""
 
-    def __init__(self, config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> None:
-        options, self.device = config.options(MuonFlags), ddp.device
-        self.axis = axis = state.axis("stage")
-        self.dtype = matrix_dtype(ddp.main_dtype, options.muon_fp32_matmul_prec)
-        blockwise, distributed = options.muon_tp_mode == "blockwise", config.use_distributed_optimizer
-        plan = MatrixPlan(ddp.layouts, state.dims, axis.ranks, distributed, splits_of(options), blockwise)
-        self.plan = plan
-        me, everyone = axis.rank, range(axis.size)
-        owned, mine = plan.owned(me), plan.parts(me)
-        theirs = [mine if place == me else plan.parts(place, owned) for place in everyone]
-        self._rounds = []
-        for numbers in plan.rounds:
+    def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
+        self.plan, self.axis, self.dtype, self.device = plan, axis, dtype, device
+        self._owned, self._mine = plan.owned(axis.rank), plan.parts(axis.rank)
+        self._theirs = [
+            self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
+        ]
+        self._rounds: dict[tuple[int, ...], _Round] = {}
+
+    def _round(self, numbers: Sequence[int]) -> _Round:
+        """The round of the matrices with these numbers."""
+        if (key := tuple(numbers)) not in self._rounds:
+            plan, me, everyone = self.plan, self.axis.rank, range(self.axis.size)
             own = [number for number in numbers if plan.owners[number] == me]
             of_owner = [[number for number in numbers if plan.owners[number] == place] for place in everyone]
-            self._rounds.append(
-                _Round(
-                    read=[_parts(mine, [n for n in of_owner[place] if plan.sends(me, n)]) for place in everyone],
-                    arriving=[_parts(theirs[place], [n for n in own if plan.sends(place, n)]) for place in everyone],
-                    returned=[_parts(theirs[place], own) for place in everyone],
-                    written=[_parts(mine, of_owner[place]) for place in everyone],
-                    stacks=_by_size(plan, [number for number in owned if number in set(own)]),
-                )
+            self._rounds[key] = _Round(
+                read=[_parts(self._mine, [n for n in of_owner[place] if plan.sends(me, n)]) for place in everyone],
+                arriving=[_parts(self._theirs[place], [n for n in own if plan.sends(place, n)]) for place in everyone],
+                returned=[_parts(self._theirs[place], own) for place in everyone],
+                written=[_parts(self._mine, of_owner[place]) for place in everyone],
+                stacks=_by_size(plan, [number for number in self._owned if number in set(own)]),
             )
+        return self._rounds[key]
 
-    def transform(self, read: Read, direction: Callable[[Tensor], Tensor], write: Write) -> None:
-        """Writes direction(x) for every matrix x of the stage, where `read` says what x is.
+    def transform(self, read: Read, direction: Direction, write: Write, numbers: Sequence[int] | None = None) -> None:
+        """Writes direction(x) for every matrix x of the stage, or of `numbers` in one round, where `read` says what x
+        is.
 
-        `direction` maps x [n, rows, columns] to the same shape, each of n matrices by itself. The next matrices are
-        gathered while these are transformed, and these are sent back while the next ones are transformed.
+        The next matrices are gathered while these are transformed, and these are sent back while the next ones are
+        transformed.
         """
+        rounds = [self._round(each) for each in (self.plan.rounds if numbers is None else [numbers])]
         returning: tuple[_Round, Pending] | None = None
-        gathering = self._start_gather(self._rounds[0], read) if self._rounds else None
-        for i, current in enumerate(self._rounds):
+        gathering = self._start_gather(rounds[0], read) if rounds else None
+        for i, current in enumerate(rounds):
             assert gathering is not None
             matrices = self._stacked(current, gathering.wait())
-            gathering = self._start_gather(self._rounds[i + 1], read) if i + 1 < len(self._rounds) else None
-            results = [direction(stack) for stack in matrices]
+            gathering = self._start_gather(rounds[i + 1], read) if i + 1 < len(rounds) else None
+            results = [direction(*each) for each in zip(matrices, current.stacks, strict=True)]
             if returning is not None:
                 self._finish_return(*returning, write)
             returning = current, self._start_return(current, results)
@@ -147,8 +148,3 @@ def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tenso
         found.append((part, packed[start : start + part.numel].view(part.shape)))
         start += part.numel
     return found
-
-
-def matrix_dtype(main_dtype: torch.dtype, precision: str) -> torch.dtype:
-    """The dtype in which matrices travel and are orthogonalized."""
-    return torch.bfloat16 if main_dtype == torch.float32 and precision == "medium" else main_dtype
