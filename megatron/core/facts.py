@@ -154,8 +154,12 @@ class LossFacts(ListedFacts):
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    states: tuple[str, ...]
-    """Names of the tensors kept for each element of the parameters beside the main parameter."""
+    states: tuple[str, ...] = ()
+    """Names of the tensors kept for each element of the parameters beside the main parameter. A chain states its own.
+    """
+
+    chain: bool = False
+    """Whether it is a chain of transforms, which may keep states of any shape."""
 
     whole_matrices: bool = False
     """Whether it updates the matrices of hidden layers, each as a whole, and leaves the rest to another optimizer; else
@@ -163,6 +167,10 @@ class OptimizerFacts:
 
     matrices: str = "owners"
     """Entry of MATRIX_EXCHANGES that brings whole matrices together."""
+
+    def form(self) -> str:
+        """The arguments that it is called with."""
+        return "config, meta" if self.chain else "config, shards" + ", exchange" * self.whole_matrices
 
 
 @dataclass(frozen=True)

@@ -177,10 +177,12 @@ LOSSES.register(
 )
 
 OPTIMIZERS: Registry[Any, facts.OptimizerFacts] = Registry(
-    "--optimizer", facts.OptimizerFacts, lambda known: "config, shards" + ", exchange" * known.whole_matrices
+    "--optimizer", facts.OptimizerFacts, facts.OptimizerFacts.form
 )
-"""`MyOptimizer(config, shards)`: see `megatron.core.optimizer.optimizer.Optimizer`. With `whole_matrices` it is
-`MyOptimizer(config, shards, exchange)`, the exchange being what the entry of MATRIX_EXCHANGES builds."""
+"""With `chain`, `build(config, meta)` returns the links of a parameter's chain, see
+`megatron.core.optimizer.transforms`. Else `MyOptimizer(config, shards)` updates all: see
+`megatron.core.optimizer.optimizer.Optimizer`. With `whole_matrices` it is `MyOptimizer(config, shards, exchange)`, the
+exchange being what the entry of MATRIX_EXCHANGES builds."""
 
 OPTIMIZERS.register("adam", "megatron.core.optimizer.optimizer:AdamW", states=("exp_avg", "exp_avg_sq"))
 OPTIMIZERS.register("sgd", "megatron.core.optimizer.optimizer:SGD", states=("momentum_buffer",))

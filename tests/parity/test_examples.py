@@ -21,7 +21,9 @@ from tests.gpt_cases import FP64, check_documents_apart, logits_in_parts, model_
 from tests.tiny import TINY
 
 EXAMPLES = {
+    "adafactor.py": "--optimizer adafactor",
     "ademamix.py": "--optimizer ademamix --ademamix-alpha-warmup 3 --ademamix-beta3-warmup 3",
+    "averaged_adam.py": "--optimizer averaged_adam --average-decay 0.9",
     "cyclic_wsd.py": "--lr-decay-style cyclic-wsd --lr-warmup-iters 1 --train-iters 3",
     "eager_1f1b.py": "--pipeline-schedule eager-1f1b",
     "head_scaled_attention.py": "--attention-module head_scaled --num-query-groups 4 --position-embedding-type rope",
@@ -29,6 +31,7 @@ EXAMPLES = {
     "moving_average.py": "--experimental-attention-variant moving_average --linear-attention-freq 2",
     "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
+    "shampoo.py": "--optimizer shampoo --shampoo-interval 2",
     "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
     "template.py": "--activation-func my_activation --my-slope 0.2",
     "trainable_swish.py": "--activation-func trainable_swish",

@@ -15,8 +15,8 @@ from tests.conftest import CAMPAIGNS
 
 # What decides by integers and text runs on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = {
-    "megatron/core": "boxes config distributed.param_layout models.gpt.parameters optimizer.param_scheduler param_meta "
-    "parallel_dims tokenizers",
+    "megatron/core": "boxes config distributed.param_layout models.gpt.parameters optimizer.param_scheduler "
+    "optimizer.planned_states param_meta parallel_dims tokenizers",
     "megatron/core/pipeline_parallel": "actions layout passes schedules stage_parameters walk",
     "megatron/training": "config config.arguments config.validation reliability.launch",
     "megatron/extensions/hugging_face": "family_files flags rules write_config",

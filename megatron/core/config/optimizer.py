@@ -167,6 +167,12 @@ class OptimizerConfig(Section):
         """The optimizer of all parameters that are not updated as whole matrices."""
         return self.matrices.others(self) if self.matrices is not None else self.optimizer
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether parameters that are not updated as whole matrices have chains of transforms, which may look at all
+        ranks of a stage."""
+        return OPTIMIZERS.facts(self.elementwise).chain
+
     def states(self, whole: bool) -> tuple[str, ...]:
         """Names of the tensors kept for each element of parameters that are updated as `whole` matrices, or not."""
         return OPTIMIZERS.facts(self.optimizer if whole else self.elementwise).states

@@ -106,6 +106,9 @@ class OptimizerPiece:
 
     `data` is a live 1-D view of stop - start elements: a save reads it, a load writes into it. A piece may be empty.
     Without the distributed optimizer every data-parallel rank holds the whole shard: start 0, stop its size.
+
+    A state may have a shape of its own, `own_shape`: the elements are then those of the whole state, and no other rank
+    of the stage holds any of them.
     """
 
     key: str
@@ -115,6 +118,12 @@ class OptimizerPiece:
     data: Tensor
     start: int
     stop: int
+    own_shape: tuple[int, ...] | None = None
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the whole state."""
+        return self.meta.global_shape if self.own_shape is None else self.own_shape
 
     def __post_init__(self) -> None:
         assert self.data.dim() == 1 and self.data.numel() == self.stop - self.start, self.meta.name
@@ -122,5 +131,7 @@ class OptimizerPiece:
     def boxes(self, coords: Mapping[str, tuple[int, int]]) -> list[tuple[tuple[int, ...], Tensor]]:
         """(offset in the global tensor, live view of the box) of the boxes that make up the piece, on the rank at
         `coords`."""
-        flat = boxes_of_flat_range(*self.meta.box(coords), self.start, self.stop)
+        whole = self.own_shape
+        local = self.meta.box(coords) if whole is None else ((0,) * len(whole), whole)
+        flat = boxes_of_flat_range(*local, self.start, self.stop)
         return [(box.offset, self.data[box.start - self.start : box.stop - self.start].view(box.shape)) for box in flat]

@@ -36,7 +36,7 @@ def model_state(
     for meta, param in tagged_parameters(modules):
         key, parts = model_key(meta.name), pieces.get(meta.name)
         mine = (writers if parts is None else of_shards).mine(key, meta)
-        entries.add(key, meta, _boxes(meta, param, state, parts), mine)
+        entries.add(key, meta.global_shape, _boxes(meta, param, state, parts), mine)
     return entries.state_dict()
 
 
@@ -45,7 +45,8 @@ def optimizer_state(pieces: Iterable[OptimizerPiece], state: ParallelState, data
     writers, entries = _Writers(state, data_sharded), _Entries()
     for piece in pieces:
         key = optimizer_key(piece.key, piece.meta.name)
-        entries.add(key, piece.meta, piece.boxes(state.coords), writers.mine(key, piece.meta))
+        mine = writers.mine(key, piece.meta) if piece.own_shape is None else writers.on_first_stage(piece.meta)
+        entries.add(key, piece.global_shape, piece.boxes(state.coords), mine)
     return entries.state_dict()
 
 
@@ -71,13 +72,13 @@ def load_targets(
 
     entries, parts = _Entries(), _by_name(sharded)
     for meta, param in tagged_parameters(modules):
-        entries.add(weight_key(meta.name), meta, _boxes(meta, param, state, parts.get(meta.name)))
+        entries.add(weight_key(meta.name), meta.global_shape, _boxes(meta, param, state, parts.get(meta.name)))
     for piece in pieces:
         name = piece.meta.name
         if piece.key == MAIN_PARAM:
-            entries.add(weight_key(name), piece.meta, piece.boxes(state.coords))
+            entries.add(weight_key(name), piece.global_shape, piece.boxes(state.coords))
         elif load_optimizer:
-            entries.add(optimizer_key(piece.key, name), piece.meta, piece.boxes(state.coords))
+            entries.add(optimizer_key(piece.key, name), piece.global_shape, piece.boxes(state.coords))
     return entries.state_dict()
 
 
@@ -112,9 +113,9 @@ class _Entries:
     def __init__(self) -> None:
         self.found: dict[str, tuple[tuple[int, ...], list[LocalBox], bool]] = {}
 
-    def add(self, key: str, meta: ParamMeta, boxes: list[LocalBox], writes: bool = False) -> None:
-        shape, earlier, _ = self.found.get(key, (meta.global_shape, [], writes))
-        assert shape == meta.global_shape, f"{key} has shapes {shape} and {meta.global_shape}"
+    def add(self, key: str, whole: tuple[int, ...], boxes: list[LocalBox], writes: bool = False) -> None:
+        shape, earlier, _ = self.found.get(key, (whole, [], writes))
+        assert shape == whole, f"{key} has shapes {shape} and {whole}"
         self.found[key] = (shape, earlier + boxes, writes)
 
     def state_dict(self) -> StateDict:
@@ -132,6 +133,10 @@ class _Writers:
         self.state, self.data_sharded = state, data_sharded
         self.loads: dict[str, list[int]] = {}
         self.decided: dict[str, bool] = {}
+
+    def on_first_stage(self, meta: ParamMeta) -> bool:
+        """Whether this rank's stage is the one that writes what a single rank of each stage holds."""
+        return not meta.shared_stages or self.state.pp.first
 
     def mine(self, key: str, meta: ParamMeta) -> bool:
         if key not in self.decided:

@@ -25,6 +25,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import host_slots, place_states
 from megatron.core.host_to_device import HostCopy
+from megatron.core.optimizer.chain import Chain
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import HostUpdateRule, Optimizer, OptimizerShard, Shard
@@ -111,8 +112,12 @@ def _build_rules(
 ) -> list[Optimizer]:
     """The optimizer of whole matrices, where --optimizer names one, and that of all other parameters."""
     elementwise = [shard for shard in shards if not shard.whole]
-    compiled = ddp.parallel_config.compiles(ddp.device.type)
-    rules = [STATE_STORES[config.state_store].rule(config, elementwise, ddp.device, compiled)]
+    if config.is_chain:
+        whole = [shard for shard in elementwise if isinstance(shard, OptimizerShard)]
+        rules: list[Optimizer] = [Chain(config, whole, ddp, state)]
+    else:
+        compiled = ddp.parallel_config.compiles(ddp.device.type)
+        rules = [STATE_STORES[config.state_store].rule(config, elementwise, ddp.device, compiled)]
     if config.matrices is None:
         return rules
     exchange = MATRIX_EXCHANGES[OPTIMIZERS.facts(config.optimizer).matrices](config, ddp, state)
@@ -197,6 +202,8 @@ class DistributedOptimizer:
         self.shards = _build_shards(config, ddp)
         self._on_device = [shard for shard in self.shards if not shard.on_host]
         self._rules = _build_rules(config, ddp, state, self._on_device)
+        self.chain = next((rule for rule in self._rules if isinstance(rule, Chain)), None)
+        """The rule with states of its own, if --optimizer is a chain of transforms."""
         on_host = [shard for shard in self.shards if shard.on_host]
         self.host_update = _build_host_update(config, ddp, on_host, host_threads)
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
@@ -316,6 +323,7 @@ class DistributedOptimizer:
         """Bytes of main parameters, states and what updates ahead keep: on the device, and in host memory with
         what passes through there."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
+        device += 0 if self.chain is None else self.chain.nbytes
         device += 0 if self.ahead is None else self.ahead.nbytes
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
@@ -323,14 +331,17 @@ class DistributedOptimizer:
         """Everything this rank owns, to read: live views, or copies on the host of what has scales. Main parameters are
         left out where the parameters are the main parameters."""
         self.finish_param_sync()
-        return [piece for shard in self.shards for piece in shard.pieces(shard.exported())]
+        return [*(piece for shard in self.shards for piece in shard.pieces(shard.exported())), *self._of_chain()]
+
+    def _of_chain(self) -> Iterator[OptimizerPiece]:
+        return iter(()) if self.chain is None else self.chain.pieces()
 
     @contextmanager
     def loading_state(self) -> Iterator[list[OptimizerPiece]]:
         """`sharded_state` to write into: what was written is taken up at the end. Set `step_count` too."""
         self.finish_param_sync()
         exported = [(shard, shard.exported()) for shard in self.shards]
-        yield [piece for shard, tensors in exported for piece in shard.pieces(tensors)]
+        yield [*(piece for shard, tensors in exported for piece in shard.pieces(tensors)), *self._of_chain()]
         for shard, tensors in exported:
             shard.take_up(tensors)
         if any(shard.changes_params_when_loaded for shard in self.shards):

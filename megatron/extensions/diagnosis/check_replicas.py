@@ -81,7 +81,8 @@ def replicas_of(
     tensors = [(f"parameter {param.meta.name}", param.detach(), param.meta, True) for param in kept]
     tensors += [(f"parameter {part.meta.name}", part.data, part.meta, False) for part in parts]
     whole = not optimizer.config.use_distributed_optimizer
-    tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in optimizer.sharded_state()]
+    states = (piece for piece in optimizer.sharded_state() if piece.own_shape is None)  # others have no replicas
+    tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in states]
     for label, values, meta, data_replicated in tensors:
         axes = [*meta.replica_axes, meta.data_axis if data_replicated else f"{meta.data_axis}_copies"]
         if len(set(meta.shared_stages)) > 1:

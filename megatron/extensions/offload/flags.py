@@ -37,10 +37,11 @@ class HostStateFlags:
     """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
 
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if self.optimizer_cpu_offload and config.optimizer.whole_roles:
-            name = config.optimizer.optimizer
-            rule = f"updates states element by element on the host, and --optimizer {name} multiplies whole matrices"
-            elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_matrices]
+        if self.optimizer_cpu_offload and (config.optimizer.whole_roles or config.optimizer.is_chain):
+            name, facts = config.optimizer.optimizer, [(name, OPTIMIZERS.facts(name)) for name in OPTIMIZERS]
+            does = "multiplies whole matrices" if config.optimizer.whole_roles else "is a chain of transforms"
+            rule = f"updates states element by element on the host, and --optimizer {name} {does}"
+            elementwise = [name for name, known in facts if not (known.whole_matrices or known.chain)]
             remedy = f"remove it, or use --optimizer {' or '.join(elementwise)}"
             yield Problem("--optimizer-cpu-offload", None, rule, remedy)
 

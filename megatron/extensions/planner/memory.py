@@ -19,6 +19,7 @@ from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.distributed.param_layout import BufferLayout, host_slots, place_states, plan_buffers, unit_of
 from megatron.core.facts import UpdateBytes
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
+from megatron.core.optimizer.planned_states import ChainPlan
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import UPDATES_AHEAD, param_gather, update_ahead
@@ -80,10 +81,12 @@ def buffer_bytes(
     main_dtype: str,
     optimizer: OptimizerConfig,
     shards_parameters: bool = False,
+    of_chain: int = 0,
 ) -> BufferBytes:
     """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
 
-    Of buffers `by_unit` what stays counts: whole units come on top.
+    Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that a chain of
+    transforms keeps (`chain_bytes`).
     """
     main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
     plan = optimizer.state_plan
@@ -95,6 +98,7 @@ def buffer_bytes(
         mains[place.on_host] += plan.main_bytes(place.numel, kind, main)
         for name in optimizer.states(buffers[place.buffer].whole):
             moments[place.on_host] += plan.state_bytes(optimizer, place.numel, name, main)
+    moments[False] += of_chain
     slots, size = host_slots(ranges)
     rollback = 0
     parameters = sum(buffer.kept(shards_parameters) for buffer in buffers) * params
@@ -131,7 +135,8 @@ class UnitsInFlight:
 
 @dataclass(frozen=True)
 class RankStates:
-    """What each rank of one pipeline rank holds; ranks that differ in tp, cp and dp hold as much."""
+    """What each rank of one pipeline rank holds; ranks that differ in tp, cp and dp hold as much, but for states of a
+    chain of transforms, which are those of the rank with the most."""
 
     pp_rank: int
     stages: tuple[Stage, ...]
@@ -151,17 +156,45 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
     mine = [stages[s] for s in layout.stages_of(pp_rank)]
     metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
     shapes = [(meta, local_shape(meta, dims)) for meta in metas]
-    trained = [(meta, shape) for meta, shape in shapes if not optimizer.freezes(meta.name)]
-    sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
-    apart = param_gather(parallel) is not None
-    buffers = plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
+    buffers = planned_buffers(config, dims, metas)
     dtypes = parallel.params_dtype, parallel.main_dtype
-    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters)
+    of_chain = max(chain_bytes(buffers, optimizer, dims, pp_rank, DTYPE_BYTES[parallel.main_dtype]))
+    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, of_chain)
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta.name))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
     in_flight = _units_in_flight(buffers, config, mine)
     return RankStates(pp_rank, tuple(mine), metas, elements, memory, in_flight)
+
+
+def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[ParamMeta]) -> tuple[BufferLayout, ...]:
+    """The buffers of a rank's parameters that are trained."""
+    optimizer, ddp = config.optimizer, config.ddp
+    trained = [(meta, local_shape(meta, dims)) for meta in metas if not optimizer.freezes(meta.name)]
+    sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
+    apart = param_gather(config.parallel) is not None
+    return plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
+
+
+def chain_bytes(
+    buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
+) -> list[int]:
+    """Bytes of states that a chain of transforms keeps on each rank at `pp_rank`, in order of rank, where the main
+    dtype has `main` bytes."""
+    if not optimizer.is_chain:
+        return [0]
+    from megatron.core.optimizer.transforms import asks_for_matrices, states_of  # which import torch
+
+    ranks = next(group for group in dims.groups("dp", "cp", "tp") if dims.coords(group[0])["pp"] == pp_rank)
+    plan = ChainPlan(
+        buffers,
+        lambda meta: states_of(optimizer, meta),
+        lambda meta: asks_for_matrices(optimizer, meta),
+        dims,
+        ranks,
+        optimizer.use_distributed_optimizer,
+    )
+    return plan.bytes_by_place(main)
 
 
 def _units_in_flight(buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage]) -> UnitsInFlight:

@@ -19,16 +19,18 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.extensions.planner.activations import ActivationPlan, activations_of_ranks
 from megatron.extensions.planner.fake_stage import MicroBatch
 from megatron.extensions.planner.live_memory import LiveMemory
-from megatron.extensions.planner.memory import states_of_rank
+from megatron.extensions.planner.memory import chain_bytes, planned_buffers, states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
+from megatron.training.extensions import load_extensions
 from megatron.training.initialize import local_runtime
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
 from tests.extensions import installed, needs
 from tests.extensions.planner.test_planned_activations import settle
+from tests.forked import ROOT
 from tests.harness import run_world
 
 SEQ, HIDDEN = 64, 64
@@ -243,6 +245,38 @@ def test_states_of_frozen_weights_are_the_plans() -> None:
     frozen = r"--pp 2 --optimizer sgd --freeze layers\\.[01]\\. --freeze word_embeddings"
     for measured, planned in compare(4, f"{PADDED} {frozen}"):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned and measured.kept <= planned.kept
+
+
+CHAINS = [
+    (4, f"{PADDED} --optimizer adafactor --tp 2"),
+    (4, f"{PADDED} {LLAMA} --optimizer shampoo --pp 2"),
+    (4, f"{PADDED} {EXPERTS} --optimizer shampoo --tp 2 --etp 1 --sequence-parallel"),
+    (2, f"{PADDED} --optimizer averaged_adam {REPLICATED}"),
+]
+
+
+def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, int]:
+    """(all states of the optimizer, those that its chain keeps)."""
+    with ExitStack() as resources:
+        run = build_run(config, local_runtime(config, rank, world_size))
+        resources.callback(run.data.close)
+        assert run.optimizer.chain is not None
+        return run.optimizer.nbytes[0], run.optimizer.chain.nbytes
+
+
+@pytest.mark.parametrize(("world_size", "flags"), CHAINS)
+def test_states_of_chains_are_the_plans(world_size: int, flags: str) -> None:
+    """Of each rank, and the plan of a pipeline rank has those of the fullest."""
+    load_extensions([str(ROOT / "examples" / f"{name}.py") for name in ("adafactor", "shampoo", "averaged_adam")])
+    config = config_of(flags, world_size)
+    dims, ranks = ParallelDims.from_config(config.parallel, world_size), run_world(world_size, bytes_of_chain, config)
+    for stage in dims.groups("dp", "cp", "tp"):
+        states = states_of_rank(config, dims, dims.coords(stage[0])["pp"])
+        optimizer = config.optimizer
+        buffers = planned_buffers(config, dims, states.metas)
+        assert chain_bytes(buffers, optimizer, dims, states.pp_rank, 4) == [ranks[rank][1] for rank in stage]
+        assert states.memory.optimizer == max(ranks[rank][0] for rank in stage)
+        assert states.memory.moments == max(ranks[rank][1] for rank in stage) > 0
 
 
 PARTS_OF_EXPERTS = f"{EXPERTS} {PADDED} --tp 2 --etp 1 --sequence-parallel --moe-layer-freq 2"

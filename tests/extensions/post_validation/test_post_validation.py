@@ -25,11 +25,13 @@ from megatron.extensions.simulator.simulator import StageCosts, simulate
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import findings, notices, resolve, resolve_legal
+from megatron.training.extensions import load_extensions
 from megatron.training.progress import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 from megatron.training.train_step import train_step
 from tests.extensions import installed, needs
+from tests.forked import ROOT
 from tests.harness import local_run, plant_nan, run_world
 from tests.rules import BASE
 from tests.tiny import TINY
@@ -42,7 +44,7 @@ MOE = (
 )
 SWITCH = "--optimizer-post-validation"
 DROPOUT, CLIPPED, FREE = "--hidden-dropout 0.2 --attention-dropout 0.2", "--clip-grad 0.01", "--clip-grad 1000"
-IN_CI = "clipped", "overflows of the loss scale"
+IN_CI = "clipped", "overflows of the loss scale", "states of a chain"
 CASES: dict[str, tuple[int, str, int | None]] = {
     "clipped": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {DROPOUT} {CLIPPED}", 3),
     "clipped, 16 bits": (2, f"--pp 2 --pipeline-schedule zb-v --bf16 {CLIPPED} {MOE} --mtp-num-layers 1", 3),
@@ -51,6 +53,7 @@ CASES: dict[str, tuple[int, str, int | None]] = {
     "not clipped": (2, f"--pp 2 --pipeline-schedule zb-v --fp64 {FREE}", 0),
     "delayed fp8": (2, f"--pp 2 --bf16 --fp8-format hybrid --fp8-recipe delayed {CLIPPED}", 3),
     "without moments": (2, f"--pp 2 --pipeline-schedule zb-h2 --optimizer sgd --fp64 {CLIPPED}", 3),
+    "states of a chain": (2, f"--pp 2 --pipeline-schedule zb-h2 --optimizer shampoo --fp64 {CLIPPED}", 3),
     "spikes": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {FREE} --check-for-large-grads", 0),
 }
 """By name: ranks, flags, and how many of the first three steps are rolled back, if that is known. The parity matrix has
@@ -130,6 +133,9 @@ def both(
     with always_ahead(), verdicts() as rolled_back, local_run(config, rank, world_size) as run:
         found = trained(run, 4, plant)
     return different(expected, found), rolled_back, [skipped for _, skipped, _ in found["results"]]
+
+
+load_extensions([str(ROOT / "examples" / "shampoo.py")])
 
 
 @pytest.mark.grid("name", IN_CI, [needs("fp8", name) if "fp8" in name else name for name in CASES])

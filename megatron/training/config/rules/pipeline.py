@@ -159,8 +159,8 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
         flag, other = unsharded_by(c)
         rule, remedy = f"cannot be combined with {flag}: nothing is sharded", f"remove {name}, or {other}"
         yield Problem(name, count, rule, remedy)
-    if c.optimizer.whole_roles:
-        why = "matrices are updated by one rank of all that hold a part"
+    if c.optimizer.whole_roles or c.optimizer.is_chain:
+        why = "ranks of all instances update matrices and take sums together"
         yield Problem.exclusive(name, count, f"--optimizer {c.optimizer.optimizer}", why)
     try:
         dims = ParallelDims.from_config(p, world_size)

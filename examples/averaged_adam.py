@@ -1,0 +1,27 @@
+"""Adam with averaged weights: the state `averaged` is an exponential moving average of the weights.
+
+python pretrain_gpt.py --extension examples/averaged_adam.py --optimizer averaged_adam --average-decay 0.999 ...
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.transforms import AdamMoments, AddDecay, AverageWeights, ScaleByRate, Transform
+from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import OPTIMIZERS
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("averaged weights")
+@dataclass(frozen=True)
+class AverageConfig:
+    average_decay: float = flag(0.999, at_least=0, below=1)
+    """Decay of the average of the weights."""
+
+
+@OPTIMIZERS.register("averaged_adam", chain=True)
+def averaged_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    decay = config.options(AverageConfig).average_decay
+    return [AdamMoments(config), AddDecay(), ScaleByRate(), AverageWeights(decay)]

@@ -1,0 +1,306 @@
+"""An optimizer that is a chain of transforms (`transforms`), over all parameters of a rank's pipeline stage.
+
+The updates of a batch of parameters run side by side, as generators. When each has finished or asks for something, all
+requests are answered together: sums by one reduce-scatter and one all-gather over the stage, whole matrices by one
+exchange with their owners (`MatrixExchange`). Between reduce-scatter and all-gather, each rank takes its part of the
+sums into its part of the reduced states. So sharded states cost no more communication than replicated ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import start_all_gather, start_reduce_scatter
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer.matrix_exchange import MatrixExchange
+from megatron.core.optimizer.matrix_plan import ROUND, Matrix, Part
+from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard
+from megatron.core.optimizer.planned_states import ELEMENTS, REDUCED, ChainPlan, PlannedParam, State
+from megatron.core.optimizer.transforms import (
+    MatrixRequest,
+    ParameterUpdate,
+    Place,
+    Request,
+    SumRequest,
+    Transform,
+    asks_for_matrices,
+    chain_of,
+    states_of,
+)
+from megatron.core.parallel_state import ParallelState
+
+StepScalars = tuple[float, float, float | None, Tensor, Tensor]
+"""(lr, weight decay, decoupled lr, number of the update, whether it is skipped)."""
+
+
+@dataclass
+class _Param:
+    """A parameter of the stage on this rank."""
+
+    planned: PlannedParam
+    links: Sequence[Transform]
+    shard: OptimizerShard
+    span: slice
+    """The elements that this rank updates, in the shard."""
+
+    place: Place
+    elements: dict[str, Tensor] = field(default_factory=dict)
+    reduced: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's part of each state, flat."""
+
+    matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """The states of each matrix that this rank owns, by its number, in their shapes."""
+
+
+@dataclass
+class _Run:
+    """The update of one parameter on its way."""
+
+    param: _Param
+    x: ParameterUpdate
+    steps: Generator[Request | tuple[Request, ...], Any, None]
+    requests: tuple[Request, ...] = ()
+    single: bool = False
+    """Whether it yielded one request, not a tuple."""
+
+    done: bool = False
+
+    def advance(self, results: Sequence[Tensor] | None) -> None:
+        """Runs until the next requests, given the results of the last ones."""
+        try:
+            if results is None:
+                asked = next(self.steps)
+            else:
+                asked = self.steps.send(results[0] if self.single else list(results))
+        except StopIteration:
+            self.requests, self.done = (), True
+            return
+        self.single = not isinstance(asked, tuple)
+        self.requests = asked if isinstance(asked, tuple) else (asked,)
+
+
+class Chain(Optimizer):
+    """The chains of `shards`, all on the device: each parameter's as --optimizer builds it. Collective over the stage.
+
+    `Optimizer.shards` hold main parameters and gradients; the states are kept here.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        shards: Sequence[OptimizerShard],
+        ddp: DistributedDataParallel,
+        state: ParallelState,
+    ) -> None:
+        super().__init__(config, shards)
+        self.axis, self.device, self.dtype = state.axis("stage"), ddp.device, ddp.main_dtype
+        self.plan = ChainPlan(
+            ddp.layouts,
+            lambda meta: states_of(config, meta),
+            lambda meta: asks_for_matrices(config, meta),
+            state.dims,
+            self.axis.ranks,
+            config.use_distributed_optimizer,
+        )
+        self.exchange = MatrixExchange(self.plan.matrices, self.axis, self.dtype, self.device)
+        by_bucket = {id(shard.bucket): shard for shard in shards}
+        self._params = [
+            self._on_rank(param, by_bucket[id(ddp.buffers[param.place[0]].buckets[param.place[1]])], state)
+            for param in self.plan.params
+        ]
+        self._by_name = {param.planned.meta.name: param for param in self._params}
+        self._batches = list(_batches(self._params, ROUND * self.axis.size))
+
+    def _on_rank(self, planned: PlannedParam, shard: OptimizerShard, state: ParallelState) -> _Param:
+        meta, here, coords = planned.meta, self.axis.rank, state.coords
+        held = self.plan.held(planned, here)
+        first = planned.range.start + held[0] - shard.range[0]
+        span = slice(first, first + held[1] - held[0]) if held[0] < held[1] else slice(0, 0)
+        replica = any(coords[axis][0] for axis in meta.replica_axes)
+        copied = not self.config.use_distributed_optimizer and not state.axis(meta.data_axis).first
+        shapes = {each.name: each.shape for each in planned.states if each.kind == REDUCED}
+        place = Place(meta.box(coords), held, not (replica or copied), shapes)
+        param = _Param(planned, chain_of(self.config, meta), shard, span, place)
+        for each in planned.states:
+            if each.kind == ELEMENTS:
+                param.elements[each.name] = self._zeros(each, held[1] - held[0])
+            elif each.kind == REDUCED:
+                start, stop = self.plan.part(each, here)
+                param.reduced[each.name] = self._zeros(each, stop - start)
+            else:
+                for number, _, _ in self.plan.owned(planned, each, here):
+                    found = self._zeros(each, *each.shape[meta.stacked :])
+                    param.matrices.setdefault(number, {})[each.name] = found
+        return param
+
+    def _zeros(self, state: State, *shape: int) -> Tensor:
+        dtype = self.dtype if state.dtype is None else getattr(torch, state.dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All states of this rank."""
+        kept = [[*p.elements.values(), *p.reduced.values()] for p in self._params]
+        kept += [list(states.values()) for p in self._params for states in p.matrices.values()]
+        return [tensor for tensors in kept for tensor in tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of states."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def pieces(self) -> Iterator[OptimizerPiece]:
+        """Live views of the states that this rank holds."""
+        for param in self._params:
+            for state in param.planned.states:
+                yield from self._pieces(param, state)
+
+    def _pieces(self, param: _Param, state: State) -> Iterator[OptimizerPiece]:
+        meta, here = param.planned.meta, self.axis.rank
+        if state.kind == ELEMENTS:
+            start, stop = self.plan.held(param.planned, here)
+            if start < stop:
+                yield OptimizerPiece(state.name, meta, param.elements[state.name], start, stop)
+        elif state.kind == REDUCED:
+            start, stop = self.plan.part(state, here)
+            if start < stop:
+                yield OptimizerPiece(state.name, meta, param.reduced[state.name], start, stop, state.shape)
+        else:
+            for number, start, stop in self.plan.owned(param.planned, state, here):
+                flat = param.matrices[number][state.name].view(-1)
+                yield OptimizerPiece(state.name, meta, flat, start, stop, state.shape)
+
+    def step(
+        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
+    ) -> None:
+        scalars = lr, weight_decay, decoupled_lr, updates + 1.0, skip > 0
+        for batch in self._batches:
+            self._update(batch, scalars)
+
+    def _update(self, batch: Sequence[_Param], scalars: StepScalars) -> None:
+        """Updates the parameters of a batch side by side."""
+        skipped = scalars[4]
+        runs = [self._begin(param, scalars) for param in batch]
+        for run in runs:
+            run.advance(None)
+        while waiting := [run for run in runs if not run.done]:
+            results = self._answers(waiting, skipped)
+            for run, answers in zip(waiting, results, strict=True):
+                run.advance(answers)
+        for run in runs:
+            main = run.param.shard.main.detach()[run.param.span]
+            _keep_or_copy_(main, run.x.param + run.x.update, skipped)
+            for name, state in run.param.elements.items():
+                _keep_or_copy_(state, run.x.states[name], skipped)
+
+    def _begin(self, param: _Param, scalars: StepScalars) -> _Run:
+        lr, weight_decay, decoupled_lr, number, skipped = scalars
+        shard, group = param.shard, param.shard.group
+        assert shard.main.grad is not None
+        states = {name: state.to(self.dtype, copy=True) for name, state in param.elements.items()}
+        values = group.lr(lr, decoupled_lr), group.decay(weight_decay), number
+        main = shard.main.detach()[param.span]
+        grad = shard.main.grad[param.span].masked_fill(skipped, 0.0)  # no link need expect infinities and NaNs
+        x = ParameterUpdate(param.planned.meta, main, grad, states, param.place, values)
+        return _Run(param, x, _run_links(param.links, x))
+
+    def _answers(self, runs: Sequence[_Run], skipped: Tensor) -> list[list[Tensor]]:
+        """The results of all requests of `runs`."""
+        sums = [(run.param, request) for run in runs for request in run.requests if isinstance(request, SumRequest)]
+        found = iter(self._sums(sums, skipped) if sums else ())
+        matrices = [(run.param, r) for run in runs for r in run.requests if isinstance(r, MatrixRequest)]
+        transformed = iter(self._transformed(matrices, skipped))
+        return [[next(found if isinstance(r, SumRequest) else transformed) for r in run.requests] for run in runs]
+
+    def _sums(self, asked: Sequence[tuple[_Param, SumRequest]], skipped: Tensor) -> list[Tensor]:
+        """Adds up the terms of all ranks, and takes the sums into the states that ask for it."""
+        size = self.axis.size
+        lengths = [self.plan.part_length(request.partial.numel()) for _, request in asked]
+        blocks = torch.zeros(size, sum(lengths), dtype=self.dtype, device=self.device)
+        for (_, request), block in zip(asked, blocks.split(lengths, dim=1), strict=True):
+            flat = request.partial.new_zeros(block.numel())
+            flat[: request.partial.numel()] = request.partial.view(-1)
+            block.copy_(flat.view(block.shape))
+        own = start_reduce_scatter(blocks.view(-1), self.axis).wait()
+        for (param, request), part in zip(asked, own.split(lengths), strict=True):
+            if request.state is not None and request.by is not None:
+                state = param.reduced[request.state]
+                values = part[: state.numel()]
+                values.copy_(request.by(state.to(self.dtype, copy=True), values))
+                _keep_or_copy_(state, values, skipped)
+        whole = start_all_gather(own, self.axis).wait().view(size, -1)
+        return [
+            part.reshape(-1)[: request.partial.numel()].view(request.partial.shape)
+            for (_, request), part in zip(asked, whole.split(lengths, dim=1), strict=True)
+        ]
+
+    def _transformed(self, asked: Sequence[tuple[_Param, MatrixRequest]], skipped: Tensor) -> list[Tensor]:
+        """Calls the functions of whole matrices on their owners."""
+        if not asked:
+            return []
+        plan = self.plan.matrices
+        requests = {param.planned.meta.name: request for param, request in asked}
+        results = {name: torch.empty_like(request.values) for name, request in requests.items()}
+        assert len(requests) == len(asked), "a tuple of requests holds one of whole matrices at most"
+
+        def read(part: Part, values: Tensor) -> None:
+            name = plan.matrices[part.matrix].meta.name
+            values.copy_(self._held(requests[name].values, part))
+
+        def direction(stack: Tensor, numbers: Sequence[int]) -> Tensor:
+            return torch.stack([transformed(*each) for each in zip(stack, numbers, strict=True)])
+
+        def transformed(matrix: Tensor, number: int) -> Tensor:
+            name = plan.matrices[number].meta.name
+            states = self._by_name[name].matrices.get(number, {})
+            new = {key: state.to(self.dtype, copy=True) for key, state in states.items()}
+            result = requests[name].function(matrix, new)
+            for key, state in states.items():
+                _keep_or_copy_(state, new[key], skipped)
+            return result
+
+        def write(part: Part, matrix: Matrix, values: Tensor) -> None:
+            self._held(results[matrix.meta.name], part).copy_(values)
+
+        numbers = [number for name in requests for number in plan.numbers(name)]
+        self.exchange.transform(read, direction, write, sorted(numbers))
+        return [results[param.planned.meta.name] for param, _ in asked]
+
+    def _held(self, flat: Tensor, part: Part) -> Tensor:
+        """The part's values in this rank's elements of its parameter."""
+        first = self._by_name[self.plan.matrices.matrices[part.matrix].meta.name].span.start
+        return flat[part.start - first : part.stop - first].view(part.held)[part.within]
+
+
+def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Generator[Request | tuple[Request, ...], Any, None]:
+    """All links, one after the other."""
+    for link in links:
+        requests = link.update(x)
+        if requests is not None:
+            yield from requests
+
+
+def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Param]]:
+    """Consecutive parameters of `limit` elements in the whole model, or a larger one: bounds the memory of copies."""
+    batch: list[_Param] = []
+    filled = 0
+    for param in params:
+        if batch and filled + param.planned.meta.numel > limit:
+            yield batch
+            batch, filled = [], 0
+        batch.append(param)
+        filled += param.planned.meta.numel
+    if batch:
+        yield batch
+
+
+def _keep_or_copy_(state: Tensor, new: Tensor, skipped: Tensor) -> None:
+    """Writes new values, unless the step is skipped."""
+    state.copy_(torch.where(skipped, state, new.to(state.dtype)))

@@ -1,0 +1,210 @@
+"""States that the transforms of an optimizer keep, and which rank of a pipeline stage holds which part. No torch.
+
+A transform states from a parameter's `ParamMeta` alone which tensors it keeps. There are three kinds:
+
+- `elements`: the parameter's own shape. Each rank holds the range of elements that it updates (ZeRO-1).
+- `reduced`: the parameter's shape with 1 in some dims, such as a mean of each row. Equal parts of the flat tensor are
+  spread over all ranks of the stage.
+- `of_matrices`: any shape for each matrix, such as the factors [m, m] and [n, n] of Shampoo. The matrix's owner
+  (`MatrixPlan`) holds it whole.
+
+Memory plans, allocation and checkpoints read the same `ChainPlan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, ParamRange
+from megatron.core.optimizer.matrix_plan import MatrixPlan
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.param_meta import ParamMeta
+
+ELEMENTS, REDUCED, MATRICES = "elements", "reduced", "matrices"
+
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Name of a dtype that a state may have -> bytes of an element."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that a transform keeps for one parameter. It starts at zero. Make one with `elements`, `reduced` or
+    `of_matrices`."""
+
+    name: str
+    """Kind of state in checkpoints, the same for all parameters: `optimizer.NAME.<parameter>`."""
+
+    shape: tuple[int, ...]
+    """Shape in the whole model."""
+
+    kind: str
+
+    dtype: str | None = None
+    """Name of its dtype; None: that of main parameters."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def elements(name: str, meta: ParamMeta, dtype: str | None = None) -> State:
+    """A state with one element for each element of the parameter."""
+    return State(name, meta.global_shape, ELEMENTS, dtype)
+
+
+def reduced(name: str, meta: ParamMeta, *dims: int, dtype: str | None = None) -> State:
+    """A state with the parameter's shape and 1 in `dims`: -1 for a number for each row, -2 for each column. Without
+    `dims` it is one number."""
+    return State(name, reduced_shape(meta, dims), REDUCED, dtype)
+
+
+def of_matrices(name: str, meta: ParamMeta, *shape: int, dtype: str | None = None) -> State:
+    """A state of `shape` for each of the parameter's matrices, whose sizes are `matrix_size`."""
+    return State(name, (*meta.global_shape[: meta.stacked], *shape), MATRICES, dtype)
+
+
+def matrix_size(meta: ParamMeta) -> tuple[int, int]:
+    """(rows, columns) of each matrix of a parameter: all dims but the last one, and those that number matrices, are
+    rows."""
+    return prod(meta.global_shape[meta.stacked : -1]), meta.global_shape[-1]
+
+
+def reduced_shape(meta: ParamMeta, dims: Sequence[int]) -> tuple[int, ...]:
+    """The parameter's shape with 1 in `dims`, or in all dims if none are given."""
+    rank = len(meta.global_shape)
+    chosen = {dim % rank for dim in dims} if dims else set(range(rank))
+    return tuple(1 if dim in chosen else size for dim, size in enumerate(meta.global_shape))
+
+
+def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
+    """Raises ValueError, with every error at once, for states that cannot be kept of a parameter."""
+    names = [state.name for state in states]
+    errors = [f"two states are named {name}" for name in sorted(set(names)) if names.count(name) > 1]
+    errors += [
+        f"state {name!r} must be named by a word, and not main_param"
+        for name in names
+        if not name.isidentifier() or name == "main_param"
+    ]
+    for state in states:
+        if state.dtype is not None and state.dtype not in DTYPES:
+            errors.append(f"state {state.name} has dtype {state.dtype}, which must be one of {', '.join(DTYPES)}")
+        if state.kind == MATRICES and not meta.matrix:
+            errors.append(f"state {state.name} is one of matrices, and the parameter is no matrix")
+    if errors:
+        raise ValueError(f"optimizer states of {meta.name} {list(meta.global_shape)}: " + "; ".join(errors))
+
+
+@dataclass(frozen=True)
+class PlannedParam:
+    """A parameter of a stage, where it lies, and its states."""
+
+    meta: ParamMeta
+    place: tuple[int, int]
+    """(buffer, bucket)."""
+
+    bucket: BucketLayout
+    range: ParamRange
+    states: tuple[State, ...]
+
+
+class ChainPlan:
+    """The states of one stage's parameters. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
+
+    Parameters of buffers of whole matrices are left out. `states_of` returns the states of a parameter, `whole` whether
+    its matrices are exchanged though none has a state."""
+
+    def __init__(
+        self,
+        layouts: Sequence[BufferLayout],
+        states_of: Callable[[ParamMeta], Sequence[State]],
+        whole: Callable[[ParamMeta], bool],
+        dims: ParallelDims,
+        ranks: Sequence[int],
+        distributed: bool,
+    ) -> None:
+        self.ranks, self.distributed = tuple(ranks), distributed
+        self.params = [
+            PlannedParam(param.meta, (b, k), bucket, param, tuple(states_of(param.meta)))
+            for b, layout in enumerate(layouts)
+            for k, bucket in enumerate(layout.buckets)
+            for param in bucket.params
+            if not layout.whole
+        ]
+        for param in self.params:
+            check_states(param.meta, param.states)
+        exchanged = {
+            param.meta.name
+            for param in self.params
+            if any(state.kind == MATRICES for state in param.states) or whole(param.meta)
+        }
+        self.matrices = MatrixPlan(
+            layouts, dims, ranks, distributed, lambda fused: False, wanted=lambda meta: meta.name in exchanged
+        )
+        self._data_rank = {
+            axis: {rank: i for group in dims.groups(*names) for i, rank in enumerate(group)}
+            for axis, names in (("dp_cp", ("dp", "cp")), ("expt_dp", ("expt_dp",)))
+        }
+
+    def held(self, param: PlannedParam, place: int) -> tuple[int, int]:
+        """Elements [start, stop) of a parameter's local tensor that ranks[place] updates; start is stop for none."""
+        low, high = param.bucket.start, param.bucket.stop
+        if self.distributed:
+            low, high = param.bucket.shard(self._data_rank[param.meta.data_axis][self.ranks[place]])
+        start, stop = max(low, param.range.start), min(high, param.range.stop)
+        return (start - param.range.start, stop - param.range.start) if start < stop else (0, 0)
+
+    def part(self, state: State, place: int) -> tuple[int, int]:
+        """Elements [start, stop) of a `reduced` state that ranks[place] holds."""
+        length = self.part_length(state.numel)
+        return min(state.numel, place * length), min(state.numel, (place + 1) * length)
+
+    def part_length(self, numel: int) -> int:
+        """The most elements of a `reduced` state that a rank holds."""
+        return -(-numel // len(self.ranks))
+
+    def owned(self, param: PlannedParam, state: State, place: int) -> list[tuple[int, int, int]]:
+        """(number of the matrix, start, stop) of the parts [start, stop) of a state of matrices that ranks[place]
+        holds."""
+        numbers = self.matrices.numbers(param.meta.name)
+        size = state.numel // len(numbers)
+        return [(n, i * size, (i + 1) * size) for i, n in enumerate(numbers) if self.matrices.owners[n] == place]
+
+    def bytes_by_place(self, main: int) -> list[int]:
+        """Bytes of states on each rank of the stage, where the main dtype has `main` bytes."""
+        size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
+        steps, further = [0] * (size + 1), [0] * (size + 1)
+        """Bytes of reduced states from a rank on, and of single ranks."""
+        for param in self.params:
+            for state in param.states:
+                width = main if state.dtype is None else DTYPES[state.dtype]
+                if state.kind == ELEMENTS:
+                    for shard, numel in self._by_shard(param):
+                        data[param.meta.data_axis][shard] += numel * width
+                elif state.kind == REDUCED:
+                    length = self.part_length(state.numel)
+                    full, rest = divmod(state.numel, length)
+                    steps[0], steps[full] = steps[0] + length * width, steps[full] - length * width
+                    further[full] += rest * width
+                else:
+                    numbers = self.matrices.numbers(param.meta.name)
+                    for number in numbers:
+                        further[self.matrices.owners[number]] += state.numel // len(numbers) * width
+        reduced_bytes = list(accumulate(steps))
+        return [
+            sum(data[axis][ranks[rank]] for axis, ranks in self._data_rank.items()) + reduced_bytes[i] + further[i]
+            for i, rank in enumerate(self.ranks)
+        ]
+
+    def _by_shard(self, param: PlannedParam) -> Iterator[tuple[int, int]]:
+        """(data-parallel rank, elements of the parameter that it updates)."""
+        bucket, (start, stop) = param.bucket, (param.range.start, param.range.stop)
+        if not self.distributed:
+            yield from ((shard, stop - start) for shard in range(bucket.num_shards))
+            return
+        length = (bucket.stop - bucket.start) // bucket.num_shards
+        for shard in range((start - bucket.start) // length, (stop - 1 - bucket.start) // length + 1):
+            low, high = bucket.shard(shard)
+            yield shard, min(high, stop) - max(low, start)

@@ -1,0 +1,255 @@
+"""Transforms: the links of which an optimizer is a chain, as in optax.
+
+A chain turns the gradient of a parameter into the change that is added to it. Each link reads and replaces `x.update`,
+which is the gradient at first, and keeps the states that it states in `states`:
+
+    class Momentum(Transform):
+        def states(self, meta):
+            return [elements("momentum", meta)]
+
+        def update(self, x):
+            x.update = x.states["momentum"].mul_(0.9).add_(x.update)
+
+A rank has a flat part of each parameter only. A link that needs more asks for it: `update` is then a generator, which
+yields requests and gets their results. `x.sum` and `x.mean` add up over the whole parameter, `x.fold` takes sums into a
+`reduced` state, `x.whole` calls a function of each whole matrix on the rank that owns it. All parameters' requests
+travel together, and every layout computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.boxes import boxes_of_flat_range
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.planned_states import State, elements, matrix_size, of_matrices, reduced, reduced_shape
+from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import OPTIMIZERS
+
+__all__ = [
+    "AdamMoments",
+    "AddDecay",
+    "AverageWeights",
+    "ParameterUpdate",
+    "Requests",
+    "ScaleByRate",
+    "State",
+    "Transform",
+    "elements",
+    "matrix_size",
+    "of_matrices",
+    "reduced",
+]
+
+MatrixFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
+"""(matrix [rows, columns], its states by name, which it changes in place) -> [rows, columns]."""
+
+
+@dataclass(frozen=True)
+class SumRequest:
+    """Asks for a sum over all ranks' elements of a parameter."""
+
+    partial: Tensor
+    """This rank's term, of the shape of the result."""
+
+    state: str | None = None
+    """The `reduced` state that takes up the sum."""
+
+    by: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(elements of the state, those of the sum) -> new elements of the state."""
+
+
+@dataclass(frozen=True)
+class MatrixRequest:
+    """Asks for a function of each whole matrix of a parameter, of which this rank has elements."""
+
+    values: Tensor
+    function: MatrixFunction
+
+
+Request = SumRequest | MatrixRequest
+
+Requests = Generator[Request | tuple[Request, ...], Any, None]
+"""Return type of an `update` that asks for something: `result = yield x.sum(...)`, or a tuple of requests for a list of
+results."""
+
+
+class ParameterUpdate:
+    """One update of the part of a parameter that this rank holds: `n` of its elements, flat, in the main dtype. n may
+    be 0."""
+
+    meta: ParamMeta
+    param: Tensor
+    """[n], before the update. Links leave it as it is."""
+
+    update: Tensor
+    """[n], the clipped gradient at first, or zeros in a step that is skipped. After the last link it is added to the
+    parameter."""
+
+    states: Mapping[str, Tensor]
+    """Name -> [n], of states of kind `elements`. Links change them in place."""
+
+    lr: float
+    weight_decay: float
+    """0 for parameters that do not decay."""
+
+    step: Tensor
+    """Number of this update, from 1 on: a float64 scalar on the device, so that nothing waits for it."""
+
+    def __init__(
+        self,
+        meta: ParamMeta,
+        param: Tensor,
+        update: Tensor,
+        states: Mapping[str, Tensor],
+        place: Place,
+        scalars: tuple[float, float, Tensor],
+    ) -> None:
+        self.meta, self.param, self.update, self.states = meta, param, update, states
+        self.lr, self.weight_decay, self.step = scalars
+        self._place = place
+
+    def sum(self, values: Tensor, *dims: int) -> SumRequest:
+        """Asks for the sum of `values` [n] over `dims` of the whole parameter. The result has the parameter's shape
+        with 1 in these dims. Without `dims` it is the sum of all values, a scalar."""
+        partial = self._partial(values, reduced_shape(self.meta, dims))
+        return SumRequest(partial if dims else partial.view(()))
+
+    def mean(self, values: Tensor, *dims: int) -> SumRequest:
+        """Asks for the mean, as `sum` for the sum."""
+        partial = self.sum(values, *dims).partial
+        return SumRequest(partial / (self.meta.numel // partial.numel()))
+
+    def fold(self, state: str, values: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> SumRequest:
+        """Asks for by(state, mean): the mean of `values` [n] over the dims in which a `reduced` state has 1 is taken
+        into the state. The result is the new state, of its whole shape. `by` sees a part of both."""
+        partial = self._partial(values, self._place.reduced[state])
+        return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)
+
+    def whole(self, values: Tensor, function: MatrixFunction) -> MatrixRequest:
+        """Asks for function(matrix, states) of each whole matrix, given `values` [n] of it. `function` runs on the
+        matrix's owner. The result is [n] again."""
+        return MatrixRequest(values, function)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[n]: for each element its value in a tensor that broadcasts to the parameter's shape, such as a result of
+        `sum` or `fold`."""
+        parts = [values[_within(box.offset, box.shape, values.shape)] for box in self._place.boxes]
+        parts = [part.expand(box.shape).reshape(-1) for part, box in zip(parts, self._place.boxes, strict=True)]
+        return torch.cat(parts) if parts else values.new_empty(0)
+
+    def _partial(self, values: Tensor, shape: Sequence[int]) -> Tensor:
+        """This rank's term of a sum; zero if another rank counts the same elements."""
+        found = values.new_zeros(shape)
+        summed = [dim for dim, size in enumerate(shape) if size == 1]
+        for box in self._place.boxes if self._place.counts else ():
+            part = values[box.start - self._place.start : box.stop - self._place.start].view(box.shape)
+            found[_within(box.offset, box.shape, shape)] += part.sum(summed, keepdim=True) if summed else part
+        return found
+
+
+class Place:
+    """The elements [start, stop) of a parameter's local tensor that a rank holds, as boxes of the whole one."""
+
+    def __init__(
+        self,
+        local: tuple[tuple[int, ...], tuple[int, ...]],
+        held: tuple[int, int],
+        counts: bool,
+        reduced: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """`local` is the box of the local tensor. `counts`: whether sums count this rank's elements, or those of a
+        replica. `reduced`: shapes of states by name."""
+        self.start, self.counts, self.reduced = held[0], counts, reduced
+        self.boxes = boxes_of_flat_range(*local, *held)
+
+
+def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
+    """The part of a tensor of shape `whole`, which broadcasts to the parameter's, that belongs to a box."""
+    return tuple(
+        slice(0, 1) if size == 1 else slice(start, start + length)
+        for start, length, size in zip(offset, shape, whole, strict=True)
+    )
+
+
+class Transform(Protocol):
+    """A link of a chain, for one parameter. Derive from it."""
+
+    whole_matrices: ClassVar[bool] = False
+    """Whether it asks for whole matrices (`ParameterUpdate.whole`) without a state of them."""
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        """The tensors that it keeps for a parameter. They follow from `meta` alone: plans call it too."""
+        return ()
+
+    def update(self, x: ParameterUpdate) -> Requests | None:
+        """Replaces `x.update`, and changes `x.states` in place. Which requests it makes may depend on `x.meta` only,
+        since all ranks make the same. A skipped step leaves everything as it was."""
+        raise NotImplementedError
+
+
+class AddDecay(Transform):
+    """Adds the weight decay times the parameter: before `ScaleByRate`, decoupled weight decay."""
+
+    def update(self, x: ParameterUpdate) -> None:
+        if x.weight_decay:
+            x.update = x.update.add(x.param, alpha=x.weight_decay)
+
+
+class AdamMoments(Transform):
+    """Divides the average of gradients by the root of the average of their squares, as Adam (arXiv 1412.6980)."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.beta1, self.beta2, self.eps = config.adam_beta1, config.adam_beta2, config.adam_eps
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        return [elements("exp_avg", meta), elements("exp_avg_sq", meta)]
+
+    def update(self, x: ParameterUpdate) -> None:
+        average, square = x.states["exp_avg"], x.states["exp_avg_sq"]
+        average.lerp_(x.update, 1 - self.beta1)
+        square.mul_(self.beta2).addcmul_(x.update, x.update, value=1 - self.beta2)
+        scale = (square / (1 - self.beta2**x.step)).sqrt_().add_(self.eps)
+        x.update = average / (1 - self.beta1**x.step) / scale
+
+
+class ScaleByRate(Transform):
+    """Multiplies by minus the learning rate."""
+
+    def update(self, x: ParameterUpdate) -> None:
+        x.update = x.update * -x.lr
+
+
+class AverageWeights(Transform):
+    """Keeps an exponential moving average of the weights in the state `averaged`: the last link of a chain."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        return [elements("averaged", meta)]
+
+    def update(self, x: ParameterUpdate) -> None:
+        average, after = x.states["averaged"], x.param + x.update
+        average.copy_(torch.where(x.step > 1, average.lerp(after, 1 - self.decay), after))
+
+
+def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
+    """The chain of a parameter, of the optimizer of all parameters that are not updated as whole matrices."""
+    links: tuple[Transform, ...] = tuple(OPTIMIZERS[config.elementwise](config, meta))
+    return links
+
+
+def states_of(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
+    """The states of a parameter's chain."""
+    return [state for link in chain_of(config, meta) for state in link.states(meta)]
+
+
+def asks_for_matrices(config: OptimizerConfig, meta: ParamMeta) -> bool:
+    """Whether a link of a parameter's chain asks for whole matrices without a state of them."""
+    return any(link.whole_matrices for link in chain_of(config, meta))
