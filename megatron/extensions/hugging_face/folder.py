@@ -6,6 +6,7 @@ other pickle is read, and the index may name files of its own folder only. Every
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.extensions.hugging_face.read_config import read_json, text_model
 from megatron.extensions.hugging_face.safetensors_file import Sliceable, TensorSpec, read_header
 
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMED_WEIGHTS = "transformers_weights"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -30,19 +32,41 @@ class HFFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, prefix = text_model(read_json(path / CONFIG))
+        whole = read_json(path / CONFIG)
+        self.config, prefix = text_model(whole)
+        found = _open_weights(path, whole.get(NAMED_WEIGHTS))
         self.tensors: dict[str, Sliceable] = {
-            name.removeprefix(prefix): tensor for name, tensor in _open_weights(path).items() if name.startswith(prefix)
+            name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)
         }
 
 
-def _open_weights(folder: Path) -> dict[str, Sliceable]:
+def _open_weights(folder: Path, named: Any) -> dict[str, Sliceable]:
+    """The weights of a folder, from the files in which transformers looks, in its order. `named` is the value of
+    transformers_weights in config.json, the file of weights or their index in place of the usual ones."""
+    if named is not None:
+        return _open_named(folder, named)
     for index, single, read in ((SAFE_INDEX, SAFE, read_header), (BIN_INDEX, BIN, _BinFiles().read)):
         if (folder / single).is_file():  # as transformers, also beside an index, which an earlier model may have left
             return dict(read(folder / single))
         if (folder / index).is_file():
             return _open_shards(folder, index, read)
     raise ValueError(f"{folder} holds no weights: there is no {SAFE}, {SAFE_INDEX}, {BIN} or {BIN_INDEX}")
+
+
+def _open_named(folder: Path, named: Any) -> dict[str, Sliceable]:
+    known = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
+    if not known or "\0" in named:
+        rule = "must name a file *.safetensors or *.safetensors.index.json"
+        raise ValueError(f"{folder / CONFIG}: {NAMED_WEIGHTS} {str(named)[:80]!r} {rule}; correct or remove the key")
+    root, place = (os.path.abspath(each) for each in (folder, folder / named))
+    if os.path.commonpath([root, place]) != root:
+        rule = "must name a file inside of the folder"
+        raise ValueError(f"{folder / CONFIG}: {NAMED_WEIGHTS} {named[:80]!r} {rule}; correct or remove the key")
+    if not os.path.isfile(place):
+        raise ValueError(f"{place} is missing; {NAMED_WEIGHTS} of config.json names it: correct or remove the key")
+    if named.endswith(".index.json"):
+        return _open_shards(folder, named, read_header)
+    return dict(read_header(Path(place)))
 
 
 def _open_shards(folder: Path, index: str, read: Any) -> dict[str, Sliceable]:

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron.core.dist_checkpointing.integrity import SummedFile
 from megatron.extensions.hugging_face import hf_format
+from megatron.extensions.hugging_face.folder import HFFolder
 from megatron.extensions.hugging_face.safetensors_file import FileTensor, SafetensorsWriter
 from tests.extensions.hugging_face.hf_exact import save_model
 from tests.extensions.hugging_face.hf_models import assert_same_weights, change_json, weights_in
@@ -247,6 +249,35 @@ def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
     told = refused(capsys, "--input", folder, "--output", tmp_path / "ours")
     assert message in told and "weights_only" not in told and "allowlist" not in told
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path: Path) -> None:
+    """As in transformers: a file in the folder or below it, or an index, whose files are in the folder."""
+    folder = shutil.copytree(llama, tmp_path / "model")
+    (folder / "below").mkdir()
+    other = {name: value + 1 for name, value in weights_in(llama).items()}
+    save_file(other, folder / "below/other.safetensors", {"format": "pt"})
+    save_file(other, folder / "shard.safetensors", {"format": "pt"})
+    change_json(folder / "config.json", architectures=["LlamaForCausalLM"])
+    index = {"metadata": {}, "weight_map": dict.fromkeys(other, "shard.safetensors")}
+    (folder / "below/own.safetensors.index.json").write_text(json.dumps(index))
+    for named in ("below/other.safetensors", "below/own.safetensors.index.json", f"{folder}/shard.safetensors"):
+        change_json(folder / "config.json", transformers_weights=named)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        found = HFFolder(folder).tensors
+        for name, value in other.items():
+            assert torch.equal(found[name][()], value) and torch.equal(theirs[name], value), (named, name)
+    for named, why in (
+        ("../other.safetensors", "must name a file inside of the folder"),
+        ("pytorch_model.bin", r"must name a file \*\.safetensors or \*\.safetensors\.index\.json"),
+        (7, r"must name a file \*\.safetensors"),
+        ("none.safetensors", "is missing; transformers_weights of config.json names it"),
+    ):
+        change_json(folder / "config.json", transformers_weights=named)
+        with pytest.raises(ValueError, match=why):
+            HFFolder(folder)
+        with pytest.raises(Exception):  # noqa: B017,PT011 - transformers raises several kinds
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_a_single_file_precedes_an_index_beside_it(llama: Path, tmp_path: Path) -> None:
