@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from itertools import chain, cycle
 from pathlib import Path
@@ -37,6 +37,7 @@ from megatron.extensions.hugging_face.read_layers import (
     pattern_from_hf,
     pattern_text,
     periodic,
+    repeated,
     rotated_layers,
     selections_from_hf,
     window_from_hf,
@@ -98,6 +99,9 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     raise ValueError(f"config.json: model_type {model_type!r} is not supported; {known}")
 
 
+LAYER_BY_LAYER = "per_layer_config"
+"""Key that changes others for some layers, in every family."""
+
 IDLE = {
     *(
         "torch_dtype",
@@ -116,20 +120,50 @@ IDLE = {
 """Keys of any family's config.json that describe no layer, or that are read apart from the tables."""
 
 
+OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
+"""Keys of older files, in families with `compress_rates`."""
+
+
+WRITTEN: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "qk_head_dim": lambda hf: hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
+    "head_dim": lambda hf: hf["qk_rope_head_dim"],
+    "_sliding_window_pattern": lambda hf: hf.get("sliding_window_pattern", 6),
+    "num_key_value_heads": lambda hf: 1 if hf["multi_query"] else hf["n_head"],
+    "attention_layers": lambda hf: repeated(hf["attention_types"], len(hf["attention_layers"]) + 1),
+    "final_w_init_variance_scale": lambda hf: 2 / hf["num_hidden_layers"],
+}
+"""Keys that some classes of transformers write beside those that they read, and what they derive them from."""
+
+
 def unread_keys(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """A notice of the keys of a config.json that neither the family nor its class in transformers knows."""
+    """A notice of the keys of a config.json that neither the family nor its class in transformers knows, or that have
+    another value than the class derives."""
     family = family_of(hf_config)
     tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)
     known = {*chain(*tables), *family.spelling.values(), *family.class_defaults, *family.class_names, *IDLE}
     known |= {
         *chain(*family.powers.values()),
+        *family.class_names.values(),
+        *(OLDER if "compress_rates" in family.defaults else ()),
         family.multi_token_key or "",
         family.earlier_tokens or "",
         *common_keys(),
     }
     known |= {key.partition(".")[0] for key in known if key}
-    if family.class_defaults and (unknown := sorted(hf_config.keys() - known)):
+    whole = {**usual_values(family, usual_names(family)), **family.class_defaults, **hf_config}
+    unknown = sorted(key for key in hf_config.keys() - known if not _is_derived(key, whole))
+    if family.class_defaults and unknown:
         yield f"config.json: {family.model_type} has no {', '.join(unknown)}: not read"
+
+
+def _is_derived(key: str, whole: Mapping[str, Any]) -> bool:
+    """Whether a key has the value that classes derive for it."""
+    if key == LAYER_BY_LAYER:
+        return not whole[key]
+    try:
+        return key in WRITTEN and bool(WRITTEN[key](whole) == whole[key])
+    except (TypeError, LookupError, ArithmeticError, ValueError):
+        return False
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
@@ -182,6 +216,10 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
         if method not in family.quantized:
             known = f"; {' and '.join(family.quantized)} is" if family.quantized else ""
             yield f"quantization_config is given; weights quantized by {method} are not supported{known}"
+    if hf.get(LAYER_BY_LAYER):
+        yield f"{LAYER_BY_LAYER} = {str(hf[LAYER_BY_LAYER])[:80]}, supported: none, as it changes settings of layers"
+    if "attention_types" in family.defaults and "attention_layers" in hf and not _is_derived("attention_layers", hf):
+        yield "attention_layers differs from attention_types"
     for key, other in family.equal.items():
         if hf.get(key) not in (None, hf[other]):
             yield f"{key} = {hf[key]!r} differs from {other} = {hf[other]!r}"

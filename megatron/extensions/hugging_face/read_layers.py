@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, get_args, get_origin
 
@@ -111,10 +111,14 @@ def windows(hf: Mapping[str, Any], family: Family) -> list[bool]:
         return bool(number >= first and not (period and not (number + 1) % period))
 
     if "attention_types" in family.defaults:
-        kinds = (kind for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds)
-        listed = {**hf, "attention_types": list(islice(kinds, hf["num_hidden_layers"] + 1))}
+        listed = {**hf, "attention_types": repeated(hf["attention_types"], hf["num_hidden_layers"] + 1)}
         return listed_layers(listed, "attention_types", ("global", "local"))
     return listed_layers(hf, "layer_types", (FULL, LOCAL), usual)
+
+
+def repeated(groups: Iterable[tuple[Sequence[Any], int]], most: int) -> list[Any]:
+    """The first kinds of layers of groups (kinds, times), which may state any numbers."""
+    return list(islice((kind for kinds, times in groups for _ in range(times if kinds else 0) for kind in kinds), most))
 
 
 def listed_layers(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.core.parts import HF_FAMILIES
-from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.read_config import WRITTEN, config_from_hf, family_of, unread_keys
 from megatron.training.config.flags import flags_of
 from tests.extensions.hugging_face import class_defaults, missing_keys, sweep
 from tests.extensions.hugging_face.hf_models import SIZES
@@ -130,6 +130,37 @@ def test_older_keys_and_other_names(model_type: str) -> None:
         left = {key: value for key, value in (left | changes).items() if value is not None}
         meant = missing_keys.difference(model_type, {"model_type": model_type, **left}, logits=False)
         assert meant == "", changes
+        unread = [key for notice in unread_keys({"model_type": model_type, **left}) for key in notice.split()]
+        assert "num_experts" in changes or not unread, changes
+
+
+def test_no_key_that_classes_write_is_unknown() -> None:
+    """Each family's config.json with defaults, and of a tiny model. A key that a class only writes is listed if it has
+    another value."""
+    found = {}
+    for name in FAMILIES:
+        for settings in ({}, sweep.tiny(name)):
+            stated = missing_keys.whole(name, settings)
+            if notices := [each for each in unread_keys(stated) if not {*each.split(": ")[1].split()} & {*settings}]:
+                found[name] = notices
+            other = {key: "other" for key in stated if key in WRITTEN}
+            unread = {*"".join(unread_keys({**stated, **other})).replace(",", "").replace(":", "").split()}
+            known = family_of(stated)
+            if missing := other.keys() - unread - {*known.class_defaults, *known.keys, *known.defaults}:
+                found[name] = sorted(missing)
+    assert not found
+
+
+def test_keys_that_change_some_layers_are_refused() -> None:
+    overrides = {"0": {"intermediate_size": 8}}
+    with pytest.raises(ValueError, match=r"per_layer_config = .*'intermediate_size': 8}}, supported: none"):
+        config_from_hf({"model_type": "llama", **SIZES, "per_layer_config": overrides})
+    stated = missing_keys.tiny("gpt_neo")
+    config_from_hf(stated)
+    with pytest.raises(ValueError, match="attention_layers differs from attention_types"):
+        config_from_hf(stated | {"attention_layers": ["global"] * len(stated["attention_layers"])})
+    with pytest.raises(ValueError, match="attention_types"):
+        config_from_hf(stated | {"attention_types": [[[], 1 << 60], [["global"], 1 << 60]]})
 
 
 def test_scaling_that_lacks_a_number_is_refused_in_plain_words() -> None:
