@@ -13,9 +13,13 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.config.arguments import parse_args, read_flags
-from megatron.training.config.flags import Flag, all_flags
+from megatron.training.config.flags import Flag, all_flags, spelling_table
+from megatron.training.config.nearest import NAMED, with_legal_values
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import MOCK_VOCAB_SIZE, notices, resolve, validate
 from tests import rules
+from tests.pure.test_rules import TESTS
 
 GOOD = (
     "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --lr 1e-3 --mock-data --train-iters 100"
@@ -74,7 +78,7 @@ def _text(flag: Flag) -> st.SearchStrategy[list[str]]:
     elif flag.kind is float:
         values = st.sampled_from(["-1", "0", "0.5", "1", "3", "1e30", "inf"])
     else:
-        values = st.sampled_from(["a", "0.5", "1,2,3", ""])
+        values = st.sampled_from(["a", "0.5", "1,2,3"])
     count = 4 if flag.spec.many else 1
     return st.lists(values, min_size=1, max_size=count).map(lambda texts: [flag.name, *texts])
 
@@ -155,3 +159,106 @@ def test_resolve_takes_the_larger_vocabulary() -> None:
     assert resolve(parse_args(flags), 1, vocab_size=101).model.vocab_size == 101
     assert resolve(parse_args(flags), 1, vocab_size=99).model.vocab_size == 100
     assert resolve(parse_args(argv("")), 1, vocab_size=259).model.vocab_size == 259
+
+
+def broken_remedies(words: list[str], world_size: int) -> list[str]:
+    """The problems of a command line of which a "nearest" value is refused by a rule of the same flag."""
+    config = parse_args(words)
+
+    def judge(config: RunConfig) -> list[Problem]:
+        return validate(config, world_size)
+
+    found, broken = with_legal_values(judge(config), config, judge), []
+    for problem in found:
+        flag, named = spelling_table().get(problem.flag), NAMED.fullmatch(problem.remedy)
+        if flag is None or named is None or flag[0].takes_several or flag[0].kind is str:
+            continue
+        rules_before = {numberless(each.rule) for each in found if each.flag == problem.flag and each != problem}
+        for value in filter(None, (named["first"], named["second"])):
+            after = [each for each in judge(parse_args([*words, problem.flag, value])) if each.flag == problem.flag]
+            broken += [
+                f"{problem} -> {each}"
+                for each in after
+                if numberless(each.rule) == numberless(problem.rule) or numberless(each.rule) not in rules_before
+            ]
+    return broken
+
+
+def numberless(rule: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "N", rule)
+
+
+def test_the_nearest_values_of_the_tables_are_legal() -> None:
+    tables = sorted([*TESTS.glob("pure/rules/*.txt"), *TESTS.glob("extensions/*/rules.txt")])
+    cases = [case for table in tables for case in rules.read_table(table) if case.told]
+    tried = 0
+    for case in cases:
+        words = [*case.base.split(), *case.flags.split()]
+        if case.extension is None and any(
+            "nearest: " in each.remedy for each in validate(parse_args(words), case.ranks)
+        ):
+            assert broken_remedies(words, case.ranks) == []
+            tried += 1
+    assert tried > 40
+
+
+SIZES = {
+    "--num-layers": (1, 9),
+    "--hidden-size": (8, 50),
+    "--num-attention-heads": (1, 12),
+    "--seq-length": (4, 60),
+    "--tp": (1, 6),
+    "--pp": (1, 4),
+    "--cp": (1, 4),
+    "--ep": (1, 6),
+    "--etp": (1, 4),
+    "--num-experts": (2, 12),
+    "--moe-router-topk": (2, 5),
+    "--moe-ffn-hidden-size": (8, 40),
+    "--num-query-groups": (1, 12),
+    "--micro-batch-size": (1, 6),
+    "--global-batch-size": (1, 40),
+    "--num-virtual-stages-per-pipeline-rank": (1, 5),
+    "--num-layers-per-virtual-pipeline-stage": (1, 5),
+    "--make-vocab-size-divisible-by": (1, 130),
+    "--decoder-first-pipeline-num-layers": (0, 9),
+}
+SWITCHES = ("--sequence-parallel", "--group-query-attention", "--disable-bias-linear", "--bf16 --fp8-format e4m3")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(SIZES)), max_size=9, unique=True).flatmap(
+        lambda names: st.tuples(*(st.integers(*SIZES[name]).map(f"{name} {{}}".format) for name in names))
+    ),
+    st.lists(st.sampled_from(SWITCHES), unique=True),
+    st.sampled_from([1, 2, 4, 6, 8, 12, 16]),
+)
+@example(("--num-attention-heads 12", "--hidden-size 16", "--tp 5"), ["--bf16 --fp8-format e4m3"], 5)
+@example(("--num-query-groups 5", "--num-attention-heads 12", "--tp 3"), ["--group-query-attention"], 3)
+@example(("--seq-length 16", "--cp 3"), ["--bf16 --fp8-format e4m3"], 3)
+def test_the_nearest_values_are_legal(sizes: tuple[str, ...], switches: list[str], world_size: int) -> None:
+    assert broken_remedies(argv(" ".join([*sizes, *switches])), world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "remedy"),
+    [
+        ("--global-batch-size 12 --micro-batch-size 8", 4, "nearest: 32, or use --micro-batch-size 1"),
+        ("--global-batch-size 24 --micro-batch-size 4", 4, "nearest: 16 or 32, or use --micro-batch-size 2"),
+        ("--global-batch-size 10 --micro-batch-size 1", 4, "nearest: 8 or 12"),
+        (
+            "--tp 4 --sequence-parallel --num-experts 4 --ep 2",
+            4,
+            "nearest: 1, or use --expert-tensor-parallel-size 1",
+        ),
+        ("--num-attention-heads 6 --tp 4 --group-query-attention --num-query-groups 6", 4, "correct another flag"),
+        ("--hidden-size 16 --tp 5", 5, "nearest: 60"),
+        ("--hidden-size 72 --position-embedding-type rope --rotary-percent 0.5", 1, "nearest: 0.333334"),
+        ("--seq-length 14 --cp 3 --bf16 --fp8-format e4m3 --hidden-size 192", 3, "nearest: 48"),
+    ],
+)
+def test_remedies_name_what_can_be_done(flags: str, ranks: int, remedy: str) -> None:
+    config = parse_args(argv(flags))
+    found = with_legal_values(validate(config, ranks), config, lambda config: validate(config, ranks))
+    assert any(each.remedy.startswith(remedy) for each in found), [*map(str, found)]

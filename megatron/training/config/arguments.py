@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -29,6 +30,7 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.foreign_flags import flag_tables
 from megatron.training.config.help import help_text
+from megatron.training.config.nearest import with_legal_values
 from megatron.training.config.problem import Problem, print_problems, text_rule
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.fields import REQUIRED
@@ -105,6 +107,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         ranks = world_size or launch.world_size
         unread = any(problem.flag == "--config" for problem in reader.problems)  # what is missing may stand in the file
         found = [] if unread else validate(resolve(config, ranks), ranks)
+        found = with_legal_values(found, config, partial(validate, world_size=ranks))
         refuse(reader.problems + [p for p in found if p.flag not in reader.suspects], launch, json_file)
     of_model = changed_flags(written, config)
     spelled = frozenset(reader.spelled)

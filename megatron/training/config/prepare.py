@@ -6,18 +6,20 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine
 from megatron.training.config.commands import Prepared, refuse
 from megatron.training.config.flags import EXTENSION_SECTIONS, changed_flags, dashed, without_credentials
 from megatron.training.config.input_files import missing_inputs, unusable_checkpoint
+from megatron.training.config.nearest import with_legal_values
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
 from megatron.training.config.rules.fields import REQUIRED, single_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_past_batches, with_saved_flags
-from megatron.training.config.validation import Problem, findings, resolve
+from megatron.training.config.validation import Problem, findings, resolve, validate
 from megatron.training.extensions import problem_in_extension
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.url_credentials import redacted
@@ -70,6 +72,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         for notice in (each for each in found if each.harmless and each.flag not in not_given):
             print(notice, file=sys.stderr)
     problems += [each for each in found if not each.harmless]
+    problems = with_legal_values(problems, config, partial(validate, world_size=world_size))
     problems = _about_load(config, problems, together=launch.several_hosts or line.command is not None)
     config = resolve(config, world_size, vocab_size)
     if line.command is not None:

@@ -269,7 +269,10 @@ def _rotated_channels(flag: str, percent: float | None, width: int | None) -> It
         rule = f"rotates {rotated} of the {width} channels of a head; it must be an even number above 0"
         near = max(2, rotated // 2 * 2)
         shown = f"--kv-channels {width + 1}, or " if percent == 1 else ""
-        yield Problem(flag, percent, rule, f"nearest: {shown}{near / width:g}")
+        share = f"{near / width:g}"
+        if int(width * float(share)) < near:  # rounded down
+            share = f"{math.ceil(near / width * 1e6) / 1e6:g}"
+        yield Problem(flag, percent, rule, f"nearest: {shown}{share}")
 
 
 def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.core.parts import CALLBACKS, batch_schedule
@@ -23,7 +24,10 @@ def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     shown = f"{name} {step}"
     if not divides(step, t.global_batch_size):
-        remedy = multiples(t.global_batch_size or step, step)
+        remedy, replicas = multiples(t.global_batch_size or step, step), step // t.micro_batch_size
+        if t.global_batch_size and t.global_batch_size % replicas == 0:
+            smaller = math.gcd(t.global_batch_size // replicas, t.micro_batch_size)
+            remedy += f", or use --micro-batch-size {smaller}"
         yield Problem("--global-batch-size", t.global_batch_size, f"must be a multiple of {shown}", remedy)
     elif t.num_microbatches and t.global_batch_size and t.num_microbatches * step != t.global_batch_size:
         rule = f"must be --global-batch-size {t.global_batch_size} / ({shown})"

@@ -1,0 +1,93 @@
+"""Makes the nearest values that problems name legal under all rules. No torch.
+
+A rule names the nearest value that it accepts by itself. Another rule of the same flag may refuse that one, so values
+are tried before they are told."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from megatron.training.config.flags import spelling_table, with_named
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))?(?=$|[,;])(?P<rest>.*)")
+"""A remedy with nearest values: what stands before them, one or two values, and further remedies."""
+
+TRIED = 8
+"""Values that are tried because a rule names them as the nearest."""
+
+SCANNED = 32
+"""Small numbers, as of groups and layers, that are tried where no named value is legal."""
+
+Judge = Callable[[RunConfig], Sequence[Problem]]
+
+
+def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Judge) -> list[Problem]:
+    """The problems with values in "nearest: N" that no rule of the flag refuses, as far as one is found; where there is
+    none, the remedy says what refuses the value that was named. `judge` finds the problems of a configuration."""
+    return [_with_legal_value(each, problems, config, judge) for each in problems]
+
+
+def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: RunConfig, judge: Judge) -> Problem:
+    flag, _ = spelling_table().get(problem.flag, (None, True))
+    named = NAMED.fullmatch(problem.remedy)
+    if named is None or flag is None or flag.kind is not int or flag.takes_several:
+        return problem
+    # What any value of the flag meets, such as another flag that it needs, does not count.
+    lasting = {_kind(each) for each in problems if each.flag == problem.flag and NAMED.fullmatch(each.remedy) is None}
+
+    def refusals(value: int) -> list[Problem]:
+        found = judge(with_named(config, {flag.field: value}))
+        return [each for each in found if each.flag == problem.flag and _kind(each) not in lasting]
+
+    first = int(named["first"])
+    given = problem.value if isinstance(problem.value, int) else first
+    tried: dict[int, list[Problem]] = {}
+    legal: list[int] = []
+    for value in _candidates(problem, given, tried):
+        if legal and value not in _values(problem):
+            break
+        if value not in tried:
+            tried[value] = refusals(value)
+            legal += [] if tried[value] else [value]
+    if legal:
+        values = f"nearest: {' or '.join(map(str, sorted(legal)))}"
+        return replace(problem, remedy=f"{named['lead']}{values}{named['rest']}")
+    other = next((each for each in tried[first] if _kind(each) != _kind(problem)), tried[first][0])
+    values = f"correct another flag, as {problem.flag} {first} {other.rule}"
+    return replace(problem, remedy=f"{named['lead']}{values}{named['rest']}")
+
+
+def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
+    """Values in the order in which they are tried: those that the problem names, those that the rules name which refuse
+    them, common multiples of the distances of these, and small numbers. `tried` gets the refusals meanwhile."""
+    named, steps = [*_values(problem)], [_step(problem)]
+    for value in named:
+        yield value
+        for refusal in tried[value] if len(tried) < TRIED else ():
+            named += [each for each in _values(refusal) if each not in named]
+            steps.append(_step(refusal))
+    step = math.lcm(*steps)
+    yield from (value for value in (given // step * step, (given // step + 1) * step) if value > 0)
+    yield from sorted(range(1, SCANNED + 1), key=lambda value: abs(value - given))
+
+
+def _values(problem: Problem) -> list[int]:
+    """The nearest values that a problem names."""
+    found = NAMED.fullmatch(problem.remedy)
+    return [] if found is None else [int(each) for each in (found["first"], found["second"]) if each and int(each)]
+
+
+def _step(problem: Problem) -> int:
+    """The distance between legal values of a rule, as the values that it names tell."""
+    values = _values(problem)
+    return abs(values[-1] - (values[0] if len(values) > 1 else 0)) or 1 if values else 1
+
+
+def _kind(problem: Problem) -> str:
+    """A rule without its numbers."""
+    return re.sub(r"\d+", "N", problem.rule)
