@@ -25,7 +25,13 @@ from tests.harness import run_world
 from tests.rules import problems
 
 EXAMPLES = ["adafactor", "shampoo", "averaged_adam"]
-load_extensions([str(ROOT / "examples" / f"{name}.py") for name in EXAMPLES])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extensions() -> None:
+    load_extensions([str(ROOT / "examples" / f"{name}.py") for name in EXAMPLES])
+    OPTIMIZERS.register("count", lambda config, meta: [Count()], chain=True)
+
 
 LAYOUTS = ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2), ParallelDims(tp=2, pp=2)
 
@@ -178,9 +184,6 @@ class Count(Transform):
         if x.meta.matrix:
             x.update = yield x.whole(x.update, count)
         x.update = x.update * 0
-
-
-OPTIMIZERS.register("count", lambda config, meta: [Count()], chain=True)
 
 
 def train_and_save(rank, world, dims, distributed, kind, folder):
