@@ -14,8 +14,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.config.arguments import parse_args, read_flags
 from megatron.training.config.flags import Flag, all_flags, spelling_table
-from megatron.training.config.nearest import NAMED, with_legal_values
 from megatron.training.config.problem import Problem
+from megatron.training.config.rules.nearest import NAMED, with_legal_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import MOCK_VOCAB_SIZE, notices, resolve, validate
 from tests import rules

@@ -30,10 +30,10 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.foreign_flags import flag_tables
 from megatron.training.config.help import help_text
-from megatron.training.config.nearest import with_legal_values
 from megatron.training.config.problem import Problem, print_problems, text_rule
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.fields import REQUIRED
+from megatron.training.config.rules.nearest import with_legal_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import names_data, resolve, validate
 from megatron.training.extensions import ExtensionError, load_extensions, loaded_extensions, may_load

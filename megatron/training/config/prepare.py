@@ -13,10 +13,10 @@ from megatron.training.config.arguments import CommandLine
 from megatron.training.config.commands import Prepared, refuse
 from megatron.training.config.flags import EXTENSION_SECTIONS, changed_flags, dashed, without_credentials
 from megatron.training.config.input_files import missing_inputs, unusable_checkpoint
-from megatron.training.config.nearest import with_legal_values
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.rules.data import tokenizer
 from megatron.training.config.rules.fields import REQUIRED, single_values
+from megatron.training.config.rules.nearest import with_legal_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_past_batches, with_saved_flags
 from megatron.training.config.validation import Problem, findings, resolve, validate
