@@ -1,19 +1,21 @@
-"""Data files of checkpoints: the bytes are torch.save's, which is called for few of many equal tensors."""
+"""Data files of checkpoints: the bytes are torch.save's. torch pickles and unpickles few of many equal tensors."""
 
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import data_files
+from megatron.core.dist_checkpointing import data_files, dcp_index
 from megatron.core.dist_checkpointing.data_files import TensorFormat
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
-from megatron.core.dist_checkpointing.storage import Checkpoint, save
+from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, save
 from megatron.core.parallel_state import Axis
 
 
@@ -68,3 +70,75 @@ def test_many_equal_tensors_are_pickled_a_few_times(tmp_path: Path, monkeypatch:
     assert calls[0] == 2 * 3  # two kinds: the first tensor, and two for the template
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert all(torch.equal(checkpoint.read(key), tensor) for key, tensor in tensors.items())
+
+
+KINDS: list[tuple[torch.dtype, tuple[int, ...]]] = [
+    (torch.float32, (4, 2)),
+    (torch.bfloat16, (3,)),
+    (torch.float8_e4m3fn, (2, 1, 3)),
+    (torch.int64, ()),
+    (torch.float32, (4, 0)),
+    (torch.float32, (1024, 257)),
+]
+
+
+def saved(root: Path, count: int) -> dict[str, Tensor]:
+    """Saves tensors of each kind, of random bits, and returns them."""
+    generator, found = torch.Generator().manual_seed(1), {}
+    for number in range(count):
+        for place, (dtype, shape) in enumerate(KINDS):
+            bits = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+            found[f"model.{place}.{number}"] = bits.view(dtype).reshape(shape)
+    save(root, 1, {key: whole(tensor) for key, tensor in found.items()}, {}, Axis())
+    return found
+
+
+def whole(tensor: Tensor) -> ShardedBoxes:
+    return ShardedBoxes(tensor.shape, [((0,) * tensor.dim(), tensor)])
+
+
+def bits_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {key: bytes(tensor.reshape(-1).view(torch.uint8).tolist()) for key, tensor in tensors.items()}
+
+
+def loaded(root: Path, like: dict[str, Tensor]) -> dict[str, bytes] | str:
+    """The bits that a new reader loads, or the error."""
+    targets = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
+    try:
+        Checkpoint(root / "iter_0000001").load({key: whole(tensor) for key, tensor in targets.items()}, Axis())
+    except CheckpointError as error:
+        return str(error)
+    return bits_of(targets)
+
+
+def test_many_equal_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, calls, original = saved(tmp_path, 5), [0], torch.load
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return original(*args, **options)
+
+    monkeypatch.setattr(torch, "load", counted)
+    assert loaded(tmp_path, tensors) == bits_of(tensors)
+    assert calls[0] == 4 + 5  # four small kinds, and the large one
+
+
+def test_other_bytes_are_read_as_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files with a changed byte, or cut short, load the same values or raise the same error as through torch alone."""
+    tensors, chance = saved(tmp_path, 3), random.Random(1)
+    (path,) = (tmp_path / "iter_0000001").glob("*.distcp")
+    data = path.read_bytes()
+    index = Checkpoint(tmp_path / "iter_0000001").index.storage_data
+    ((start, length),) = [(each.offset, each.length) for key, each in index.items() if key.fqn == "model.0.2"]
+    outcomes = set()
+    for _ in range(40):
+        place = chance.randrange(start, start + length)
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << chance.randrange(8)]) + data[place + 1 :])
+        found = loaded(tmp_path, tensors)
+        with monkeypatch.context() as patch:
+            patch.setattr(dcp_index, "SMALL", 0)
+            assert loaded(tmp_path, tensors) == found, place
+        outcomes.add(type(found))
+    assert outcomes == {str, dict}
+    path.write_bytes(data[: len(data) // 2])
+    assert isinstance(loaded(tmp_path, tensors), str)

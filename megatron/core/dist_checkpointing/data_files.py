@@ -1,8 +1,9 @@
 """Writers of a checkpoint's data files: one tensor after the other, each as `torch.save` writes it.
 
 A model of many small tensors would spend most of a save in `torch.save`, which makes a zip archive and a pickle for
-each. Archives of tensors with the same dtype, shape and strides differ only in the tensor's data, so the writer
-assembles them from a template. The bytes in the file are the same.
+each, and most of a load in `torch.load`. Archives of tensors with the same dtype, shape and strides differ only in the
+tensor's data, so the writer assembles them from a template. The bytes in the file are the same. A reader that finds the
+bytes of a template around the data needs no unpickling.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from math import inf, prod
 from pathlib import Path
 from typing import Any, cast
@@ -62,12 +64,28 @@ class SummedFiles(FileSystem):
             self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
-class TensorFormat:
-    """Writes tensors as `torch.save` does. It makes a template for a kind of tensor when it meets the second one."""
+class Templates:
+    """Makes a template for a kind of tensor when it is asked for the second time."""
 
     def __init__(self) -> None:
-        self._templates: dict[Kind, Template | None] = {}
+        self._made: dict[Kind, Template | None] = {}
         self._met: set[Kind] = set()
+
+    def of(self, kind: Kind) -> Template | None:
+        """The template; None at the first time, and for kinds without one."""
+        if kind not in self._made:
+            if kind not in self._met:
+                self._met.add(kind)
+                return None
+            self._made[kind] = make_template(*kind)
+        return self._made[kind]
+
+
+class TensorFormat:
+    """Writes tensors as `torch.save` does, from a template where there is one."""
+
+    def __init__(self) -> None:
+        self._templates = Templates()
 
     def write(self, tensor: Tensor, stream: Any) -> None:
         """Writes the bytes of `torch.save(tensor, stream)`. `tensor` is on the CPU."""
@@ -91,13 +109,7 @@ class TensorFormat:
             or tensor.is_neg()
         ):
             return None
-        kind = tensor.dtype, tensor.shape, tensor.stride()
-        if kind not in self._templates:
-            if kind not in self._met:
-                self._met.add(kind)
-                return None
-            self._templates[kind] = make_template(*kind)
-        return self._templates[kind]
+        return self._templates.of((tensor.dtype, tensor.shape, tensor.stride()))
 
 
 def make_template(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Template | None:
@@ -116,6 +128,41 @@ def make_template(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int
     before, after = first[:start], first[start + size :]
     alike = (before + zeros + after, before + ones + after) == (first, second)
     return (before, after) if alike else None
+
+
+def archive_bytes(kind: Kind, template: Template) -> int:
+    """Size of an archive made from a template."""
+    dtype, shape, _ = kind
+    return sum(map(len, template)) + prod(shape) * dtype.itemsize
+
+
+def tensor_in(archive: bytes, kind: Kind, template: Template) -> Tensor | None:
+    """The tensor in an archive; None if the archive is not exactly the template with data of the right size."""
+    dtype, shape, stride = kind
+    before, after = template
+    alike = len(archive) == archive_bytes(kind, template) and archive.startswith(before) and archive.endswith(after)
+    if not alike:
+        return None
+    data = bytearray(archive[len(before) : len(archive) - len(after)])
+    return torch.frombuffer(data, dtype=dtype).as_strided(shape, stride)
+
+
+def contiguous(dtype: torch.dtype, shape: Sequence[int]) -> Kind:
+    """The kind of a contiguous tensor."""
+    strides = accumulate(reversed(shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
+    return dtype, torch.Size(shape), tuple(reversed([*strides])) if shape else ()
+
+
+@contextmanager
+def one_checksum() -> Iterator[None]:
+    """Turns off the checksums that torch.save adds for zip programs. torch.load ignores them; the manifest's checksums
+    cover all bytes."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def item_bytes(item: WriteItem) -> int:

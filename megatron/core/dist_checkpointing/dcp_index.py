@@ -1,21 +1,39 @@
-"""Safe reading of the index file of torch.distributed.checkpoint (DCP).
+"""Safe reading of the files of torch.distributed.checkpoint (DCP).
 
 The index is a pickle. It may come from an untrusted source, so it may only name the types that an index of tensors
-consists of, and only files of its own folder.
+consists of, and only files of its own folder. Small tensors that are byte for byte as torch writes them need no
+unpickling; every other one is checked before torch unpickles it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
+from megatron.core.dist_checkpointing.data_files import (
+    SMALL,
+    Kind,
+    Template,
+    Templates,
+    archive_bytes,
+    contiguous,
+    one_checksum,
+    tensor_in,
+)
 from megatron.core.dist_checkpointing.pickle_sizes import check_sizes
 from megatron.core.dist_checkpointing.torch_file import check_torch_file
 
@@ -32,7 +50,58 @@ class IndexReader(dcp.FileSystemReader):
     """Reads DCP's index once, and unpickles only the types that an index consists of. Each tensor's part of a file is
     checked before torch unpickles it."""
 
-    _index: Metadata | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._index: Metadata | None = None
+        self._templates = Templates()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the items of a plan: small tensors by a template, everything else as DCP does."""
+        by_file: dict[str, list[tuple[ReadItem, Kind, Template]]] = {}
+        with one_checksum():
+            for item in plan.items:
+                kind = self._small_kind(item)
+                if kind is not None and (template := self._template(kind)) is not None:
+                    name = self.storage_data[item.storage_index].relative_path
+                    by_file.setdefault(name, []).append((item, kind, template))
+        read = {id(item) for name, items in by_file.items() for item in self._read_small(name, items, planner)}
+        return super().read_data(replace(plan, items=[item for item in plan.items if id(item) not in read]), planner)
+
+    def _read_small(
+        self, name: str, items: Sequence[tuple[ReadItem, Kind, Template]], planner: LoadPlanner
+    ) -> Iterator[ReadItem]:
+        """Loads the items of a file whose bytes are those of their template, and yields them."""
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+            for item, kind, template in items:
+                info = self.storage_data[item.storage_index]
+                if info.length != archive_bytes(kind, template):  # nor is a forged length read
+                    continue
+                stream.seek(info.offset)
+                if (whole := tensor_in(stream.read(info.length), kind, template)) is None:
+                    continue
+                tensor = narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
+                target = planner.resolve_tensor(item).detach()
+                if target.size() == tensor.size():
+                    target.copy_(tensor)
+                    planner.commit_tensor(item, target)
+                    yield item
+
+    def _small_kind(self, item: ReadItem) -> Kind | None:
+        """The kind of a small tensor by the index; None for anything else."""
+        at, info = item.storage_index, self.storage_data[item.storage_index]
+        entry = self.read_metadata().state_dict_metadata.get(at.fqn)
+        if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata) or at.index is None:
+            return None
+        chunk, dtype = entry.chunks[at.index], entry.properties.dtype
+        if chunk.offsets != at.offset or info.transform_descriptors:
+            return None
+        size = prod(chunk.sizes) * dtype.itemsize
+        return contiguous(dtype, chunk.sizes) if 0 < size <= min(SMALL, info.length) else None
+
+    def _template(self, kind: Kind) -> Template | None:
+        with suppress(RuntimeError, TypeError, ValueError):  # a dtype that a forged index names
+            return self._templates.of(kind)
+        return None
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
         if sinfo.transform_descriptors:

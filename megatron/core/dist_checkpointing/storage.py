@@ -20,7 +20,7 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megatron.core.collectives import gather_objects
 from megatron.core.config.json_text import parse_json
-from megatron.core.dist_checkpointing.data_files import DataWriter, SummedFiles, item_bytes
+from megatron.core.dist_checkpointing.data_files import DataWriter, SummedFiles, item_bytes, one_checksum
 from megatron.core.dist_checkpointing.dcp_index import MALFORMED, IndexReader
 from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
@@ -127,7 +127,7 @@ def _save(
     # makes no CUDA stream; on a thread without a current device it would make one on device 0.
     writer = kind(scratch, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = SummedFiles()
-    with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"), _one_checksum():
+    with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"), one_checksum():
         dcp.save(
             _nonempty(tensors),
             storage_writer=writer,
@@ -366,15 +366,3 @@ def _failures_as_checkpoint_error(what: str) -> Any:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(f"{what}: on rank {rank}: {type(cause).__name__}: {why_refused(cause)}") from cause
-
-
-@contextmanager
-def _one_checksum() -> Iterator[None]:
-    """Turns off the checksums that torch.save adds for zip programs. torch.load ignores them; the manifest's checksums
-    cover all bytes."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
