@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ LONGEST_NAME = 255
 """Bytes of a file's name on the file systems of Linux."""
 
 LONGEST_PATH = 4095
+
+MEMORY, NULL = 1, 3
+"""Number of Linux's devices of memory (/dev/zero, /dev/full, /dev/random, ...), and of /dev/null among them."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,8 @@ def divides(divisor: int | None, value: int | None) -> bool:
 
 
 def path_rule(kind: str, path: str) -> tuple[str, str] | None:
-    """(rule, remedy) of a path that no file can have, else None. `kind` is "local", or "url" where a URL may stand."""
+    """(rule, remedy) of a path that no file can have, or of a device that never ends, else None. `kind` is "local", or
+    "url" where a URL may stand."""
     if "://" in path:
         return NO_URL if kind == "local" else None
     if "\0" in path:
@@ -178,4 +183,16 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
         return f"has a name of {longest:,} bytes, and file systems take {LONGEST_NAME}", "use shorter names"
     if len(os.fsencode(path)) > LONGEST_PATH:
         return f"is longer than {LONGEST_PATH:,} bytes, the longest path", "use shorter names"
+    if _is_endless(path):
+        return "is a device, whose content has no end", "name a file"
     return None
+
+
+def _is_endless(path: str) -> bool:
+    """Whether this is a device of memory other than /dev/null, such as /dev/zero, or a disk."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    memory = stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) == MEMORY and os.minor(found.st_rdev) != NULL
+    return memory or stat.S_ISBLK(found.st_mode)
