@@ -206,8 +206,19 @@ def test_metrics_that_are_no_numbers_are_told_from_those_not_measured(tmp_path: 
     assert [float(record[key]) for key in "acd"] == [1.5, math.inf, -math.inf]
 
 
-def test_damaged_metrics_do_not_stop_a_run(tmp_path: Path) -> None:
+def test_damaged_metrics_do_not_stop_a_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"iteration": 1}\n\xff{"iteration": 2}\n{"iteration": 3}\n[4]\n5\n{"iteration": "6"}\n{"iterat')
+    before = path.read_bytes()
     JsonLinesSink(path, 3).close()
     assert path.read_text() == '{"iteration": 1}\n{"iteration": 3}\n'
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == before
+    assert f"{path}: lines that are no records of metrics are left out: 4; {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_record_cut_off_by_a_kill_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iterat')
+    JsonLinesSink(path, 1).close()
+    assert path.read_text() == '{"iteration": 1}\n' and list(tmp_path.iterdir()) == [path]
+    assert capsys.readouterr().err == ""

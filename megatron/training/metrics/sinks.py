@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,8 +36,9 @@ class JsonLinesSink:
     which `float` reads; null is a value that was not measured.
 
     A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run
-    had never stopped. A new run renames an existing file instead of overwriting it. If a write fails, for example on
-    a full disk, one warning is printed and the record is written together with a later one.
+    had never stopped. If other lines than the last one are damaged, the file is copied first. A new run renames an
+    existing file instead of overwriting it. If a write fails, for example on a full disk, one warning is printed and
+    the record is written together with a later one.
 
     If the file is deleted, renamed or replaced during the run, records continue in the file that then has its name.
     `check` raises OSError if the run must not create files there now.
@@ -62,15 +64,24 @@ class JsonLinesSink:
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
         return next(name for name in names if not name.exists())
 
-    @staticmethod
-    def _truncate(path: Path, iteration: int) -> None:
-        kept = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    def _truncate(self, path: Path, iteration: int) -> None:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        if lines[-1].startswith("{"):
+            del lines[-1]  # a kill cut it off: records end with a line break
+        kept, damaged = [], 0
+        for line in filter(str.strip, lines):
             try:
                 if parse_json(line)["iteration"] <= iteration:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
-                continue  # damaged, or cut off when the run was killed
+                damaged += 1
+        if damaged:
+            copy = self._free_name(path)
+            shutil.copyfile(path, copy)
+            told = (
+                f"{path}: lines that are no records of metrics are left out: {damaged}; {copy} has the file as it was"
+            )
+            print(visible(told), file=sys.stderr, flush=True)
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, path)
