@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,15 @@ from tests.forked import run_forked
 FLAGS = [flag for flag in MODEL if flag != "--mock-data"] + ["--pp", "1", "--train-iters", "2"]
 
 
+NO_FILES = {
+    "metrics.jsonl": "folder",
+    "run_config.yaml": "folder",
+    "run_events.jsonl": "special file",
+    "latest_checkpointed_iteration.txt": "link to itself",
+    ".lease": "special file",
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data sets: a good one, and one of a larger vocabulary."""
@@ -28,8 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, token in (("ok", 7), ("big", 60000)):
         write_documents(folder / name, [np.full(40, token)] * 20)
     (folder / "file").write_text("")
-    for name in ("metrics.jsonl", "run_config.yaml"):
-        (folder / "folders" / name).mkdir(parents=True)
+    (folder / "folders").mkdir()
+    for name, kind in NO_FILES.items():
+        path = folder / "folders" / name
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "special file":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(name)
     return folder
 
 
@@ -53,8 +70,10 @@ CASES = {
     ),
     "folders for files": (
         "--mock-data --save {0}/folders",
-        "--save {0}/folders: has a folder metrics.jsonl, where the run writes a file; remove or rename that folder\n"
-        "  --save {0}/folders: has a folder run_config.yaml, where the run writes a file",
+        "\n  ".join(
+            f"--save {{0}}/folders: has a {kind} {name}, where the run writes a file; remove or rename that {kind}"
+            for name, kind in NO_FILES.items()
+        ),
     ),
 }
 

@@ -17,6 +17,7 @@ from megatron.core.parts import DATA_READERS
 from megatron.core.registry import Registry
 
 METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME = "metrics.jsonl", "run_config.yaml", "run_events.jsonl", "outcome"
+LEASE = ".lease"
 
 
 @dataclass(frozen=True)

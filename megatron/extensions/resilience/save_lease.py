@@ -27,6 +27,7 @@ from typing import Any
 
 from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.index_cache import folder_lock
+from megatron.core.dist_checkpointing.path_kind import LEASE
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.rank_store import Peer
 from megatron.training.reliability.watchdog import Watch, Watchdog
@@ -91,7 +92,7 @@ class SaveLease:
     taken it, or if it is gone from the folder."""
 
     def __init__(self, folder: Path, lost: Callable[[LeaseError], object]) -> None:
-        self._file, self._folder, self._lost = folder / ".lease", folder, lost
+        self._file, self._folder, self._lost = folder / LEASE, folder, lost
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._owner = asdict(Peer.here()) | {"token": os.urandom(8).hex(), "since": since}
         self._count = 0
@@ -226,7 +227,7 @@ class SaveLease:
 
     def _write(self) -> None:
         self._count += 1
-        new = self._file.with_name(f".lease-{self._owner['token']}")
+        new = self._file.with_name(f"{LEASE}-{self._owner['token']}")
         try:
             new.write_text(json.dumps(self._owner | {"renewals": self._count}))
             new.replace(self._file)

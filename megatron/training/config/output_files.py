@@ -7,13 +7,14 @@ import errno
 import io
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.path_kind import EVENTS, LATEST, METRICS_FILE, RUN_CONFIG
+from megatron.core.dist_checkpointing.path_kind import EVENTS, LATEST, LEASE, METRICS_FILE, RUN_CONFIG
 from megatron.core.fsync import NO_ROOM
 from megatron.training.config.flags import all_flags, value_of
 from megatron.training.config.problem import NO_URL, Problem
@@ -101,6 +102,15 @@ def why_not_written(path: Path) -> str | None:
     return why_unwritable(path.parent)
 
 
+def _kind_of_no_file(path: Path) -> str | None:
+    """The kind of an entry in the place of a file; None for a file, or if there is no entry."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        return "link to itself" if error.errno == errno.ELOOP else None
+    return None if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special file"
+
+
 def unwritable(config: RunConfig) -> Iterator[Problem]:
     """Yields a problem for each output path that cannot be written or is a file instead of a folder."""
     for flag in (flag for flag in all_flags() if flag.spec.writes):
@@ -111,9 +121,9 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
             remedy = f"use a {'folder' if folder else 'file in a folder'} that can be written"
             yield Problem(flag.name, path, why, remedy)
     load, save = config.checkpoint.load, config.checkpoint.save
-    for name in (METRICS_FILE, RUN_CONFIG, EVENTS, LATEST) if save else ():
-        if (Path(str(save)) / name).is_dir():
-            rule = f"has a folder {name}, where the run writes a file"
-            yield Problem("--save", save, rule, "remove or rename that folder")
+    for name in (METRICS_FILE, RUN_CONFIG, EVENTS, LATEST, LEASE) if save else ():
+        if kind := _kind_of_no_file(Path(str(save)) / name):
+            rule = f"has a {kind} {name}, where the run writes a file"
+            yield Problem("--save", save, rule, f"remove or rename that {kind}")
     if load and Path(load).is_file():
         yield Problem("--load", load, "is a file", "use the folder of the checkpoints, or one checkpoint")

@@ -122,10 +122,15 @@ class ExitCode(IntEnum):
     """Plus the number of the second signal, which ended the process at once."""
 
 
+def _open_at_once(path: str, mode: int) -> int:
+    """Opens a file; raises OSError for a named pipe that nobody reads, for which `open` would wait."""
+    return os.open(path, mode | os.O_NONBLOCK, 0o666)
+
+
 def record_event(save: str | Path | None, event: str, **facts: Any) -> None:
     """Adds a line. Without --save, before its folder exists, and on a full disk it does nothing."""
     if not save or not Path(save).is_dir():
         return
     line = redacted(json.dumps({"time": round(time.time(), 3), "event": event, **facts}))
-    with suppress(OSError), (Path(save) / EVENTS).open("a", encoding="utf-8") as file:
+    with suppress(OSError), open(Path(save) / EVENTS, "a", encoding="utf-8", opener=_open_at_once) as file:
         file.write(line + "\n")
