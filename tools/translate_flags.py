@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\n{title}:")
         for reading in groups[title]:
             because = f": {reading.why}" if reading.why else ""
+            if title == "Not translated" and any(UNKNOWN.search(word) for word in reading.given):
+                because += line_of(text, reading.given[0])
             becomes = f" -> {shown(reading.ours)}" if reading.ours and not reading.problem else ""
             print(f"  {shown(reading.given)}{becomes}{because}")
     for line in [*lines_on_batch(batch, text), *lines_on_values([*groups["Kept"], *changed], script)]:
@@ -211,6 +213,13 @@ def why_not_computed(words: Sequence[str]) -> str:
     if not names:
         return "only a shell computes this value; give a number"
     return f"the script gives no value to {' or '.join(dict.fromkeys(names))}; give a number"
+
+
+def line_of(text: str, flag: str) -> str:
+    """Where a script gives a flag, in words; empty for a flag that a program puts together."""
+    lines = enumerate(text.splitlines(), 1)
+    numbers = [str(number) for number, line in lines if re.search(rf"{re.escape(flag)}(?![\w-])", line)]
+    return f" (line {' and '.join(numbers)})" if numbers else ""
 
 
 def shown(words: Sequence[str]) -> str:

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from .shell_variables import NO, UNSURE, YES, ShellVariables, compared, listed
-from .shell_words import commands, split
+from .shell_words import commands, pieces, split
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 CALCULATION = re.compile(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", re.S)
 """Assignment in arithmetic, as of `let` and `((...))`."""
+
+STEP = re.compile(r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)\s*([A-Za-z_]\w*))\s*")
+"""A variable that arithmetic raises or lowers by one."""
 
 ALL_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
@@ -241,8 +244,22 @@ class LaunchScript:
 def _calculations(words: list[str]) -> list[str]:
     """The assignments of `let` and `((...))` as those of a shell; other commands as they are."""
     inner = words[1:] if words[0] == "let" else [words[0][2:-2]] if words[0].startswith("((") else []
-    found = [CALCULATION.fullmatch(each.strip("'\"")) for each in inner]
+    texts = [text for each in inner for text in _between_commas(each.strip("'\""))]
+    found = [CALCULATION.fullmatch(STEP.sub(_as_sum, text) if STEP.fullmatch(text) else text) for text in texts]
     if not found or not all(found):
         return words
     parts = [each.groups() for each in found if each]
     return [f"{name}=$(({f'{name} {sign} ({text})' if sign else text}))" for name, sign, text in parts]
+
+
+def _as_sum(step: re.Match[str]) -> str:
+    """`N++` and `--N` as the assignment that they are."""
+    return f"{step[1] or step[4]} {(step[2] or step[3])[0]}= 1"
+
+
+def _between_commas(text: str) -> list[str]:
+    """The expressions of one text of arithmetic."""
+    parts = [""]
+    for piece in pieces(text):
+        parts[-1:] = [parts[-1], ""] if piece == "," else [parts[-1] + piece]
+    return parts

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from .shell_arithmetic import evaluate
+from .shell_parameters import Parameter
 from .shell_words import UNKNOWN, pieces, span_end, split
 
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?:(:?[-=+?])(.*))?\}|(\w+))", re.S)
 NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 BARE_NAME = re.compile(r"(?<![\w${])[A-Za-z_]\w*(?!\w)")
 FROM_ENVIRONMENT = re.compile(
@@ -160,11 +160,13 @@ class ShellVariables:
     def value(self, piece: str) -> str | list[str] | None:
         """The value of a variable or its default, or what only a shell computes with the variables in it replaced; None
         if it is not known."""
-        found = VARIABLE.fullmatch(piece)
-        if not found:
+        found = Parameter.read(piece)
+        if found is None:
             return self._computed(piece) if piece.startswith(("$(", "`")) else None
-        name, sign, word = found[1] or found[4], found[2] or "", found[3] or ""
+        name, sign, word = found.name, found.sign, found.word
         known = self.values.get(name)
+        if not found.plain and not (found.has_default and found.index in (None, "@", "*")):
+            return None if known is None else self._part(found, known)
         missing = known is None or (sign.startswith(":") and not known)
         if sign.endswith("+"):
             return "" if missing else self.word(word)
@@ -173,6 +175,24 @@ class ShellVariables:
             if sign.endswith("="):
                 self.values[name] = known
         return self._counted(name, known)
+
+    def _part(self, parameter: Parameter, value: str | list[str]) -> str | list[str] | None:
+        """What a parameter makes of a known value; None if that is not known."""
+
+        def number(text: str) -> int:
+            return evaluate(self.word(text, quoted=True), self._number)
+
+        try:
+            part = parameter.part(value, number)
+            if parameter.has_default:
+                part = part or self.word(parameter.word)
+            elif parameter.sign or parameter.length:
+                word = parameter.word if parameter.sign == ":" else self.word(parameter.word)
+                changed = parameter.changed(part, word, number)
+                return None if changed is None else self._counted(parameter.name, changed)
+            return self._counted(parameter.name, part)
+        except ValueError:
+            return None
 
     def _computed(self, piece: str) -> str:
         """The number that arithmetic comes to; of what only a shell computes, the text with variables replaced."""

@@ -141,3 +141,63 @@ def test_variables_read_as_unset_are_named(tmp_path: Path, capsys: pytest.Captur
     script = 'if [[ $MOE -eq 1 ]]; then A="--num-experts 8"; fi\npython pretrain_gpt.py --num-layers 2 $A'
     said = translated(script, tmp_path, capsys)
     assert "num-experts" not in said and "$A" not in said and "because the script does not set them:\n  MOE\n" in said
+
+
+PARAMETERS = [
+    *("${#A[@]}", "${#A[*]}", "${#A[1]}", "${#N}", "${A[0]}", "${A[-1]}", "${A[K]}", "${A[9]}", "${A[K+1]}"),
+    *(
+        "${A[@]:1}",
+        "${A[@]:1:1}",
+        "${A[@]: -1}",
+        "${N:2}",
+        "${N:1:2}",
+        "${N: -2}",
+        "${N:0:-1}",
+        "${N:K:K}",
+        "${N: -99}",
+    ),
+    *("${F%.json}", "${F%%.*}", "${F##*/}", "${F#*/}", "${F%.txt}", "${F/a/-}", "${F//[a-c]/-}", "${F//.}", "${F##*.}"),
+    *("${N^^}", "${N^}", "${U,,}", "${U,}", "${A[0]:-x}", "${A[7]:-x}", "${A[@]/o/0}", "${F%$S}"),
+    *("$((${#A[@]} * 2))", "$((${A[1]:0:0}7 + ${#N}))", "${A[@]}", "${N:-y}", "${MISSING:-${N:1:1}}"),
+]
+GIVEN = "A=(zero one two three); N=name; K=1; F=a/b.c/data.tar.json; U=UP; S=.json"
+
+
+def test_parameters_are_those_of_bash() -> None:
+    lines = "\n".join([GIVEN.replace("; ", "\n"), *(f'echo "{each}"' for each in PARAMETERS)])
+    said = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout.splitlines()
+    script = LaunchScript(lines)
+    assert [" ".join(script.variables.fields(f'"{each}"')) for each in PARAMETERS] == said
+
+
+COUNTED = [
+    "((N++))",
+    "((++N))",
+    "((N--))",
+    "((N+=2))",
+    "((N *= 3, M = N + 1))",
+    "let N++",
+    "let N+=5 M=N",
+    "(( N = N<<2 ))",
+]
+
+
+@pytest.mark.parametrize("command", COUNTED)
+def test_steps_of_arithmetic_are_those_of_bash(command: str) -> None:
+    lines = f"N=4\nM=0\n{command}\n"
+    said = subprocess.run(["bash", "-c", f"{lines}echo $N $M"], capture_output=True, text=True, check=True).stdout
+    values = LaunchScript(lines).variables.values
+    assert [values["N"], values["M"]] == said.split()
+
+
+def test_an_array_is_given_as_far_as_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "GPUS=(0 1 2 3)\nARGS=(--num-layers 2 --seed 5)\n((SEED++))\n"
+        'torchrun --nproc-per-node ${#GPUS[@]} pretrain_gpt.py "${ARGS[@]:0:2}" --tp ${#GPUS[@]} '
+        "--global-batch-size $((${#GPUS[@]} * 2)) \\\n  --num-workers ${WORKERS:-$(nproc)} \\\n  "
+        "--micro-batch-size $((NODES * 2))"
+    )
+    said = translated(script, tmp_path, capsys, code=1)
+    assert "--num-layers 2" in said and "--tp 4 " in said and "--global-batch-size 8 " in said and "--seed" not in said
+    assert '--num-workers "$(nproc)"' in said
+    assert '--micro-batch-size "$((NODES * 2))": the script gives no value to NODES; give a number (line 6)' in said

@@ -1,0 +1,101 @@
+"""Parameters of a shell in braces, as `${A[@]:1}` and `${NAME%.json}`: parts of a variable, lengths, replaced text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import translate
+
+from .shell_words import UNKNOWN
+
+PARAMETER = re.compile(
+    r"\$(?:\{(?P<length>#?)(?P<name>\w+)(?:\[(?P<index>[^]]*)\])?"
+    r"(?:(?P<sign>:?[-=+?]|##?|%%?|//?|:|\^\^?|,,?)(?P<word>.*))?\}|(?P<bare>\w+))",
+    re.S,
+)
+DEFAULTS = ("-", "=", "+", "?")
+"""Ends of the signs by which a word stands for a variable that is not set."""
+
+Value = str | list[str]
+Number = Callable[[str], int]
+"""Text -> what it comes to as arithmetic. Raises ValueError if that is not known."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as it is written."""
+
+    name: str
+    sign: str = ""
+    word: str = ""
+    index: str | None = None
+    length: bool = False
+
+    @classmethod
+    def read(cls, piece: str) -> Parameter | None:
+        """The parameter that a piece of a word is; None for other pieces."""
+        found = PARAMETER.fullmatch(piece)
+        if found is None:
+            return None
+        name = found["name"] or found["bare"]
+        return cls(name, found["sign"] or "", found["word"] or "", found["index"], bool(found["length"]))
+
+    @property
+    def has_default(self) -> bool:
+        return self.sign.endswith(DEFAULTS)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a variable, or all of an array, without a change."""
+        return not self.sign and not self.length and self.index in (None, "@", "*")
+
+    def part(self, value: Value, number: Number) -> Value:
+        """What an index chooses of a variable's value. Raises ValueError if the index is not known."""
+        if self.index in (None, "@", "*"):
+            return value
+        values = [value] if isinstance(value, str) else value
+        at = number(str(self.index))
+        return values[at] if -len(values) <= at < len(values) else ""
+
+    def changed(self, value: Value, word: str, number: Number) -> Value | None:
+        """The value with the change that the sign and its word ask for. None, or ValueError, if it is not known."""
+        texts = [value] if isinstance(value, str) else value
+        if any(UNKNOWN.search(text) for text in [word, *([] if self.length and self.index else texts)]):
+            return None
+        if self.length:
+            whole = self.index in ("@", "*")
+            return str(len(texts) if whole else len(texts[0]) if texts else 0)
+        if self.sign == ":":
+            return _cut(value, *(number(part) for part in word.split(":")))
+        found = [_replaced(text, self.sign, word) for text in texts]
+        return found[0] if isinstance(value, str) else found
+
+
+def _cut(value: Value, start: int, count: int | None = None) -> Value | None:
+    """Part of a text or an array. A start below 0 counts from the end, and so does the end of a text."""
+    if start < -len(value):
+        return value[:0]
+    start += len(value) if start < 0 else 0
+    if count is not None and count < 0 and not isinstance(value, str):
+        return None
+    end = None if count is None else count + len(value) if count < 0 else start + count
+    return value[start:end]
+
+
+def _replaced(text: str, sign: str, word: str) -> str:
+    """A text without the beginning (#) or end (%) that a pattern matches, with other text, or in other letters."""
+    if sign in ("^^", ",,", "^", ","):
+        change = str.upper if sign[0] == "^" else str.lower
+        return change(text) if len(sign) == 2 else change(text[:1]) + text[1:]
+    if sign[0] == "/":
+        pattern, _, other = word.partition("/")
+        expression = re.compile(translate(pattern).removesuffix(r"\Z"))
+        return expression.sub(lambda found: other, text, count=0 if sign == "//" else 1) if pattern else text
+    matches = re.compile(translate(word)).fullmatch
+    cuts = range(len(text) + 1) if sign in ("#", "%%") else range(len(text), -1, -1)
+    for cut in cuts:
+        removed, left = (text[:cut], text[cut:]) if sign[0] == "#" else (text[cut:], text[:cut])
+        if matches(removed):
+            return left
+    return text
