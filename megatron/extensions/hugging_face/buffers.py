@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +18,13 @@ Buffer = tuple[TensorSpec, Callable[[], Tensor]]
 
 def buffers_of(config: TransformerConfig, model_type: str, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
     """Names and values of the buffers in a family's files."""
-    if model_type != "minimax":
-        return
+    if model_type == "minimax":
+        yield from _lightning_decays(config, dtype)
+    if model_type == "longcat_flash":
+        yield from _experts_without_computation(config, dtype)
+
+
+def _lightning_decays(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
     block, heads = fields_of(config)["lightning_chunk_size"], config.num_attention_heads
     shapes = {
         "slope_rate": (heads, 1, 1),
@@ -33,6 +39,18 @@ def buffers_of(config: TransformerConfig, model_type: str, dtype: torch.dtype) -
                 return lightning_decay(name, config, layer, block).to(dtype)
 
             yield f"model.layers.{layer}.self_attn.{name}", (TensorSpec(shape, dtype), compute)
+
+
+def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
+    """Gates and ups that the class of LongCat-Flash has for experts without computation, and does not use. It refuses
+    files without them; we write zeros."""
+    first, count = config.num_experts or 0, fields_of(config)["moe_zero_experts"] or 0
+    spec = TensorSpec((config.moe_ffn_size, config.hidden_size), dtype)
+    for layer in range(config.num_layers // 2):
+        for expert in range(first, first + count):
+            for name in ("gate_proj", "up_proj"):
+                zeros = partial(torch.zeros, spec.shape, dtype=dtype)
+                yield f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", (spec, zeros)
 
 
 def lightning_decay(name: str, config: TransformerConfig, layer: int, block: int) -> Tensor:

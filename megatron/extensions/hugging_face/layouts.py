@@ -58,6 +58,9 @@ class Pieces(Layout):
     sections: int | None = None
     """Pieces that lie so in the first of several tensors, where each of the others is a piece."""
 
+    may_be_thirds: bool = False
+    """Files may also have equal parts of all rows in the tensors, as transformers saves what its class has in one."""
+
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         pieces: Sequence[Tensor] = (parameter,)
         if self.joined is not None:
@@ -376,7 +379,9 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # The same for six tensors, and the convolutions of the first three (Olmo Hybrid).
     "KeyHeadsOfEach": Pieces("(g n) ... -> g n ...", _key_heads, 1, lambda c: delta_nets(c).linear_channels),
-    "ConvolutionsOfEach": Pieces("(g n) 1 t -> g n t", _key_heads, 1, lambda c: delta_nets(c).linear_channels[:3]),
+    "ConvolutionsOfEach": Pieces(
+        "(g n) 1 t -> g n t", _key_heads, 1, lambda c: delta_nets(c).linear_channels[:3], may_be_thirds=True
+    ),
     # [channels, 1, taps], those of all queries, keys and values, as [key heads, channels of each, taps].
     "ConvolvedHeads": Pieces(
         "(g n) 1 t -> g n t", _key_heads, 1, lambda config: delta_nets(config).linear_channels[:3], section=0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, model_states, parameter_metas
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.conversion.formats import few
+from megatron.extensions.hugging_face.buffers import buffers_of
 from megatron.extensions.hugging_face.families import Family, Rule
-from megatron.extensions.hugging_face.layouts import LAYOUTS, Box, Layout
+from megatron.extensions.hugging_face.layouts import LAYOUTS, Box, Layout, Pieces
 from megatron.extensions.hugging_face.read_config import family_of
 from megatron.extensions.hugging_face.safetensors_file import Sliceable
 
@@ -59,8 +61,12 @@ class HFWeights:
         """Depths of multi-token prediction whose weights are read."""
         placed = [] if problems else placements(_with_depths(config, self.depths), model_type)
         self.placements = {each.meta.name: each for each in placed}
-        unknown = dict(self._tensors)
+        buffers = (name for name, _ in buffers_of(config, family.model_type, torch.float32)) if placed else ()
+        of_config = {*takewhile(self._tensors.__contains__, buffers)}
+        unknown = {name: tensor for name, tensor in self._tensors.items() if name not in of_config}
         for placement in self.placements.values():
+            if isinstance(placement.layout, Pieces) and placement.layout.may_be_thirds:
+                self._tensors |= by_counts(self._tensors, placement)
             missing = [name for name in placement.theirs if name not in self._tensors]
             problems += [f"{name} is missing" for name in missing] or self._misfit(placement)
             for name in placement.theirs:
@@ -118,6 +124,45 @@ class HFWeights:
             shapes = tuple(self.tied_head.shape), tuple(embedding.shape)
             if shapes[0] != shapes[1] or not torch.equal(self.tied_head[()], embedding[()]):
                 raise ValueError(f"{self.head} differs from the word embeddings that config.json says it is tied to")
+
+
+def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
+    """The tensors of a parameter by their own sizes, of a file in which each has an equal part of all their rows."""
+    parts = [tensors[name] for name in placement.theirs if name in tensors]
+    whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
+    expected = [tuple(tensor.shape) for tensor in whole]
+    found = [tuple(tensor.shape) for tensor in parts]
+    rows = sum(shape[0] for shape in expected)
+    if found != [(rows // len(expected), *expected[0][1:])] * len(expected) or found == expected or rows % len(found):
+        return {}
+    starts = [sum(shape[0] for shape in expected[:number]) for number in range(len(expected))]
+    return {
+        name: RowsOfSeveral(tuple(parts), start, shape)
+        for name, start, shape in zip(placement.theirs, starts, expected, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class RowsOfSeveral:
+    """Rows of tensors of equal shapes, one after the other, as one tensor."""
+
+    parts: tuple[Sliceable, ...]
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def __getitem__(self, box: Any) -> Tensor:
+        rows, *others = box if isinstance(box, tuple) and box else (slice(None),)
+        first, last, _ = rows.indices(self.shape[0])
+        size, found = self.parts[0].shape[0], []
+        for number, part in enumerate(self.parts):
+            low, high = (min(max(self.start + row - number * size, 0), size) for row in (first, last))
+            if low < high:
+                found.append(part[(slice(low, high), *others)])
+        return torch.cat(found)
 
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

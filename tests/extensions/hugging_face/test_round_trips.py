@@ -45,6 +45,29 @@ def test_a_folder_comes_back_as_its_own_family(
     assert "error: --check: the models differ" in capsys.readouterr().err
 
 
+RENAMED = ("longcat_flash", "olmo_hybrid", "deepseek_v4", "kimi_linear")
+
+
+@pytest.mark.parametrize("family", [family for family in RENAMED if family in FAMILIES])
+def test_a_folder_that_transformers_saves_comes_back_to_it(family: str, tmp_path: Path) -> None:
+    """The class saves other names or parts than published files have, which exports follow: it loads all of both."""
+    settings = sweep.tiny(family)
+    if family == "olmo_hybrid":
+        settings |= {"linear_value_head_dim": 7}
+    model = model_with(family, settings).float()
+    model.save_pretrained(tmp_path / "first")
+    assert convert(tmp_path / "first", tmp_path / "ours") == 0
+    assert convert(tmp_path / "ours", tmp_path / "second") == 0
+    assert json.loads((tmp_path / "second/config.json").read_text())["model_type"] == family
+    back, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second", output_loading_info=True)
+    assert not any(told.values()), told
+    unused = model.config.n_routed_experts if family == "longcat_flash" else None
+    for (name, one), two in zip(model.state_dict().items(), back.state_dict().values(), strict=True):
+        used = slice(unused if name.endswith("gate_up_proj") else None)
+        assert torch.equal(one[used], two[used]) if one.ndim else torch.equal(one, two), name
+        assert used.stop is None or not two[used.stop :].any()
+
+
 def test_buffers_of_minimax_come_back(tmp_path: Path) -> None:
     """The decays of its lightning attention, which its files have beside the weights."""
     config = transformers.AutoConfig.for_model("minimax", **sweep.tiny("minimax"))
