@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print_errors(error)
             return 2
+    if args.list:
+        from megatron.testing.parity_plan import list_rows
+
+        return list_rows(flags, args.layouts, args.steps, args.max_ranks)
     from megatron.testing.layout_matrix import run_rows  # imports torch, which takes seconds
 
     return run_rows(args, flags)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer import mlp
-from megatron.testing.layout_matrix import Row, compared, error_line
+from megatron.testing.layout_matrix import compared, error_line
 from megatron.testing.parity import main
+from megatron.testing.parity_plan import Row
 from megatron.testing.parity_rows import possible_names
 from megatron.testing.snapshot import Snapshot
 from tests.apart import python_apart
@@ -126,6 +127,11 @@ def test_wrong_rows_are_refused_without_torch(flags: tuple[str, ...]) -> None:
 def test_rows_of_a_schedule_of_the_flags_are_known() -> None:
     assert "pp2-mine" in (possible_names(["--pipeline-schedule=mine"]) or [])
     assert "pp2-mine" not in (possible_names([]) or []) and possible_names(["--config", "mine.yaml"]) is None
+
+
+def test_the_list_needs_no_torch() -> None:
+    code = "import sys; from megatron.testing.parity import main; main(['--list']); print('torch' in sys.modules)"
+    assert python_apart("-c", code, code=0).stdout.endswith("\nFalse\n")
 
 
 def test_the_list_shows_flags_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:

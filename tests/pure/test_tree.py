@@ -22,7 +22,7 @@ WITHOUT_TORCH = {
     "megatron/extensions/hugging_face": "family_files flags rules write_config",
     "megatron/extensions/hugging_face/continued_training": "pretrained rotary_changes",
     "megatron/extensions/planner": "commands dry_run flags memory",
-    "megatron/testing": "parity parity_rows",
+    "megatron/testing": "parity parity_plan parity_rows",
 }
 
 BLOCK_TORCH = """

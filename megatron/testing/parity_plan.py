@@ -1,0 +1,186 @@
+"""The rows of `megatron.testing.parity` before they run: their flags, ranks, and what validation refuses. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig, PrecisionConfig
+from megatron.testing.parity_rows import (
+    CHECKPOINTS,
+    EXPERT_CHECKPOINTS,
+    EXPERT_LAYOUTS,
+    FINITE_DIFFERENCES,
+    GIVEN,
+    LAYOUTS,
+    ONE_PROCESS,
+    chosen,
+    of_schedule,
+    print_errors,
+)
+from megatron.training.config.arguments import flat_values, parse_args, with_flags
+from megatron.training.config.flags import all_flags, with_named
+from megatron.training.config.prepare import tokenizer_vocabulary
+from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
+from megatron.training.config.validation import resolve, resolve_legal, validate
+
+DEFAULTS = Path(__file__).with_name("parity_defaults.yaml")
+VOCAB_SIZE = 60
+
+
+@dataclass(frozen=True)
+class Row:
+    """The verdict on one layout."""
+
+    name: str
+    ranks: int
+    flags: str = ""
+    verdict: str = "equal"
+    """equal, differs, crashed or refused; of one process: trained."""
+
+    difference: float | None = None
+    """The largest relative difference; None where nothing is compared in numbers."""
+
+    why: str = ""
+    """The first tensor that differs, the rule that refuses the layout, or the error and the line that raised it."""
+
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict in ("differs", "crashed")
+
+    def __str__(self) -> str:
+        difference = "" if self.difference is None else f"{self.difference:.1e}"
+        verdict = self.verdict.upper() if self.failed else self.verdict
+        return (
+            f"{self.name:<32} {self.ranks:>5}  {verdict:<8} {difference:>8} {self.seconds:>6.1f}  {self.why}".rstrip()
+        )
+
+
+class ParityPlan:
+    """One model and the rows of its table, none of which is trained."""
+
+    def __init__(self, flags: Sequence[str], steps: int = 2, max_ranks: int = 8) -> None:
+        """`flags`: a command line of pretrain_gpt.py.
+
+        Raises ValueError with every problem of the flags, one a line."""
+        self.steps, self.max_ranks = steps, max_ranks
+        read = read_flags(flags, steps)
+        self.given = in_fp64(read)
+        self.unused = changed_flags(read, self.given)
+        self.model = on_one_process(self.given)
+        resolve_legal(self.model, 1)
+
+    @property
+    def layouts(self) -> dict[str, str]:
+        """Name -> flags of every layout, a schedule of an extension included."""
+        layouts = {GIVEN: "as given"} if self.given != self.model else {}
+        layouts |= LAYOUTS | (EXPERT_LAYOUTS if self.model.model.num_experts else {})
+        schedule = self.given.parallel.pipeline_schedule
+        if schedule is not None and not any(f"schedule {schedule}" in flags for flags in layouts.values()):
+            layouts |= of_schedule(schedule)
+        return layouts
+
+    @property
+    def names(self) -> list[str]:
+        """Every row that can be asked for, in order; `one-process` is always included."""
+        checkpoints = EXPERT_CHECKPOINTS if self.model.model.num_experts else CHECKPOINTS
+        return [FINITE_DIFFERENCES, *self.layouts, *checkpoints]
+
+    def config(self, layout: str) -> RunConfig:
+        if layout in (ONE_PROCESS, FINITE_DIFFERENCES):
+            return self.model
+        return self.given if layout == GIVEN else with_flags(self.model, self.layouts[layout].split())
+
+    def plan(self, name: str) -> Row:
+        """The row before it has run: refused where validation does not allow a layout that it needs."""
+        parts = name.split("-to-")
+        configs = [self.config(part) for part in parts]
+        ranks = max(config.parallel.smallest_world_size for config in configs)
+        row = Row(name, ranks, "; ".join(self.layouts.get(part, "") for part in parts))
+        if ranks > self.max_ranks:
+            return replace(row, verdict="refused", why=f"--max-ranks {self.max_ranks}: the layout needs {ranks} ranks")
+        for config in configs:
+            world_size = config.parallel.smallest_world_size
+            if problems := validate(resolve(config, world_size), world_size):
+                return replace(row, verdict="refused", why="; ".join(map(str, problems)))
+        return row
+
+
+def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
+    """The configuration of the flags, tiny where they leave it open. Raises ValueError with every problem."""
+    config = parse_args(["--config", str(DEFAULTS), *flags])
+    data, model, training = config.data, config.model, config.training
+    if not (data.data_path or data.per_split or data.dataset_type):
+        data = replace(data, mock_data=True)
+    if config.tokenizer.tokenizer_type is not None:
+        model = replace(model, vocab_size=max(tokenizer_vocabulary(config) or 0, model.vocab_size or 0))
+    elif data.mock_data and model.vocab_size is None:
+        model = replace(model, vocab_size=VOCAB_SIZE)
+    if not (training.train_iters or training.train_samples or training.train_tokens):
+        training = replace(training, train_iters=steps)
+    if training.train_iters is not None and training.train_iters < steps:
+        raise ValueError(f"--train-iters {training.train_iters}: is less than --steps {steps}; leave it out")
+    return replace(config, data=data, model=model, training=training)
+
+
+def in_fp64(config: RunConfig) -> RunConfig:
+    """The configuration in fp64 on CPU ranks of this machine, without evaluation, files and reports."""
+    parallel = ModelParallelConfig()
+    for_gpus = ("compile", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
+    plain = {name: getattr(parallel, name) for name in for_gpus}
+    return replace(
+        config.without("cuda_graph_impl").without("fp8_format").without("sample_log"),
+        parallel=replace(config.parallel, **plain | {"fp64": True, "cpu": True}),
+        ddp=replace(config.ddp, grad_reduce_in_bf16=False),
+        data=replace(config.data, num_workers=0),
+        training=replace(config.training, eval_iters=0),
+        checks=ChecksConfig(),
+        logging=LoggingConfig(),
+        checkpoint=CheckpointConfig(),
+    )
+
+
+def on_one_process(config: RunConfig) -> RunConfig:
+    """The same model and batch without any parallelism or recomputation."""
+    model = config.model
+    recompute: dict[str, Any] = {f.name: f.default for f in fields(model) if f.name.startswith("recompute_")}
+    return replace(
+        with_named(config, {"cpu_offloading": False, "cpu_offloading_num_layers": 0}),
+        parallel=ModelParallelConfig(fp64=True, cpu=True),
+        ddp=DDPConfig(),
+        model=replace(model, **recompute),
+        optimizer=replace(config.optimizer, use_distributed_optimizer=True),
+        training=replace(config.training, num_microbatches=None),
+    )
+
+
+def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
+    """Flags of `a`, given and not the default, that `b` has another value of."""
+    mine, other = flat_values(a), flat_values(b)
+    return [f.name for f in all_flags() if mine[f.field] not in (other[f.field], f.default)]
+
+
+def print_head(flags: Sequence[str], plan: ParityPlan) -> None:
+    """Prints the flags, and those without a meaning here."""
+    print(f"flags: {shlex.join(flags)}")
+    if plan.unused:
+        print(f"not used here: {', '.join(plan.unused)}")
+
+
+def list_rows(flags: Sequence[str], wanted: Sequence[str] | None, steps: int, max_ranks: int) -> int:
+    """Prints the rows with their ranks and flags, and returns the exit code."""
+    try:
+        plan = ParityPlan(flags, steps, max_ranks)
+        names = chosen(wanted, plan.names)
+    except ValueError as error:
+        print_errors(error)
+        return 2
+    print_head(flags, plan)
+    for row in map(plan.plan, names):
+        print(f"{row.name:<32} {row.ranks:>5} ranks  {row.flags}" + (f"  refused: {row.why}" if row.why else ""))
+    return 0
