@@ -65,7 +65,8 @@ def _is_dataset(path: str) -> bool:
 
 
 def _is_checkpoint(path: str) -> bool:
-    return os.path.isdir(path) and is_checkpoint(Path(path))
+    found = named_folder(Path(path))
+    return found.is_dir() and is_checkpoint(found)
 
 
 def _has_checkpoints(path: str) -> bool:
@@ -141,6 +142,18 @@ def is_checkpoint(path: Path) -> bool:
     return (path / METADATA).exists() or (path / MANIFEST).exists()
 
 
+def named_folder(path: Path) -> Path:
+    """The folder that a path means: itself, or, if nothing is there, the checkpoint beside it whose name is in the text
+    file `path` with the suffix .txt. Such a file stands for a link on file systems that have none."""
+    if os.path.lexists(path):
+        return path
+    try:
+        name = path.with_name(f"{path.name}.txt").read_text(errors="replace")[:100].strip()
+    except (OSError, ValueError):
+        return path
+    return path.with_name(name) if re.fullmatch(r"iter_\d+", name) else path
+
+
 def latest_text(root: Path) -> str:
     """Content of the text file that names the newest checkpoint in `root`; empty if it cannot be read."""
     try:
@@ -180,7 +193,7 @@ def candidates(path: Path) -> Candidates:
     """
     if PATH_KINDS.facts(kind_of(path)).convert:
         raise ValueError(refusal(path))
-    if is_checkpoint(path):
+    if is_checkpoint(path := named_folder(path)):
         return Candidates((path,))
     saved = saved_folders(path)
     try:

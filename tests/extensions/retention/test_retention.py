@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.dist_checkpointing.path_kind import saved_folders
+from megatron.core.dist_checkpointing.path_kind import METADATA, candidates, kind_of, saved_folders
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis
@@ -77,6 +77,13 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     _link(tmp_path / "best", "iter_0000002")
     assert [path.name for path in tmp_path.iterdir()] == ["best.txt"]
     assert (tmp_path / "best.txt").read_text() == "iter_0000002\n"
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "iter_0000002" / METADATA).write_text("{}")
+    assert kind_of(tmp_path / "best") == "checkpoint"
+    assert candidates(tmp_path / "best").folders == (tmp_path / "iter_0000002",)
+    for text in ("../iter_0000002", "iter_0000002/..", "", "iter_0000007"):
+        (tmp_path / "best.txt").write_text(text)
+        assert kind_of(tmp_path / "best") == "missing" and not candidates(tmp_path / "best").folders
     refuse(errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
         _link(tmp_path / "best", "iter_0000003")
