@@ -46,6 +46,14 @@ def imported(where: Any) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def _unwritten(part: Any) -> str:
+    """The methods of which a part's base class asks for one by `must_write`, if the part inherits all; else empty."""
+    base = next((base for base in getattr(part, "__mro__", ()) if "must_write" in vars(base)), None)
+    if base is None or any(getattr(part, name) is not getattr(base, name) for name in base.must_write):
+        return ""
+    return " or ".join(f"{name}()" for name in base.must_write)
+
+
 class Registry(Collection[str], Generic[P, F]):
     """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
 
@@ -140,6 +148,8 @@ class Registry(Collection[str], Generic[P, F]):
 
     def _check(self, name: str, part: Any, facts: F) -> None:
         """Raises ValueError if a part cannot be called as its kind is, or lacks what it must have."""
+        if unwritten := _unwritten(part):
+            raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; write it, or correct its spelling")
         form = self._form(facts) if callable(self._form) else self._form
         if missing := [attribute for attribute in self._attributes if not hasattr(part, attribute)]:
             raise ValueError(f"{self.flag} {name}: has no {', '.join(missing)}; derive it from the class of its kind")

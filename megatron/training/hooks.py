@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.config.model import TransformerConfig
@@ -178,6 +179,9 @@ class Task:
 class Metric:
     """A mean over the steps of a log interval and over all ranks, logged under the name it is registered by."""
 
+    must_write = ("measure",)
+    """A registered metric overrides it."""
+
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
@@ -195,6 +199,16 @@ class Callback:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+
+    def __init_subclass__(cls) -> None:
+        """Raises ValueError for a method on_... of no event, which would never be called."""
+        super().__init_subclass__()
+        events = [name for name in dir(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and not any(hasattr(base, name) for base in cls.__mro__[1:]):
+                near = get_close_matches(name, events, n=1)
+                remedy = f"nearest: {near[0]}" if near else f"events: {', '.join(events)}"
+                raise ValueError(f"callback {cls.__name__}: {name} is no event; {remedy}")
 
     def on_setup(self, runtime: Runtime) -> None:
         """Once the ranks have met, before the model is built: for reading inputs. A ValueError ends the run."""

@@ -95,6 +95,27 @@ RULE = FLAGS.replace("self.own_share > 1", "self.nope > 1")
 RULE_LINE = 1 + FLAGS[: FLAGS.index("if self.own_share")].count("\n")
 TWICE = "from megatron.core.parts import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object, states=())\n"
 WRONG_FORM = "from megatron.core.parts import ACTIVATIONS\n\n@ACTIVATIONS.register('mine')\ndef mine(x): ...\n"
+UNWRITTEN = {
+    "optimizer": (
+        "from megatron.core.optimizer.optimizer import Optimizer\nfrom megatron.core.parts import OPTIMIZERS\n\n"
+        "@OPTIMIZERS.register('mine', states=())\nclass Mine(Optimizer):\n    def updated(self): ...\n",
+        "--optimizer mine: has no update() or step() of its own; write it, or correct its spelling",
+    ),
+    "metric": (
+        "from megatron.training.hooks import METRICS, Metric\n\n\n"
+        "@METRICS.register('mine')\nclass Mine(Metric):\n    def measured(self): ...\n",
+        "metric mine: has no measure() of its own",
+    ),
+    "loss": (
+        "from megatron.core.models.gpt.loss import TokenLoss\nfrom megatron.core.parts import LOSSES\n\n"
+        "@LOSSES.register('mine')\nclass Mine(TokenLoss):\n    def forward(self): ...\n",
+        "--loss-func mine: has no __call__() of its own",
+    ),
+    "callback": (
+        "from megatron.training.hooks import Callback\n\nclass Mine(Callback):\n    def on_stepend(self, run): ...\n",
+        "callback Mine: on_stepend is no event; nearest: on_step_end",
+    ),
+}
 KNOWN_FLAG = """
 from dataclasses import dataclass
 from megatron.training.extensions import extension_flags
@@ -120,6 +141,10 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
         3,
         "--activation-func mine: must take (name, config, ctx), and takes (x); correct",
     ),
+    **{
+        f"unwritten {kind}": (source, WRONG, 3 if kind == "callback" else 4, said)
+        for kind, (source, said) in UNWRITTEN.items()
+    },
     "known flag": (KNOWN_FLAG, WRONG, 4, "--lr is a flag already; rename Own.lr"),
     "rule": (RULE, "", RULE_LINE, "AttributeError: 'Options' object has no attribute 'nope'; correct"),
     "rule beside a wrong flag": (

@@ -7,12 +7,17 @@ from math import sqrt
 
 import pytest
 import torch
+from torch import nn
 
 from megatron.core.attention.core_attention import alibi_slopes
 from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.embedding import rounded
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.parts import ACTIVATIONS
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.transformer.recompute import recompute_segments
 from megatron.core.transformer.rotary import RotaryEmbedding
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, random_batch, token_losses, with_dropout
@@ -82,6 +87,35 @@ def test_text_beyond_the_learned_positions_is_refused() -> None:
     model = GPTModel(GPT)
     with pytest.raises(ValueError, match="--max-position-embeddings 16"):
         model(None, Batch.of_tokens(torch.zeros(1, 17, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (lambda losses: losses.mean(), r"shape \(\)"),
+        (lambda losses: losses[:, :1], r"shape \(5, 1\)"),
+        (lambda losses: None, "a NoneType"),
+    ],
+)
+def test_a_loss_that_is_not_one_of_each_token_is_refused(returned, found: str) -> None:
+    model = GPTModel(GPT)
+    loss = model.loss
+    model.loss = lambda logits, labels: returned(loss(logits, labels))
+    with pytest.raises(ValueError, match=rf"--loss-func: the function returned {found}, .* shape \(5, 2\); do not"):
+        model(None, Batch.of_tokens(torch.zeros(2, 5, dtype=torch.int64)))
+
+
+def test_only_the_names_of_two_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ACTIVATIONS, "_entries", dict(ACTIVATIONS._entries))
+
+    @ACTIVATIONS.register("own_scale")
+    class OwnScale(nn.Module):
+        def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+            super().__init__()
+            self.scale = make_parameter(ParamMeta("scale", (1,), init=Init("ones")), ctx)
+
+    with pytest.raises(ValueError, match=r"^parameters scale: a name must belong to one parameter"):
+        GPTModel(replace(GPT, activation_func="own_scale"))
 
 
 def test_word_embeddings_are_scaled_in_the_models_precision() -> None:

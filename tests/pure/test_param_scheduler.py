@@ -115,6 +115,7 @@ def test_flags_that_make_no_schedule(flags, named):
     [
         (lambda samples, length, config: None, "at 7 consumed samples: gives None; a schedule must return a finite"),
         (lambda samples, length, config: math.nan, "at 7 consumed samples: gives nan; a schedule must return a finite"),
+        (lambda samples, length, config: -1e-3, "gives -0.001; a schedule must return a finite number of at least 0"),
         (lambda samples, length, config: 1 / 0, "at 7 consumed samples: ZeroDivisionError: division by zero"),
     ],
 )

@@ -137,6 +137,9 @@ class Optimizer:
     `OPTIMIZERS.register("lion", Lion, states=("exp_avg",))`. They begin as zeros, are planned, saved and resharded.
     """
 
+    must_write = ("update", "step")
+    """A registered optimizer overrides one of these."""
+
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         self.config, self.shards = config, shards
 

@@ -147,8 +147,8 @@ class OptimizerParamScheduler:
             lr = self._schedule(samples, length, config)
         except Exception as error:
             raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
-        if not isinstance(lr, numbers.Real) or not math.isfinite(lr):
-            raise ValueError(f"{where}: gives {lr!r}; a schedule must return a finite number")
+        if not isinstance(lr, numbers.Real) or not 0 <= lr < math.inf:
+            raise ValueError(f"{where}: gives {lr!r}; a schedule must return a finite number of at least 0")
         return float(lr)
 
     def weight_decay_at(self, samples: int) -> float:

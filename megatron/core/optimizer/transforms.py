@@ -190,7 +190,7 @@ class Transform(Protocol):
     def update(self, x: ParameterUpdate) -> Requests | None:
         """Replaces `x.update`, and changes `x.states` in place. Which requests it makes may depend on `x.meta` only,
         since all ranks make the same. A skipped step leaves everything as it was."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must write update()")
 
 
 class AddDecay(Transform):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -93,7 +94,11 @@ class GPTModel(nn.Module):
         """Called on the last stage with the loss of each token [s, b], detached, and its micro-batch."""
 
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
-        assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
+        if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+            raise ValueError(
+                f"parameters {', '.join(twice)}: a name must belong to one parameter of the model; begin it with the "
+                "name that the part was given"
+            )
         if initialize:
             initialize_parameters_([p for p in self.parameters() if has_storage(p)], seed, state.coords, init_threads)
 

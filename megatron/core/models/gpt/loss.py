@@ -35,6 +35,9 @@ class TokenLoss:
     """Base of losses. The training loop adds up loss_mask * loss over tokens and divides once, by the number of valid
     tokens of the global batch; so a loss neither averages nor masks what it returns."""
 
+    must_write = ("__call__",)
+    """A registered loss overrides it."""
+
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         self.config, self.ctx = config, ctx
 
@@ -51,7 +54,13 @@ class TokenLoss:
 
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Scalar sum of mask [b, s] * losses [s, b]."""
+    """Scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if a loss function returned anything else."""
+    if not isinstance(losses, Tensor) or losses.shape != mask.t().shape:
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise ValueError(
+            f"--loss-func: the function returned {found}, must return the loss of each token [s, b], shape "
+            f"{tuple(mask.t().shape)}; do not average or mask it"
+        )
     return (losses * mask.t().to(losses.dtype)).sum()
 
 
