@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
+import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron.training.reliability.store_port import ForeignPortError, describe_port, leave_failure, left_failure
 from tests.faults.broken_pretrain import slow_down
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, join
@@ -64,15 +68,65 @@ def test_another_program_at_the_port_is_told_in_time(tmp_path: Path) -> None:
         def prepare(rank: int) -> None:
             os.environ["MASTER_PORT"] = str(other.getsockname()[1])
 
-        flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "0.02"]
+        flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "30"]
         with forked_ranks(2, flags, tmp_path / "screen", prepare) as ranks:
-            assert join(ranks, 60) == [1, 1]
+            assert join(ranks) == [1, 1]
     text = (tmp_path / "screen").read_text()
     assert "rank 0 cannot open the store of the ranks at 127.0.0.1:" in text
-    assert "rank 1 did not find the store of the ranks at 127.0.0.1:" in text
+    found = re.search(r"rank 1 did not find the store of the ranks at 127.0.0.1:\d+: rank 0 cannot open it: (.*)", text)
+    assert found is not None and "EADDRINUSE" in found[1], text
+    assert "Traceback" not in text and "frame #" not in text
+    assert "waited for --startup-timeout-minutes" not in text
+
+
+def test_another_program_at_the_port_of_another_host_is_told_in_time(tmp_path: Path) -> None:
+    """Where the failure of rank 0 is not seen, the time limit ends the wait."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def prepare(rank: int) -> None:
+            os.environ["MASTER_PORT"] = str(other.getsockname()[1])
+            if rank == 0:
+                time.sleep(HANG)
+
+        flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "0.02"]
+        with forked_ranks(2, flags, tmp_path / "screen", prepare) as ranks:
+            assert join([ranks[1]], 60) == [1]
+    text = (tmp_path / "screen").read_text()
     assert "what listens there does not answer as a store does" in text and "Traceback" not in text
-    assert "EADDRINUSE" in text and "frame #" not in text
-    assert text.count("waited for --startup-timeout-minutes") == 1, text  # rank 0 has not waited
+    assert text.count("waited for --startup-timeout-minutes") == 1, text
+
+
+def test_what_the_port_of_the_store_does_is_described() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert describe_port("127.0.0.1", port) == "a program listens there, and has not answered as the store yet"
+        greeter = threading.Thread(target=lambda: [server.accept()[0].sendall(b"SSH-2.0-x\r\n") for _ in range(2)])
+        greeter.start()  # the connection before is the first
+        with pytest.raises(ForeignPortError, match=r"another program has the port: it says b'SSH-2\.0"):
+            describe_port("127.0.0.1", port)
+        greeter.join()
+    assert describe_port("127.0.0.1", port).startswith("nothing listens there yet")
+    assert describe_port("no.such.host.invalid", port).startswith("it cannot be reached (")
+
+
+def test_only_a_failure_of_this_start_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of an earlier start, nor of another launcher, nor a file of anyone else."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert left_failure("host", 1) is None
+    leave_failure("host", 1, "taken")
+    assert left_failure("host", 1) == "taken" and left_failure("host", 2) is None
+    (file,) = tmp_path.glob("*/*.json")
+    left = json.loads(file.read_text())
+    for change in ({"at": 1.0}, {"parent": 1}, {"why": 3}, {"at": None}):
+        file.write_text(json.dumps(left | change))
+        assert left_failure("host", 1) is None
+    for text in ("", "[1]", "[" * 100_000):
+        file.write_text(text)
+        assert left_failure("host", 1) is None
+    file.unlink()
+    (tmp_path / "other").write_text(json.dumps(left))
+    file.symlink_to(tmp_path / "other")
+    assert left_failure("host", 1) is None
 
 
 def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch.distributed as dist
 
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.store_port import ForeignPortError, describe_port, leave_failure, left_failure
 from megatron.training.reliability.untrusted import Ignored, parse_integer, parse_record
 
 PERIOD = 0.4
@@ -37,6 +40,16 @@ PERIOD = 0.4
 
 MARGIN = 3.0
 """Seconds after the time limit of a connection in which torch reports that it has failed."""
+
+
+PATIENCE = 10.0
+"""Seconds after which a rank says for what it waits at start-up."""
+
+
+def tell(line: str) -> None:
+    """Prints a line on standard error, if it can be written."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class NoStoreError(ConnectionError):
@@ -62,12 +75,15 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
         raise NoStoreError(f"rank {launch.rank} cannot find the other ranks: {' and '.join(missing)} not set")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = _connected(address, port, launch.world_size, opens, timeout)
-    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
+        store = _connected(address, port, launch, opens, timeout)
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError, ForeignPortError) as error:
         does = "cannot open" if opens else "did not find"
         why = str(error).partition("\n")[0]  # C++ frames of torch follow
         what = f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {why}"
-        raise NoStoreError(what, waited="EADDRINUSE" not in why) from error
+        taken = "EADDRINUSE" in why
+        if opens and taken:
+            leave_failure(address, port, why)
+        raise NoStoreError(what, waited=not (taken or isinstance(error, ForeignPortError))) from error
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
     return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
 
@@ -89,9 +105,9 @@ def store_refuses() -> bool:
     return False
 
 
-def _connected(address: str, port: int, world_size: int, opens: bool, timeout: timedelta) -> dist.Store:
+def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: timedelta) -> dist.Store:
     """A connection to a store. Raises TimeoutError if another program has the port and does not answer, for which torch
-    would wait without a limit."""
+    would wait without a limit, and ForeignPortError as soon as it is known that there will be no store."""
     stores, errors = list[dist.Store](), list[BaseException]()
 
     def connect() -> None:
@@ -100,7 +116,7 @@ def _connected(address: str, port: int, world_size: int, opens: bool, timeout: t
                 dist.TCPStore(
                     address,
                     port,
-                    world_size,
+                    launch.world_size,
                     is_master=opens,
                     timeout=timeout,
                     wait_for_workers=False,
@@ -112,7 +128,14 @@ def _connected(address: str, port: int, world_size: int, opens: bool, timeout: t
 
     thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
     thread.start()
-    thread.join(timeout.total_seconds() + MARGIN)
+    began, told = time.monotonic(), opens or not (launch.local_rank == 0 or launch.rank == 1)
+    while thread.is_alive() and (waited := time.monotonic() - began) < timeout.total_seconds() + MARGIN:
+        if not opens and (why := left_failure(address, port)) is not None:
+            raise ForeignPortError(f"rank 0 cannot open it: {why}")
+        if waited > PATIENCE and not told:
+            state, told = describe_port(address, port), True
+            tell(f"rank {launch.rank} waits for the store of the ranks at {address}:{port}: {state}")
+        thread.join(PERIOD)
     if errors:
         raise errors[0]
     if not stores:

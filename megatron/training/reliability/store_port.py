@@ -1,0 +1,87 @@
+"""Why the store of the ranks cannot be reached, as far as another rank can know: the failure of the rank that opens it,
+if that is on the same host, and what the port does. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from megatron.training.reliability.untrusted import parse_json
+
+IMPORTED = time.time()
+
+BANNER = 1.0
+"""Seconds in which a program that speaks first, as mail and SSH servers do, has said something."""
+
+SHOWN = 60
+"""Bytes of that which a message shows."""
+
+
+class ForeignPortError(ConnectionError):
+    """The store cannot be had, and waiting is no use."""
+
+
+def leave_failure(address: str, port: int, why: str) -> None:
+    """Leaves the reason why this rank cannot open the store to the ranks that the same launcher started on this
+    host."""
+    with suppress(OSError):
+        path = _place(address, port)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"parent": os.getppid(), "at": time.time(), "why": why}))
+        os.replace(scratch, path)
+
+
+def left_failure(address: str, port: int) -> str | None:
+    """The reason that `leave_failure` left since this process began; None without one. What an earlier start, another
+    launcher or another user left does not count."""
+    path = _place(address, port)
+    try:
+        mine = path.parent.stat().st_uid == path.lstat().st_uid == os.getuid() and not path.is_symlink()
+        left = parse_json(path.read_text()) if mine else None
+    except (OSError, ValueError):
+        return None
+    if not isinstance(left, dict) or left.get("parent") != os.getppid():
+        return None
+    at, why = left.get("at"), left.get("why")
+    return why if isinstance(at, float) and at >= _started() and isinstance(why, str) else None
+
+
+def _started() -> float:
+    """When this process began: one that was forked began after its imports."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return IMPORTED
+
+
+def _place(address: str, port: int) -> Path:
+    name = "".join(character if character.isalnum() else "_" for character in f"{address}_{port}")
+    return Path(tempfile.gettempdir()) / f"paritrain-{os.getuid()}" / f"store-{name[:100]}.json"
+
+
+def describe_port(address: str, port: int) -> str:
+    """What the port of the store does at present. Raises ForeignPortError if the program there speaks first, which no
+    store does. A program that says nothing may be a store on a busy host."""
+    try:
+        with socket.create_connection((address, port), timeout=2.0) as connection:
+            connection.settimeout(BANNER)
+            try:
+                said = connection.recv(SHOWN)
+            except TimeoutError:
+                said = b""
+            if said:
+                raise ForeignPortError(f"another program has the port: it says {said!r}")
+            return "a program listens there, and has not answered as the store yet"
+    except ConnectionRefusedError:
+        return "nothing listens there yet; rank 0 opens it once it has started"
+    except ForeignPortError:
+        raise
+    except OSError as error:
+        return f"it cannot be reached ({error.strerror or error})"
