@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.core.parallel_state import Axis
 from megatron.extensions.retention.flags import RetentionFlags
 from megatron.extensions.retention.retention import retain
 from megatron.training.metrics.sinks import JsonLinesSink
+from megatron.training.reliability.failure_report import is_users
 from tests.corpus import largest_file
 from tools import inspect_checkpoint
 
@@ -99,6 +101,21 @@ def test_every_flipped_bit_counts(root: Path) -> None:
         assert load(root)[0] == 20, place
         path.write_bytes(whole)
     assert load(root) == (30, [])
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"[" * 9000, b"PK\x03\x04" + bytes(9000)], ids=len)
+def test_damage_that_a_manifest_does_not_show_is_an_error_of_the_user(root: Path, content: bytes) -> None:
+    folder = root / "iter_0000030"
+    data = next(folder.glob("*.distcp"))
+    data.write_bytes(content.ljust(data.stat().st_size, b"\0")[: data.stat().st_size])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][data.name]["crc32"] = zlib.crc32(data.read_bytes())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ValueError, match=r"cannot load checkpoint \S+: on rank 0: \w+.*; restore it from a copy, or"
+    ) as told:
+        load(root)
+    assert is_users(told.value)
 
 
 @pytest.mark.parametrize("text", [None, b"", b"\n", b"garbage", b"\x93\xff\x00", b"30.5", b"9" * 5000])

@@ -191,7 +191,8 @@ class Checkpoint:
         """Loads the checkpoint into `targets`. Collective over `world`.
 
         Strict: raises ValueError on every rank, naming the keys, if a target is missing from the checkpoint or has
-        another shape there, or if the checkpoint has a key that is no rank's target and that `ignore` rejects.
+        another shape there, or if the checkpoint has a key that is no rank's target and that `ignore` rejects, and if
+        the content of a file is damaged.
         """
         targets = _nonempty(targets)
         self._check(targets, world, ignore)
@@ -354,7 +355,8 @@ def _few(names: Sequence[object]) -> str:
 
 @contextmanager
 def _failures_as_checkpoint_error(what: str) -> Any:
-    """Turns DCP's exception into a CheckpointError with the cause of the first failed rank.
+    """Turns DCP's exception into a CheckpointError with the cause of the first failed rank, or into a ValueError if a
+    file is damaged.
 
     DCP raises a BaseException with the failures of all ranks, on all ranks. Its warning that one process works alone is
     silenced: that is intended.
@@ -365,4 +367,13 @@ def _failures_as_checkpoint_error(what: str) -> Any:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{what}: on rank {rank}: {type(cause).__name__}: {why_refused(cause)}") from cause
+        told = f"{what}: on rank {rank}: {type(cause).__name__}: {why_refused(cause)}"
+        if _is_of_content(cause):
+            raise ValueError(f"{told.rstrip(': ')}; restore it from a copy, or name another checkpoint") from None
+        raise CheckpointError(told) from cause
+
+
+def _is_of_content(error: BaseException) -> bool:
+    """Whether a file of a checkpoint is damaged or forged, which its manifest may not show."""
+    malformed = isinstance(error, MALFORMED) and not isinstance(error, MemoryError)
+    return malformed or (isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error))
