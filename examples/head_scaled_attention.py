@@ -14,7 +14,7 @@ from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import ATTENTIONS
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.rotary import rotate_queries_and_keys
 
 

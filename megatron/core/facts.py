@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-NO_PARAMETERS = "megatron.core.param_meta:no_parameters"
-"""States of a part that it has no parameters."""
-
 
 @dataclass(frozen=True)
-class ListedFacts:
-    """For parts of which only the parameters must be known before they are imported."""
+class NormFacts:
+    centered: bool = False
+    """Whether it subtracts the mean."""
 
-    parameters: str | None = None
-    """Where its parameters are listed, "module:function" of a module without torch, in the form of the library's own
-    parts; `NO_PARAMETERS` for none. None: not stated, so plans build the model on fake tensors to see them."""
+    biased: bool = False
+    """Whether it has a bias by default."""
+
+    standard: bool = False
+    """Whether it is the library's LayerNorm or RMSNorm, which norms of single heads and other programs compute too."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,6 @@ class ActivationFacts:
 
     bounded: bool = False
     """Whether --activation-func-clamp-value and --glu-linear-offset apply to it."""
-
-    parameters: str | None = None
-    """Where its parameters are listed, "module:function" of a module without torch: (name, config) -> their ParamMetas;
-    `NO_PARAMETERS` for none. None: plans build the model on fake tensors to see them."""
 
 
 class HeadWidths(NamedTuple):
@@ -53,10 +49,6 @@ def grouped_widths(config: Any) -> HeadWidths:
 
 @dataclass(frozen=True)
 class MixerFacts:
-    parameters: str | None = None
-    """Where its parameters are listed, "module:function" of a module without torch: (name, config, sequence_parallel)
-    -> their ParamMetas. None: plans build the model on fake tensors to see them."""
-
     rules: str | None = None
     """Where its rules are, in the same form: (RunConfig, world size) -> problems of a model that has it."""
 
@@ -137,16 +129,9 @@ class RouterFacts:
     when: Callable[[Any, int], bool] = lambda config, number: True
     """(model's configuration, layer) -> whether it routes the layer's tokens."""
 
-    states: str = "megatron.core.moe.parameters:router_states"
-    """Where its buffers are listed, in the form of the default."""
-
-    parameters: str | None = None
-    """Where its parameters are listed, "module:function" of a module without torch: (name, config, sequence_parallel)
-    -> their ParamMetas. None: plans build the model on fake tensors to see them."""
-
 
 @dataclass(frozen=True)
-class LossFacts(ListedFacts):
+class LossFacts:
     multi_token: bool = False
     """Whether it may be called with the labels of a later token (--mtp-num-layers): each loss follows from its logits
     and its label alone."""
@@ -248,14 +233,6 @@ class ResidualFacts(WhenFacts):
     width: Callable[[Any], int]
     """Channels of the stream between layers, which pipeline stages send to each other."""
 
-    parameters: str | None = None
-    """Where the parameters at a sublayer are listed, "module:function" of a module without torch: (name of the
-    sublayer, config, sequence_parallel) -> their ParamMetas; `NO_PARAMETERS` for none. None: plans build the model on
-    fake tensors to see them."""
-
-    end_parameters: str | None = None
-    """The same for the stream's end: (name of the norm behind it, config, sequence_parallel). None for none."""
-
     experts_apart: bool = False
     """Whether a layer of experts gives it the outputs of the shared expert and of the chosen ones side by side."""
 
@@ -326,6 +303,9 @@ class ScheduleFacts:
     """Whether stages are placed in a V, so that rank 0 has the first and the last one."""
     splits_backward: bool = False
     """Whether it has I and W, the gradients of inputs and of weights, in place of B."""
+
+    always_legal: bool = False
+    """Whether it takes any number of ranks and of micro-batches, so that validation need not build its lists."""
 
     in_turns: bool = False
     """Whether it takes `in_turns=True`, for `PASS_PAIRS`: FB before each F and B, or I, that run in turns

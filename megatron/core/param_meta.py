@@ -42,11 +42,6 @@ class Fused:
     sizes: tuple[int, ...]
 
 
-def no_parameters(*place: object) -> list[ParamMeta]:
-    """The parameters of a part without any, wherever it stands (`megatron.core.facts.NO_PARAMETERS`)."""
-    return []
-
-
 @dataclass(frozen=True)
 class ParamMeta:
     """Position of a local tensor in the whole model.

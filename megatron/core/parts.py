@@ -14,15 +14,15 @@ from typing import Any, Protocol, TypeVar, cast
 from megatron.core import facts
 from megatron.core.registry import NoFacts, Registry
 
-NORMALIZATIONS: Registry[Any, facts.ListedFacts] = Registry(
-    "--normalization", facts.ListedFacts, "name, size, config, ctx, partial_over"
+NORMALIZATIONS: Registry[Any, facts.NormFacts] = Registry(
+    "--normalization", facts.NormFacts, "name, size, config, ctx, partial_over"
 )
 """`Norm(name, size, config, ctx, partial_over)`: a module over the last dim, `size` wide. `partial_over` is that of its
 parameters' ParamMeta."""
 
-_NORM, _NORM_PARAMETERS = "megatron.core.transformer.norm", "megatron.core.transformer.parameters"
-NORMALIZATIONS.register("LayerNorm", f"{_NORM}:LayerNorm", parameters=f"{_NORM_PARAMETERS}:layer_norm_metas")
-NORMALIZATIONS.register("RMSNorm", f"{_NORM}:RMSNorm", parameters=f"{_NORM_PARAMETERS}:rms_norm_metas")
+_NORM = "megatron.core.transformer.norm"
+NORMALIZATIONS.register("LayerNorm", f"{_NORM}:LayerNorm", centered=True, biased=True, standard=True)
+NORMALIZATIONS.register("RMSNorm", f"{_NORM}:RMSNorm", standard=True)
 
 ACTIVATIONS: Registry[Any, facts.ActivationFacts] = Registry(
     "--activation-func", facts.ActivationFacts, "name, config, ctx"
@@ -32,22 +32,16 @@ part of the width, so its parameters have `partial_over=("tp",)`."""
 
 _ACTIVATIONS = "megatron.core.transformer.activations"
 for _plain in ("gelu", "gelu_tanh", "relu", "squared_relu"):
-    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain", parameters=facts.NO_PARAMETERS)
+    ACTIVATIONS.register(_plain, f"{_ACTIVATIONS}:build_plain")
 for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
-    ACTIVATIONS.register(
-        _gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True, parameters=facts.NO_PARAMETERS
-    )
+    ACTIVATIONS.register(_gated, f"{_ACTIVATIONS}:build_gated", gated=True, bounded=True)
 
 ATTENTIONS: Registry[Any, facts.AttentionFacts] = Registry(
     "--attention-module", facts.AttentionFacts, "name, config, ctx"
 )
 """`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
 
-ATTENTIONS.register(
-    "self_attention",
-    "megatron.core.transformer.self_attention:SelfAttention",
-    parameters="megatron.core.transformer.parameters:self_attention_metas",
-)
+ATTENTIONS.register("self_attention", "megatron.core.transformer.self_attention:SelfAttention")
 
 LINEAR_ATTENTIONS: Registry[Any, facts.LinearAttentionFacts] = Registry(
     "--experimental-attention-variant", facts.LinearAttentionFacts, "name, config, ctx"
@@ -83,26 +77,21 @@ CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_
 
 LINEARS: Registry[Any, NoFacts] = Registry("linear layer", NoFacts, "linear, ctx")
 """`Linear(linear, ctx)`: a linear layer of transformer layers with sharded features, as a description of
-`megatron.core.tensor_parallel.parameters` says. A substitute computes and sends the same in another way.
+`megatron.core.tensor_parallel.linear_spec` says. A substitute computes and sends the same in another way.
 `ctx.options(Cls)` are the values of an extension's own flags."""
 
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")
 
-_MODEL_PARAMETERS = "megatron.core.models.gpt.parameters"
-MLPS: Registry[Any, facts.ListedFacts] = Registry("--mlp-module", facts.ListedFacts, "name, config, ctx")
+MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
 
-MLPS.register("mlp", "megatron.core.transformer.mlp:MLP", parameters=f"{_MODEL_PARAMETERS}:mlp_metas")
+MLPS.register("mlp", "megatron.core.transformer.mlp:MLP")
 
-LAYERS: Registry[Any, facts.ListedFacts] = Registry("--layer-module", facts.ListedFacts, "name, config, ctx")
+LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts, "name, config, ctx")
 """`Layer(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]; `ctx.layer` is its number."""
 
-LAYERS.register(
-    "transformer_layer",
-    "megatron.core.transformer.layer:TransformerLayer",
-    parameters=f"{_MODEL_PARAMETERS}:layer_metas",
-)
+LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
 
 LAYER_PATTERNS: Registry[Any, facts.WhenFacts] = Registry("pattern of layers", facts.WhenFacts, "config")
 """`layers(config)`: the `megatron.core.config.layers.Sublayers` of each layer and of each module of multi-token
@@ -122,7 +111,7 @@ hidden states of a stream, `name` being that of the norm behind it. `when` is of
 ROUTERS: Registry[Any, facts.RouterFacts] = Registry("router", facts.RouterFacts, "name, config, ctx")
 """`Router(name, config, ctx)`: a `megatron.core.moe.router.TopKRouter`. The last one that says so routes a layer."""
 
-ROUTERS.register("top_k", "megatron.core.moe.router:TopKRouter", parameters="megatron.core.moe.parameters:router_metas")
+ROUTERS.register("top_k", "megatron.core.moe.router:TopKRouter")
 
 
 def router_of(config: Any, number: int) -> str:
@@ -169,12 +158,7 @@ LOSSES: Registry[Any, facts.LossFacts] = Registry(
 )
 """`Loss(config, ctx)`: see `megatron.core.models.gpt.loss.TokenLoss`."""
 
-LOSSES.register(
-    "cross_entropy",
-    "megatron.core.models.gpt.loss:CrossEntropy",
-    multi_token=True,
-    parameters=facts.NO_PARAMETERS,
-)
+LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
 
 OPTIMIZERS: Registry[Any, facts.OptimizerFacts] = Registry(
     "--optimizer", facts.OptimizerFacts, facts.OptimizerFacts.form
@@ -274,10 +258,16 @@ PIPELINE_SCHEDULES: Registry[Any, facts.ScheduleFacts] = Registry(
 """`schedule(p, m)`: for each of p pipeline ranks its actions on m micro-batches, in order."""
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-PIPELINE_SCHEDULES.register("gpipe", f"{_SCHEDULES}:gpipe")
-PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b", in_turns=True)
+PIPELINE_SCHEDULES.register("gpipe", f"{_SCHEDULES}:gpipe", always_legal=True)
+PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b", in_turns=True, always_legal=True)
 PIPELINE_SCHEDULES.register(
-    "interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True, any_groups=True, in_turns=True
+    "interleaved",
+    f"{_SCHEDULES}:interleaved",
+    chunks=2,
+    any_chunks=True,
+    any_groups=True,
+    in_turns=True,
+    always_legal=True,
 )
 
 STAGE_SPLITS: Registry[Any, facts.WhenFacts] = Registry(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from inspect import signature
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 P = TypeVar("P")
 F = TypeVar("F")
@@ -30,7 +30,6 @@ class _Entry(Generic[F]):
     part: Any
     facts: F
     where: str
-    built_in: bool
 
 
 @cache
@@ -72,7 +71,6 @@ class Registry(Collection[str], Generic[P, F]):
         self.flag, self._make_facts, self._form, self._attributes = flag, facts, form, attributes
         self._entries: dict[str, _Entry[F]] = {}
         self._substitutes: dict[str, list[tuple[str, Callable[..., bool]]]] = {}
-        self._checked: dict[str, Any] = {}
 
     @overload
     def register(self, name: str, part: None = None, **facts: Any) -> Callable[[Given], Given]: ...
@@ -85,7 +83,6 @@ class Registry(Collection[str], Generic[P, F]):
         """
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        built_in = caller.f_globals["__name__"].startswith("megatron.")
         if name in self._entries:
             raise ValueError(
                 f"{self.flag} {name} is registered twice: at {self._entries[name].where} and at {where}; "
@@ -103,7 +100,7 @@ class Registry(Collection[str], Generic[P, F]):
         def add(part: Given) -> Given:
             if not isinstance(part, str):
                 self._check(name, part, known)
-            self._entries[name] = _Entry(part, known, where, built_in)
+            self._entries[name] = _Entry(part, known, where)
             return part
 
         return add if part is None else add(part)
@@ -138,13 +135,11 @@ class Registry(Collection[str], Generic[P, F]):
     def __getitem__(self, name: str) -> P:
         """The part. Raises ValueError for a name that nothing has registered."""
         entry = self._entry(name)
-        if not isinstance(entry.part, str):
-            return entry.part
-        part = imported(entry.part)
-        if self._checked.get(name) is not part:
+        if isinstance(entry.part, str):
+            part = imported(entry.part)
             self._check(name, part, entry.facts)
-            self._checked[name] = part
-        return part
+            entry = self._entries[name] = replace(entry, part=part)
+        return cast("P", entry.part)
 
     def _check(self, name: str, part: Any, facts: F) -> None:
         """Raises ValueError if a part cannot be called as its kind is, or lacks what it must have."""
@@ -181,10 +176,6 @@ class Registry(Collection[str], Generic[P, F]):
     def where(self, name: str) -> str:
         """File and line of its registration."""
         return self._entry(name).where
-
-    def built_in(self, name: str) -> bool:
-        """Whether the library itself registers this part; False for a name that nothing has registered."""
-        return name in self._entries and self._entries[name].built_in
 
     def _entry(self, name: str) -> _Entry[F]:
         if name not in self._known:

@@ -16,8 +16,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import freeze_parameters
 from megatron.core.parts import LOG_FORMATS, PASS_PAIRS
-from megatron.core.pipeline_parallel.stage_parameters import check_declared
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activation_store import build_store
@@ -70,7 +70,6 @@ def build_stages(
             init_threads=host_threads(runtime.device),
             lazy=config.ddp.shards_parameters,
         )
-        check_declared(stages[stage].parameters(), model, holds[stage])
     return stages
 
 

@@ -13,7 +13,6 @@ from megatron.core.config.layers import each, layer_pattern
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.moe.experts import (
     Segments,
     add_each_product_,
@@ -24,7 +23,7 @@ from megatron.core.moe.experts import (
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.pipeline_parallel.stage_parameters import count_parameters
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters, stage_metas
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import config_of_sections
 from megatron.training.config.validation import resolve
@@ -223,7 +222,7 @@ def test_planned_parameters_are_those_that_train(biased: bool) -> None:
     config = moe_model(moe_shared_expert_gate=True, add_bias_linear=biased)
     model = GPTModel(config, FP64)
     trained = [p.meta for p in model.parameters() if p.requires_grad]
-    assert trained == parameter_metas(config)
+    assert trained == stage_metas(config)
     states = [p.meta.name for p in model.parameters() if not p.requires_grad]
     layers = [1, 2, 3]
     assert states == [f"decoder.layers.{i}.mlp.router.expert_bias" for i in layers]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,17 +11,14 @@ from torch import nn
 from megatron.core import parts
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.parameters import extension_parts, is_declared, parameter_metas
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.pipeline_parallel.stage_parameters import (
-    built_metas,
-    check_declared,
-    count_parameters,
-    stage_metas,
-)
-from megatron.core.pipeline_parallel.stages import whole_model
+from megatron.core.pipeline_parallel.stage_parameters import count_parameters, model_states, stage_metas
 from megatron.core.registry import NoFacts, Registry
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.transformer.mlp import MLP
+from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
+from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
+from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import GPT
 
 
@@ -41,13 +37,6 @@ def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
     assert (list(registry), len(registry), "a" in registry, "c" in registry) == (["b", "a"], 2, True, False)
     assert registry["b"] is part and registry["a"] == 7
     assert (registry.facts("b").gated, registry.facts("a").gated) == (True, False)
-
-
-def test_a_registry_knows_which_parts_are_built_in() -> None:
-    assert parts.ACTIVATIONS.built_in("gelu") and parts.ATTENTIONS.built_in("self_attention")
-    registry: Registry[Any, NoFacts] = Registry("--kind", NoFacts)
-    registry.register("prod", "math:prod")
-    assert not registry.built_in("prod") and not registry.built_in("missing")
 
 
 def test_a_part_named_by_text_is_imported_when_it_is_used() -> None:
@@ -116,49 +105,50 @@ def test_a_substitute_is_built_where_it_suits() -> None:
     assert registry["root"](16) == 4.0, "the name still stands for the part itself"
 
 
-def test_an_attention_of_an_extension_says_what_its_parameters_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.ATTENTIONS, "_entries", dict(parts.ATTENTIONS._entries))
-    own = replace(GPT, attention_module="own")
-    for listed in (None, f"{__name__}:own_metas"):
-        parts.ATTENTIONS._entries.pop("own", None)
-        parts.ATTENTIONS.register("own", lambda name, config, ctx: None, parameters=listed)
-        assert is_declared(own) == (listed is not None) and extension_parts(own) == ["--attention-module own"]
-    assert "decoder.layers.1.self_attention.scale" in [meta.name for meta in parameter_metas(own)]
-
-
-def test_a_part_counts_by_what_it_lists_wherever_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm with a parameter of its own, moved among the built-in extensions, must not be counted as an RMSNorm."""
-    for registry in (parts.NORMALIZATIONS, parts.ROUTERS):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+def test_a_part_counts_by_what_its_constructor_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm with a parameter of its own must not be counted as an RMSNorm, nor be written as one to other formats,
+    wherever its file lies."""
+    monkeypatch.setattr(parts.NORMALIZATIONS, "_entries", dict(parts.NORMALIZATIONS._entries))
     library: dict[str, Any] = {"__name__": "megatron.extensions.own.flags", "parts": parts, "Norm": ScaledNorm}
     exec("parts.NORMALIZATIONS.register('own', Norm)", library)
     own = replace(GPT, normalization="own")
     norms, width = 2 * own.num_layers + 1, own.hidden_size
-    assert parts.NORMALIZATIONS.built_in("own") and not is_declared(own)
-    assert extension_parts(own) == ["--normalization own"]
     assert count_parameters(own).norms == count_parameters(replace(GPT, normalization="RMSNorm")).norms + norms * width
-
-    parts.NORMALIZATIONS._entries.pop("own")
-    parts.NORMALIZATIONS.register("own", ScaledNorm, parameters=f"{__name__}:scaled_norm_metas")
-    assert is_declared(own) and built_metas(own, whole_model(own), False, ()) == stage_metas(own)
-
-    exec("parts.ROUTERS.register('own', lambda name, config, ctx: None)", library)
-    experts = replace(GPT, num_experts=4, moe_router_topk=2)
-    assert is_declared(GPT) and not is_declared(experts), "of the routers, those of layers with experts count"
+    built = GPTModel(own, device="meta", initialize=False)
+    assert [parameter.meta for parameter in built.parameters()] == stage_metas(own)
+    with pytest.raises(ValueError, match="normalization = 'own'"):
+        choose_family(own)
+    with pytest.raises(ValueError, match="--normalization own"):
+        refuse_inexpressible(RunConfig(model=own))
 
 
-def test_parameters_that_are_not_those_listed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.NORMALIZATIONS, "_entries", dict(parts.NORMALIZATIONS._entries))
-    listed = parts.NORMALIZATIONS.facts("RMSNorm").parameters
-    parts.NORMALIZATIONS.register("wrongly listed", ScaledNorm, parameters=listed)
-    own = replace(GPT, normalization="wrongly listed")
-    stage = whole_model(own)
-    model = GPTModel(own, device="meta", initialize=False)
-    with pytest.raises(ValueError, match=r"layernorm.scale: the model has .* with shape \[.*, and its part"):
-        check_declared(model.parameters(), own, stage)
+def test_parameters_of_a_layer_may_depend_on_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.MLPS, "_entries", dict(parts.MLPS._entries))
+    parts.MLPS.register("widening", lambda name, config, ctx: MLP(name, config, ctx, ffn_size=8 * (ctx.layer + 1)))
+    own = replace(GPT, mlp_module="widening")
+    widths = {meta.name: meta.global_shape for meta in stage_metas(own)}
+    found = [widths[f"decoder.layers.{number}.mlp.linear_fc2.weight"][1] for number in range(own.num_layers)]
+    assert found == [8 * (number + 1) for number in range(own.num_layers)]
+
+
+def test_states_that_are_not_trained_are_no_parameters() -> None:
     biased = replace(GPT, num_experts=4, moe_router_topk=2, moe_router_enable_expert_bias=True)
-    for right in (GPT, biased):  # the bias of a router is not trained
-        check_declared(GPTModel(right, device="meta", initialize=False).parameters(), right, whole_model(right))
+    states = {f"decoder.layers.{number}.mlp.router.expert_bias" for number in range(GPT.num_layers)}
+    assert {meta.name for meta, dtype in model_states(biased) if dtype == "float32"} == states
+    assert not states & {meta.name for meta in stage_metas(biased)}
+    assert model_states(GPT) == []
+
+
+def test_a_router_that_no_flag_chooses_has_no_name_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.ROUTERS, "_entries", dict(parts.ROUTERS._entries))
+    parts.ROUTERS.register("own", "megatron.core.moe.router:TopKRouter", when=lambda config, number: True)
+    with pytest.raises(ValueError, match="router own"):
+        config_to_hf(EXPERTS, "mixtral")
+    with pytest.raises(ValueError, match="router own"):
+        refuse_inexpressible(RunConfig(model=EXPERTS))
+
+
+EXPERTS = replace(GPT, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32)
 
 
 class ScaledNorm(nn.Module):
@@ -176,7 +166,3 @@ def scaled_norm_metas(
     name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig
 ) -> list[ParamMeta]:
     return [ParamMeta(f"{name}.{key}", (size,), {}, Init("ones"), partial_over) for key in ("weight", "scale")]
-
-
-def own_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    yield ParamMeta(f"{name}.scale", (config.hidden_size,))

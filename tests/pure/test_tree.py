@@ -15,13 +15,13 @@ from tests.conftest import CAMPAIGNS
 
 # What decides by integers and text runs on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = {
-    "megatron/core": "boxes config distributed.param_layout models.gpt.parameters optimizer.param_scheduler "
-    "optimizer.planned_states param_meta parallel_dims tokenizers",
-    "megatron/core/pipeline_parallel": "actions layout passes schedules stage_parameters walk",
+    "megatron/core": "boxes config distributed.param_layout optimizer.param_scheduler optimizer.planned_states "
+    "param_meta parallel_dims tokenizers",
+    "megatron/core/pipeline_parallel": "actions layout passes schedules stages walk",
     "megatron/training": "config config.arguments config.validation reliability.launch",
     "megatron/extensions/hugging_face": "family_files flags rules write_config",
     "megatron/extensions/hugging_face/continued_training": "pretrained rotary_changes",
-    "megatron/extensions/planner": "commands dry_run flags memory",
+    "megatron/extensions/planner": "commands flags",
     "megatron/testing": "parity parity_plan parity_rows",
 }
 

@@ -18,7 +18,7 @@ from megatron.core.attention.tiles import cut_documents
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import site_key
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import ATTENTION_BACKENDS, CONTEXT_PARALLEL, TILE_KERNELS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
@@ -83,6 +83,15 @@ def kernels_of(
 
 def dropout_kernel(backend: str, scale: float, dropout: Dropout) -> Kernel:
     return ATTENTION_BACKENDS[backend].dropout(scale, dropout)
+
+
+def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) -> list[ParamMeta]:
+    """The attention sink of each head in the attention of this name, where sinks are learned. Their initial values are
+    those of weights by default."""
+    if config.softmax_type != "learnable":
+        return []
+    init = init or Init("normal", config.init_method_std)
+    return [ParamMeta(f"{name}.core.softmax_offset", (config.num_attention_heads,), {"tp": 0}, init)]
 
 
 def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:

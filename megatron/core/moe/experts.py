@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import HostCopy, has_values, integers_on
-from megatron.core.moe.parameters import expert_metas
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import Fused, Init, ParamMeta
 from megatron.core.parts import operation
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import Cuts
@@ -384,3 +383,30 @@ class Experts(nn.Module):
         if self.recompute_activation and self.training:
             return with_input_recomputed(activate, hidden, self.linear_fc2, segments, factors)
         return self.linear_fc2(activate(hidden), segments, factors)
+
+
+def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta], list[ParamMeta]]:
+    """Weights of linear_fc1 and linear_fc2 of all experts, each with its bias if there are biases. A gated fc1 stacks
+    gate and up: [E, 2, ffn, h], h being the width of the latent of --moe-latent-size if there is one.
+
+    The output of linear_fc2 is a partial sum over expert tensor parallelism: each rank holds the bias of a part of the
+    columns, and adds that.
+    """
+    count, hidden, ffn = config.num_experts, config.expert_io_size, config.moe_ffn_size
+    assert count is not None
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+    fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)
+    fused = Fused("gate_up", 1, (1, 1)) if config.gated else None
+    fc1_cut, fc2_cut = {"ep": 0, "expt_tp": dim}, {"ep": 0, "expt_tp": 2}
+    weights = (
+        ParamMeta(f"{name}.linear_fc1.weight", fc1, fc1_cut, init, expert=True, stacked=1, fused=fused),
+        ParamMeta(f"{name}.linear_fc2.weight", (count, hidden, ffn), fc2_cut, output_init, expert=True, stacked=1),
+    )
+    biases = (
+        ParamMeta(f"{name}.linear_fc1.bias", fc1[:-1], fc1_cut, Init("zeros"), expert=True),
+        ParamMeta(f"{name}.linear_fc2.bias", (count, hidden), {"ep": 0, "expt_tp": 1}, Init("zeros"), expert=True),
+    )
+    fc1_metas, fc2_metas = (
+        [weight, bias] if config.add_bias_linear else [weight] for weight, bias in zip(weights, biases, strict=True)
+    )
+    return fc1_metas, fc2_metas

@@ -9,10 +9,11 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
-from megatron.core.moe.parameters import latent_projections, shared_gate_meta
 from megatron.core.moe.router import RouterFunction
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import RESIDUALS, ROUTERS, router_of
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, make_parameter
+from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear, sequence_partial
 from megatron.core.transformer.mlp import SharedExpert
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recomputed
@@ -23,7 +24,9 @@ class GatedSharedExpert(SharedExpert):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
-        self.gate_weight = make_parameter(shared_gate_meta(name, config, ctx.sequence_parallel), ctx)
+        init, partial_over = Init("normal", config.init_method_std), sequence_partial(ctx.sequence_parallel)
+        gate = ParamMeta(f"{name}.gate_weight", (1, config.hidden_size), init=init, partial_over=partial_over)
+        self.gate_weight = make_parameter(gate, ctx)
         self.gate_dtype = torch.promote_types(ctx.dtype, torch.float32)
         self.queue = ctx.queue
 
@@ -83,3 +86,15 @@ class MoELayer(nn.Module):
             assert shared is not None
             return torch.cat((shared, out), dim=-1)
         return self.output_layernorm(out if shared is None else out + shared)
+
+
+def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
+    """fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], with Megatron-LM's names, and with biases if linear
+    layers have them; None without a latent."""
+    if config.moe_latent_size is None:
+        return None
+    hidden, latent, bias = config.hidden_size, config.moe_latent_size, config.add_bias_linear
+    return (
+        ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, bias, Init("normal", config.init_method_std)),
+        ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, bias, Init("normal", config.output_init_std)),
+    )

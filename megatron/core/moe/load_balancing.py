@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.collectives import Pending, all_reduce_, start_all_reduce_
 from megatron.core.config.model import TransformerConfig
-from megatron.core.moe.parameters import router_states
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext
 
 EXTRA_COLUMNS = 3
@@ -142,8 +141,9 @@ class Balance(nn.Module):
         self.bias_rate = config.moe_router_bias_update_rate
         self.sequence = ctx.state.axis("tp_cp")
         self.loads = RunningLoads(ctx.state)
-        states = [make_state(meta, dtype, ctx) for meta, dtype in router_states(name, config)]
-        self.expert_bias = states[0] if states else None
+        biased = config.moe_router_enable_expert_bias
+        bias = ParamMeta(f"{name}.expert_bias", (config.moe_choices,), init=Init("zeros"))
+        self.expert_bias = make_state(bias, torch.float32, ctx) if biased else None
         self.tally = torch.zeros(PER_EXPERT * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
         """Sums over the tokens of the step so far: `PER_EXPERT` entries [E], extra columns."""
 
@@ -220,11 +220,9 @@ class Balance(nn.Module):
         return torch.cat((assigned, extra))
 
 
-def make_state(meta: ParamMeta, dtype: str, ctx: TPContext) -> nn.Parameter:
+def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
     """Creates a model state of zeros that is not trained but saved in checkpoints. Every rank holds it whole."""
-    state = nn.Parameter(
-        torch.zeros(meta.global_shape, dtype=getattr(torch, dtype), device=ctx.device), requires_grad=False
-    )
+    state = nn.Parameter(torch.zeros(meta.global_shape, dtype=dtype, device=ctx.device), requires_grad=False)
     state.meta = meta  # type: ignore[attr-defined]
     return state
 

@@ -21,11 +21,12 @@ from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.load_balancing import Balance
-from megatron.core.moe.parameters import router_metas
 from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import ROUTER_SCORES
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import rows_of
+from megatron.core.tensor_parallel.linear_spec import sequence_partial
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
     accumulate_weight_grad,
@@ -152,9 +153,14 @@ class TopKRouter(nn.Module):
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
         self.zero_experts = config.moe_zero_experts
-        weight, *bias = (make_parameter(meta, ctx) for meta in router_metas(name, config, ctx.sequence_parallel))
-        self.weight, self.bias = weight, bias[0] if bias else None
-        self.balance = Balance(name, config, ctx, weight)
+        shape, init = (config.moe_choices, config.hidden_size), Init("normal", config.init_method_std)
+        partial_over = sequence_partial(ctx.sequence_parallel)
+        weight = ParamMeta(f"{name}.weight", shape, init=init, partial_over=partial_over, role="router")
+        bias = ParamMeta(f"{name}.bias", shape[:1], init=init, partial_over=partial_over)
+        self.weight = make_parameter(weight, ctx)
+        self.bias = make_parameter(bias, ctx) if config.add_bias_linear else None
+        """As in Megatron-LM, the bias is random too."""
+        self.balance = Balance(name, config, ctx, self.weight)
         self.scores: Scores = ROUTER_SCORES[config.moe_router_scores.removeprefix("pre_")](config)
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
         self.group_score_topk = config.moe_router_group_score_topk or self.topk // (self.group_topk or 1)

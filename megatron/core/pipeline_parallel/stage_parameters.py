@@ -1,17 +1,31 @@
-"""Parameters of a model and of its pipeline stages, counted from their ParamMetas. Needs torch for extensions only."""
+"""The parameters of a model and of its pipeline stages, as its modules make them.
+
+Plans, checkpoints and conversions read what is built here on the meta device, one layer at a time, so that a part of an
+extension is counted by its own constructor, and no list repeats it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
+
+import torch
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.gpt.parameters import is_declared, parameter_metas
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stages import Stage, whole_model
+
+
+class Tensors(NamedTuple):
+    """The tensors of a part of the model."""
+
+    trained: tuple[ParamMeta, ...]
+
+    states: tuple[tuple[ParamMeta, str], ...]
+    """Tensors that are saved and not trained, such as biases of experts, with the name of the dtype."""
 
 
 def stage_metas(
@@ -21,65 +35,90 @@ def stage_metas(
     sequence_parallel: bool = False,
     tied_stages: tuple[int, ...] = (),
 ) -> list[ParamMeta]:
-    """The trained parameters of a stage, by default of the whole model; of an extension's parts, whose parameters are
-    listed nowhere, those of a stage that is built on fake tensors."""
+    """The trained parameters of a stage, by default of the whole model, in the order of `GPTModel`.
+
+    `tied_stages` are the stages on different ranks that each hold the embedding, or the word embeddings, if several do.
+    The vocabulary size must be known.
+    """
     stage = stage or whole_model(config)
-    if is_declared(config):
-        return list(_declared_metas(config, replace(stage, layers=tuple(stage.layers)), sequence_parallel, tied_stages))
-    return built_metas(config, stage, sequence_parallel, tied_stages)
+    found = list(_begin(config, stage, sequence_parallel, tied_stages).trained)
+    for number in stage.layers:
+        found += layer_tensors(config, number, sequence_parallel).trained
+    return found + list(_end(config, stage, sequence_parallel, tied_stages).trained)
 
 
-@lru_cache(maxsize=2048)
-def _declared_metas(
-    config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]
-) -> tuple[ParamMeta, ...]:
-    ends = {"first": stage.first, "last": stage.last}
-    return tuple(
-        parameter_metas(config, stage.layers, **ends, sequence_parallel=sequence_parallel, tied_stages=tied_stages)
-    )
+def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
+    """The tensors of the whole model that are saved and not trained, each with the name of its dtype."""
+    stage = whole_model(config)
+    found = list(_begin(config, stage, False, ()).states)
+    for number in stage.layers:
+        found += layer_tensors(config, number, False).states
+    return found + list(_end(config, stage, False, ()).states)
 
 
-def built_metas(
-    config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]
-) -> list[ParamMeta]:
-    """The trained parameters of a stage, as its parts make them."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+@lru_cache(maxsize=4096)
+def layer_tensors(config: TransformerConfig, number: int, sequence_parallel: bool = False) -> Tensors:
+    """The tensors of layer `number`."""
+    return _tensors(_built(config, Stage((number,), first=False, last=False), sequence_parallel, ()))
 
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
+@lru_cache(maxsize=256)
+def multi_token_tensors(config: TransformerConfig) -> tuple[Tensors, ...]:
+    """The tensors of each module of multi-token prediction, by depth."""
+    mtp = _built(config, Stage((), first=False, last=True), False, ()).mtp
+    return () if mtp is None else tuple(_tensors(layer) for layer in mtp.layers)
+
+
+def _begin(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> Tensors:
+    return _ends(config, stage.first, stage.last, sequence_parallel, tied_stages)[0]
+
+
+def _end(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> Tensors:
+    return _ends(config, stage.first, stage.last, sequence_parallel, tied_stages)[1]
+
+
+@lru_cache(maxsize=256)
+def _ends(
+    config: TransformerConfig, first: bool, last: bool, sequence_parallel: bool, tied_stages: tuple[int, ...]
+) -> tuple[Tensors, Tensors]:
+    """The tensors of a stage before its layers, and after them."""
+    model = _built(config, Stage((), first=first, last=last), sequence_parallel, tied_stages)
+    begin = Tensors((), ()) if model.embedding is None else _tensors(model.embedding)
+    every = _tensors(model)
+    return begin, Tensors(every.trained[len(begin.trained) :], every.states[len(begin.states) :])
+
+
+def _built(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> GPTModel:
+    """A stage without memory."""
     parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
-    with FakeTensorMode():
-        model = GPTModel(
+    with torch.device("meta"):
+        return GPTModel(
             config,
             parallel,
             layers=stage.layers,
             first=stage.first,
             last=stage.last,
             tied_stages=tied_stages,
+            device="meta",
             initialize=False,
         )
-    return [parameter.meta for parameter in model.parameters() if parameter.requires_grad]  # type: ignore[attr-defined]
 
 
-def check_declared(built: Iterable[Any], config: TransformerConfig, stage: Stage) -> None:
-    """Raises ValueError if `built`, the parameters of a stage, are not those that its parts list. Plans, checkpoints
-    and conversions read the list."""
-    if not is_declared(config):
-        return  # plans build the model too
-    shapes = {meta.name: meta.global_shape for meta in (each.meta for each in built if each.requires_grad)}
-    listed = {meta.name: meta.global_shape for meta in stage_metas(config, stage)}
-    wrong = next((name for name in {**shapes, **listed} if shapes.get(name) != listed.get(name)), None)
-    if wrong is not None:
-        found, stated = (list(of[wrong]) if wrong in of else "absent" for of in (shapes, listed))
-        raise ValueError(
-            f"{wrong}: the model has this parameter with shape {found}, and its part lists it with shape {stated}; "
-            "correct what parameters= names in the registration of the part, or leave parameters= out"
-        )
+def _tensors(module: torch.nn.Module) -> Tensors:
+    trained = []
+    states = []
+    for parameter in module.parameters():
+        meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
+        if parameter.requires_grad:
+            trained.append(meta)
+        else:
+            states.append((meta, str(parameter.dtype).removeprefix("torch.")))
+    return Tensors(tuple(trained), tuple(states))
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by component; a tied embedding counts once."""
+    """Number of parameters by component; a tied embedding counts once."""
 
     embedding: int = 0
     attention: int = 0
@@ -89,7 +128,7 @@ class ParameterCount:
     experts: int = 0
     norms: int = 0
     other: int = 0
-    """Projections of multi-token prediction, and what an extension's layers have under names of their own."""
+    """Projections of multi-token prediction, and parameters of an extension's layers under names of their own."""
     output_layer: int = 0
 
     @property

@@ -1,6 +1,6 @@
-"""Contents of each pipeline stage of a configuration.
+"""The pipeline stages of a configuration and their placement on ranks. No torch.
 
-One answer for the model that is built, the plan that is printed and the planner. No torch.
+`layer_split` says which layers each stage holds.
 """
 
 from __future__ import annotations
@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.pipeline_parallel.layout import (
-    PipelineLayout,
-    end_costs,
-    multi_token_cost,
-    relative_costs,
-    split_layers,
-)
+from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import layout_of
 
 
@@ -46,36 +40,6 @@ def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> 
     if chunks is None and per_stage is not None:
         chunks = max(1, -(-model.num_layers // (per_stage * pp)))
     return layout_of(parallel.schedule, pp, chunks)
-
-
-def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
-    """Contents of every stage, by global stage number: any number of layers on any number of stages.
-
-    The first and the last stage hold fewer layers, by what the embedding and the head cost. Raises ValueError,
-    naming the flag, if a number of layers is asked for that does not fit.
-    """
-    layout, split = pipeline_layout(model, parallel), parallel.stage_split
-    (first_cost, last_cost), fixed = end_costs(model), None
-    if split is not None:
-        first_cost, last_cost = split.end_costs(parallel, first_cost, last_cost)
-        fixed = split.fixed(model, parallel, layout)
-    last_cost += multi_token_cost(model)
-    layers = split_layers(
-        model.num_layers, layout.num_stages, first_cost, last_cost, fixed=fixed, rank_of=layout.rank_of
-    )
-    last = layout.num_stages - 1
-    return [Stage(part, first=stage == 0, last=stage == last) for stage, part in enumerate(layers)]
-
-
-def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list[float]:
-    """The forward of each stage, in layers of the mean, by FLOPs."""
-    first_cost, last_cost = end_costs(model)
-    last_cost += multi_token_cost(model)
-    stages, costs = pipeline_stages(model, parallel), relative_costs(model)
-    return [
-        sum(costs[number] for number in stage.layers) + first_cost * stage.first + last_cost * stage.last
-        for stage in stages
-    ]
 
 
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ from megatron.core.tensor_parallel.linear_gemms import (
     given_input,
     matrix_of,
 )
-from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
     accumulate_weight_grad,

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Fused, Init
 from megatron.core.parts import kernel_for
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.activations import FusedActivation, build_activation
-from megatron.core.transformer.parameters import mlp_linears
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 
 
@@ -45,6 +46,18 @@ class MLP(nn.Module):
         if drops:
             return with_input_recomputed(activate, x, partial(self.linear_fc2, addend=addend))
         return self.linear_fc2(activate(x), addend=addend)
+
+
+def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:
+    """linear_fc1 and linear_fc2. A gated fc1 stacks gate and up as [2, ffn, h], each sharded over the ranks."""
+    hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
+    out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
+    fused = Fused("gate_up", 0, (1, 1)) if config.gated else None
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+    return (
+        ColumnLinear(f"{name}.linear_fc1", hidden, out_dims, bias, init, shard_dim, fused),
+        RowLinear(f"{name}.linear_fc2", ffn, hidden, bias, output_init),
+    )
 
 
 class SharedExpert(MLP):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,10 +11,14 @@ from torch import Tensor, nn
 from megatron.core.collectives import copy_to, reduce_from
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
-from megatron.core.tensor_parallel.parameters import sequence_partial
-from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, heads_norm_meta, norm_metas
+from megatron.core.tensor_parallel.linear_spec import sequence_partial
+
+HEAD_NORM_PARTIAL_OVER = ("tp",)
+"""`partial_over` of a weight that all heads share. A rank has some of the heads: its gradient is partial, sequence
+parallel or not."""
 
 
 class LayerNorm(nn.Module):
@@ -26,12 +32,16 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.shape, self.eps = (size,), config.norm_epsilon
         self.one_plus = config.apply_layernorm_1p
-        metas = norm_metas(name, size, partial_over, config, bias=self.has_bias)
-        self.weight, self.bias, *_ = (*(make_parameter(meta, ctx) for meta in metas), None, None)
+        weight = ParamMeta(f"{name}.weight", (size,), {}, _initial_weight(config), partial_over)
+        bias = ParamMeta(f"{name}.bias", (size,), {}, Init("zeros"), partial_over)
+        biased = self.has_bias and config.norm_parameters == "all"
+        self.weight = None if config.norm_parameters == "none" else make_parameter(weight, ctx)
+        self.bias = make_parameter(bias, ctx) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_plus:
             return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        assert self.weight is not None
         wide, weight = _one_plus(x, self.weight)
         bias = None if self.bias is None else self.bias.to(wide.dtype)
         return F.layer_norm(wide, self.shape, weight, bias, self.eps).to(x.dtype)
@@ -45,8 +55,21 @@ class RMSNorm(LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_plus:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
+        assert self.weight is not None
         wide, weight = _one_plus(x, self.weight)
         return F.rms_norm(wide, self.shape, weight, self.eps).to(x.dtype)
+
+
+def _initial_weight(config: TransformerConfig) -> Init:
+    return Init("zeros" if config.apply_layernorm_1p else "ones")
+
+
+def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
+    """The weight of norms of queries or keys that heads do not share: of one over the channels of all heads, as one
+    dim, or of one for each head [heads, channels]. Heads are sharded."""
+    widths = (heads, config.head_dim)
+    shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)
+    return ParamMeta(f"{name}.weight", shape, {"tp": 0}, _initial_weight(config))
 
 
 class WideRMSNorm(nn.Module):
@@ -74,7 +97,8 @@ class NormOfEachHead(nn.Module):
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        self.centered, self.eps = config.normalization == "LayerNorm", config.norm_epsilon
+        self.centered = NORMALIZATIONS.facts(config.normalization).centered
+        self.eps = config.norm_epsilon
         self.one_plus = config.apply_layernorm_1p
         self.weight = make_parameter(heads_norm_meta(name, heads, config), ctx)
 
@@ -110,7 +134,7 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
         return L2Norm(config, ctx), L2Norm(config, ctx)
     if not config.qk_layernorm:
         return nn.Identity(), nn.Identity()
-    queries, keys = (f"{name}.{norm}" for norm in HEAD_NORMS)
+    queries, keys = f"{name}.q_layernorm", f"{name}.k_layernorm"
     if config.qk_layernorm_scope != "head":
         norm = WideRMSNorm if config.qk_layernorm_scope == "all" else NormOfEachHead
         return norm(queries, config.num_attention_heads, config, ctx), norm(keys, config.query_groups, config, ctx)

@@ -8,18 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.attention.core_attention import CoreAttention, sinks_metas
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
+from megatron.core.config.heads import group_rows, has_even_heads, head_counts
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Fused, Init
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.norm import build_query_key_norms
-from megatron.core.transformer.parameters import (
-    attention_linears,
-    group_rows,
-    head_counts,
-    sinks_metas,
-)
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import (
     rotate_queries_and_keys,
@@ -95,6 +92,23 @@ class SelfAttention(nn.Module):
             q, k = self.rotate(q, k, *context.rotary[self.rotation])
         q, k = (self.q_layernorm(q), self.k_layernorm(k)) if self.normed_last else (q, k)
         return q, gate, k, v
+
+
+def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
+    """linear_qkv [groups, heads, channels, h], or [groups, rows, h] where heads differ in width, and linear_proj. A
+    group's rows of linear_qkv: its query heads, the gates of their outputs if there are any, then its key, then its
+    value."""
+    hidden, bias = config.hidden_size, config.add_bias_linear
+    of_output = bias or config.add_attention_output_bias
+    even = has_even_heads(config)
+    sizes = head_counts(config) if even else group_rows(config)
+    out_dims = (config.query_groups, sum(sizes), *((config.head_dim,) if even else ()))
+    fused = Fused("qkv", 1, tuple(size for size in sizes if size))
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+    return (
+        ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init, fused=fused),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output, output_init),
+    )
 
 
 def gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:

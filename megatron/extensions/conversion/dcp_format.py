@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
 from megatron.core.dist_checkpointing.storage import save
-from megatron.core.models.gpt.parameters import extension_parts, model_states, parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
 from megatron.extensions.conversion.formats import (
     Format,
     Options,
@@ -56,11 +56,7 @@ class DCPSource(Source):
         self.checkpoint, self.notes = checkpoint, tuple(remarks)
         load_saved_extensions(checkpoint.payload, checkpoint.folder)
         self.config = saved_config(checkpoint)
-        if own := extension_parts(self.config.model):
-            raise ValueError(
-                f"{checkpoint.folder}: parts of extensions cannot be converted, and its model has {', '.join(own)}"
-            )
-        self.metas = {meta.name: meta for meta in parameter_metas(self.config.model)}
+        self.metas = {meta.name: meta for meta in stage_metas(self.config.model)}
         for name, meta in self.metas.items():
             info = checkpoint.tensors.get(model_key(name))
             if info is None or info.shape != meta.global_shape:

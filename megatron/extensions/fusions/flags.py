@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.flag_spec import Section
+from megatron.core.config.heads import has_even_heads
 from megatron.core.parts import (
     ATTENTION_BACKENDS,
     ATTENTIONS,
@@ -16,7 +17,6 @@ from megatron.core.parts import (
     OPTIMIZERS,
     TILE_KERNELS,
 )
-from megatron.core.transformer.parameters import has_even_heads
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags

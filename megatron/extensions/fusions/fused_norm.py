@@ -105,6 +105,7 @@ class FusedLayerNorm(LayerNorm):
         """The norm of x [..., h], or with `residual` (the sum, its norm): see `add_and_norm`."""
         stream = x if isinstance(x, ResidualSum) else ResidualSum(x)
         if self.fuses():
+            assert self.weight is not None
             norm = Norm(self.weight, self.bias, self.eps, self.centered, self.one_plus)
             found = fused_norm(stream.x, stream.update, norm, stream.mask, cast)
         else:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import ROUTERS
 from megatron.training.config.problem import Problem, unless_at_most
 from megatron.training.config.run_config import RunConfig
@@ -44,17 +42,8 @@ class HashRoutingFlags:
                 yield Problem.exclusive(SWITCH, self.moe_n_hash_layers, other, why)
 
 
-def table_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
-    """tid2eid [vocabulary, k]: the experts of each token, with Megatron-LM's name; and the name of the dtype."""
-    assert config.num_experts is not None
-    shape, init = (config.vocab_size or 0, config.moe_router_topk), Init("choices", high=config.num_experts)
-    return [(ParamMeta(f"{name}.tid2eid", shape, init=init), "int64")]
-
-
 ROUTERS.register(
     "hash",
     f"{__package__}.hash_router:HashRouter",
     when=lambda config, number: number < config.options(HashRoutingFlags).moe_n_hash_layers,
-    states=f"{__name__}:table_states",
-    parameters="megatron.core.moe.parameters:router_metas",
 )

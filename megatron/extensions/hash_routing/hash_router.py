@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.load_balancing import make_state
 from megatron.core.moe.router import TopKRouter
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.extensions.hash_routing.flags import table_states
 
 
 class HashRouter(TopKRouter):
@@ -20,8 +21,9 @@ class HashRouter(TopKRouter):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         config = replace(config, moe_router_enable_expert_bias=False, moe_router_load_balancing_type=("none",))
         super().__init__(name, config, ctx)
-        ((meta, dtype),) = table_states(name, config)
-        self.tid2eid = make_state(meta, dtype, ctx)
+        shape, init = (config.vocab_size or 0, config.moe_router_topk), Init("choices", high=self.num_experts)
+        self.tid2eid = make_state(ParamMeta(f"{name}.tid2eid", shape, init=init), torch.int64, ctx)
+        """[vocabulary, k]: the experts of each token, with Megatron-LM's name."""
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
         assert context.tokens is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.gpt.parameters import MULTI_TOKEN
+from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import HF_FAMILIES
 from megatron.core.tokenizers import Tokenizer, build_tokenizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.models.gpt.parameters import extension_parts
 from megatron.extensions.hugging_face.family_files import add_families, family_to_write
 from megatron.extensions.hugging_face.flags import HuggingFaceConfig
 from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
@@ -32,10 +31,6 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if wanted is None or c.model.num_layers < 1:
         return
     flag, remedy = "--export-hf-interval", "change the model or remove the flag"
-    if own := extension_parts(c.model):
-        rule = f"parts of extensions cannot be exported, and the model has {', '.join(own)}"
-        yield Problem(flag, wanted, rule, remedy)
-        return
     try:
         if family is None:
             choose_family(c.model)

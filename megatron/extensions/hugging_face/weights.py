@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import MULTI_TOKEN, model_states, parameter_metas
+from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
 from megatron.extensions.conversion.formats import few
 from megatron.extensions.hugging_face.buffers import buffers_of
 from megatron.extensions.hugging_face.families import Family, Rule
@@ -196,7 +197,7 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
     found = []
     config = _with_depths(config, config.mtp_depths if family.multi_token else 0)
     states = model_states(config)
-    for meta, state_dtype in [*((meta, None) for meta in parameter_metas(config)), *states]:
+    for meta, state_dtype in [*((meta, None) for meta in stage_metas(config)), *states]:
         parts = meta.name.split(".")
         module = meta.name.startswith(f"{MULTI_TOKEN}.")
         layer = parts[2] if module or meta.name.startswith("decoder.layers.") else ""

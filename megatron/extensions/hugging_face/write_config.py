@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.layers import layer_numbers
 from megatron.core.config.model import TransformerConfig
-from megatron.core.parts import HF_FAMILIES
+from megatron.core.parts import HF_FAMILIES, NORMALIZATIONS, RESIDUALS, router_of
 from megatron.extensions.hugging_face.families import Family
 from megatron.extensions.hugging_face.read_config import (
     COMPRESSED,
@@ -214,7 +215,17 @@ def _factor(hf: Mapping[str, Any], product: float | None, powers: Mapping[str, f
 def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
     """Settings of a model that a config.json made of it does not express."""
     expected, found = settings_of(config), settings_of(config_from_hf(hf))
-    return [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
+    lost = [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
+    return lost + _unconditional_parts(config)
+
+
+def _unconditional_parts(config: TransformerConfig) -> list[str]:
+    """Routers and residual streams that extensions give every model, whatever its flags say. No key stands for them."""
+    plain = replace(config, extension_options=())
+    routers = {router_of(plain, number) for number, kind in enumerate(plain.layers) if kind.experts} - {"top_k"}
+    return [f"router {name}" for name in sorted(routers)] + [
+        f"residual stream {name}" for name in RESIDUALS.wanted(plain)
+    ]
 
 
 def _value_in_hf(family: Family, key: str, value: Any) -> Any:
@@ -294,7 +305,7 @@ def _with_derived(config: TransformerConfig) -> dict[str, Any]:
         "add_attention_output_bias": config.add_attention_output_bias or config.add_bias_linear,
         "add_mlp_bias": config.add_mlp_bias or config.add_bias_linear,
         "norm_parameters": "weight"
-        if config.normalization == "RMSNorm" and fields["norm_parameters"] == "all"
+        if not NORMALIZATIONS.facts(config.normalization).biased and fields["norm_parameters"] == "all"
         else fields["norm_parameters"],
         "moe_ffn_hidden_size": config.moe_ffn_size,
         "moe_router_score_function": config.moe_router_scores.removeprefix("pre_"),

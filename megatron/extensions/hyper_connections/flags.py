@@ -77,7 +77,5 @@ RESIDUALS.register(
     f"{__package__}.hyper_connection:HyperConnection",
     when=is_chosen,
     width=stream_size,
-    parameters=f"{__package__}.parameters:connection_metas",
-    end_parameters=f"{__package__}.parameters:contract_metas",
 )
 RECOMPUTED_PARTS.register("mhc", is_chosen, needs=SWITCH)

@@ -12,6 +12,7 @@ and context parallelism need no communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import sqrt
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.linear_spec import sequence_partial
 from megatron.core.transformer.block import Stream, added
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 from megatron.extensions.hyper_connections.flags import HyperConnectionFlags
 from megatron.extensions.hyper_connections.mixing import Epsilons, Mix, MixFunction, contracted, stream_weights
-from megatron.extensions.hyper_connections.parameters import connection_metas, contract_metas
 
 Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
@@ -79,10 +81,22 @@ class HyperConnection(TokenWeights):
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)
-        metas = connection_metas(sublayer, config, ctx.sequence_parallel)
-        self.mapping_proj, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias = (
-            make_parameter(meta, ctx) for meta in metas
+        width, name = config.residual_size, f"{sublayer}_hyper_connection"
+        rows = self.streams * (self.streams + 2)
+        """Rows of the weights that a sublayer reads by, of the weights of its output, and of the mixing matrix."""
+        bound = sqrt(6 / (rows + width))
+        factor = Init("constant", value=config.options(HyperConnectionFlags).mhc_init_gating_factor)
+
+        def made(key: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+            partial_over = sequence_partial(ctx.sequence_parallel)
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over), ctx)
+
+        # Names and initial values are those of Megatron-LM's branch dev.
+        self.mapping_proj = made("mapping_proj.weight", (rows, width), Init("uniform", low=-bound, high=bound))
+        self.alpha_pre, self.alpha_post, self.alpha_res = (
+            made(f"alpha_{of}", (1,), factor) for of in ("pre", "post", "res")
         )
+        self.bias = made("bias", (rows,), Init("zeros"))
         kind = config.layer(ctx.layer)
         self.recompute = config.recomputes("mhc") and kind.mixes and kind.mlp
 
@@ -131,8 +145,17 @@ class SumOfStreams(TokenWeights):
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)
-        metas = contract_metas(norm, config, ctx.sequence_parallel)
-        self.hc_head_fn, self.hc_head_base, self.hc_head_scale = (make_parameter(meta, ctx) for meta in metas)
+        name, partial_over = norm.rpartition(".")[0], sequence_partial(ctx.sequence_parallel)
+
+        def made(key: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over), ctx)
+
+        self.hc_head_fn = made(
+            "hc_head_fn", (self.streams, config.residual_size), Init("normal", config.init_method_std)
+        )
+        self.hc_head_base = made("hc_head_base", (self.streams,), Init("zeros"))
+        # It starts at 1, as in Megatron-LM and transformers, whatever --mhc-init-gating-factor says.
+        self.hc_head_scale = made("hc_head_scale", (1,), Init("constant", value=1.0))
 
     def forward(self, x: Stream) -> Tensor:
         """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""

@@ -52,7 +52,6 @@ def kimi_delta(c: RunConfig, world_size: int) -> Iterator[Problem]:
 LINEAR_ATTENTIONS.register(
     "kimi_delta_attention",
     f"{__package__}.kimi_delta_attention:KimiDeltaAttention",
-    parameters=f"{__package__}.parameters:kimi_delta_metas",
     rules=f"{__name__}:kimi_delta",
     described=heads,
     letter="K",

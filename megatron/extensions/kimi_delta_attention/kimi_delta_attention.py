@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import (
     ReplicatedParallelLinear,
     TPContext,
@@ -21,8 +22,9 @@ from megatron.core.tensor_parallel.layers import (
     make_parameter,
     row_parallel,
 )
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER
 from megatron.extensions.kimi_delta_attention.flags import KimiDeltaFlags
-from megatron.extensions.kimi_delta_attention.parameters import kimi_delta_parameters
 from megatron.extensions.linear_attention.gated_delta_net import GatedDeltaNet, Operands, delta_operands
 
 
@@ -33,17 +35,38 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         nn.Module.__init__(self)  # its parameters are others
-        parameters, own = kimi_delta_parameters(name, config), config.options(KimiDeltaFlags)
+        own, hidden = config.options(KimiDeltaFlags), config.hidden_size
+        heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
         self.cp, self.layer, self.eps, width = ctx.state.cp, ctx.layer, config.norm_epsilon, own.kda_head_dim
         self.channels, self.value_width, self.widths = (width, width, width, width, 1, width), width, (width, width)
-        self.in_proj = column_parallel(parameters.in_proj, ctx)
-        downs, ups = (parameters.f_a_proj, parameters.g_a_proj), (parameters.f_b_proj, parameters.g_b_proj)
-        self.f_a_proj, self.g_a_proj = (ReplicatedParallelLinear(down, ctx) for down in downs)
-        self.f_b_proj, self.g_b_proj = (column_parallel(up, ctx) for up in ups)
-        self.conv1d = make_parameter(parameters.conv1d, ctx)
-        self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
-        self.out_norm = make_parameter(parameters.out_norm, ctx)
-        self.out_proj = row_parallel(parameters.out_proj, ctx)
+        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
+        steps, decays = Init("inverse_softplus", low=1e-3, high=0.1), Init("log_of_uniform", low=1.0, high=16.0)
+
+        def down(of: str) -> ReplicatedParallelLinear:
+            linear = ReplicatedLinear(f"{name}.{of}_a_proj", hidden, width, False, init)
+            return ReplicatedParallelLinear(linear, ctx)
+
+        def up(of: str) -> nn.Module:
+            return column_parallel(ColumnLinear(f"{name}.{of}_b_proj", width, (heads, width), False, init), ctx)
+
+        def by_heads(key: str, shape: tuple[int, ...], init: Init, role: str = "hidden") -> nn.Parameter:
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role), ctx)
+
+        # Initial values are Hugging Face's. No projection has a bias.
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False, init)
+        self.in_proj = column_parallel(in_proj, ctx)
+        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # of decays, and of gates of outputs
+        self.f_b_proj, self.g_b_proj = up("f"), up("g")
+        self.conv1d = by_heads("conv1d.weight", (heads, 3 * width, taps), within, "convolution")
+        self.dt_bias = by_heads("dt_bias", (heads, width), steps)
+        """Added to the projected decay."""
+        self.a_log = by_heads("A_log", (heads,), decays)
+        """Logarithm of the decay's factor."""
+        out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER)
+        self.out_norm = make_parameter(out_norm, ctx)
+        """One weight for all heads."""
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False, output_init), ctx)
         self.kernel, self.recompute, self.compiled = None, True, ctx.compiled
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
 

@@ -65,7 +65,6 @@ ATTENTIONS.register(
     "multi_latent_attention",
     f"{__package__}.multi_latent_attention:MultiLatentAttention",
     chosen_by=lambda config: config.options(LatentAttentionFlags).multi_latent_attention,
-    parameters=f"{__package__}.parameters:latent_metas",
     rules=f"{__package__}.rules:latent_attention",
     widths=widths,
     grouped=False,

@@ -10,24 +10,24 @@ sharded by heads.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.attention.core_attention import CoreAttention, sinks_metas
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import all_gather_sequence, copy_to
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, column_parallel, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.parameters import sinks_metas
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 from megatron.core.transformer.rotary import apply_rotary_interleaved, scaled_queries
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
-from megatron.extensions.latent_attention.parameters import latent_linears
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries and keys [s, b, heads/tp, qk_head_dim + qk_pos_emb_head_dim], values [s, b, heads/tp, v_head_dim]."""
@@ -45,6 +45,49 @@ class Latents(NamedTuple):
 
     key: Tensor
     """[s, b, 1, qk_pos_emb_head_dim]: the key's channels that a rotary embedding is to rotate, for all heads."""
+
+
+@dataclass(frozen=True)
+class LatentLinears:
+    """Linear layers of multi-latent attention. Only linear_proj has a bias, if outputs of attention have biases."""
+
+    q_down: ReplicatedLinear | None
+    """linear_q_down_proj; None without a latent of queries."""
+
+    q: ColumnLinear
+    """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank]; without a latent linear_q_proj
+    [..., h]."""
+
+    kv_down: ReplicatedLinear
+    """linear_kv_down_proj [kv_lora_rank + qk_pos_emb_head_dim, h]: the latent, then the rotary key of all heads."""
+
+    kv_up: ColumnLinear
+    """linear_kv_up_proj [heads, qk_head_dim + v_head_dim, kv_lora_rank]: a head's key, then its value."""
+
+    proj: RowLinear
+    """linear_proj [h, heads * v_head_dim]."""
+
+    norms: dict[str, int]
+    """Name -> width of the norms of latents, if there are any."""
+
+
+def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
+    """The linear layers and norms of multi-latent attention (arXiv 2405.04434, equations 37 to 47)."""
+    own, hidden, heads = config.options(LatentAttentionFlags), config.hidden_size, config.num_attention_heads
+    q_rank, kv_rank, rotary = own.q_lora_rank, own.kv_lora_rank, own.qk_pos_emb_head_dim
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+    q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
+    kv_out = (heads, own.qk_head_dim + own.v_head_dim)
+    of_output = config.add_bias_linear or config.add_attention_output_bias
+    norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
+    return LatentLinears(
+        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, False, init) if q_rank else None,
+        ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False, init),
+        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, False, init),
+        ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False, init),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output, output_init),
+        {f"{name}.{norm}": width for norm, width in norms.items() if width},
+    )
 
 
 class MultiLatentAttention(nn.Module):

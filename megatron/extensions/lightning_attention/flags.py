@@ -39,7 +39,6 @@ def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
 LINEAR_ATTENTIONS.register(
     "lightning_attention",
     f"{__package__}.lightning_attention:LightningAttention",
-    parameters=f"{__package__}.parameters:lightning_metas",
     rules=f"{__name__}:lightning",
     described=lambda config: f", {config.num_attention_heads} heads of {config.head_dim}",
     letter="L",

@@ -13,6 +13,7 @@ all-to-all trades sequence shards for heads, and another one trades the outputs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,14 +22,18 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.norm import WideRMSNorm
 from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.lightning_attention.flags import LightningFlags
-from megatron.extensions.lightning_attention.parameters import lightning_parameters, norm_config
 from megatron.extensions.linear_attention.gated_delta_net import FEW_TOKENS, documents_begun
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
+
+EPSILON = 1e-6
+"""Epsilon of the norm of outputs, whatever --norm-epsilon is, as in MiniMax-Text-01."""
 
 
 class LightningAttention(nn.Module):
@@ -37,14 +42,17 @@ class LightningAttention(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        parameters, heads = lightning_parameters(name, config), config.num_attention_heads
+        heads, width, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
+        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+        of_heads = replace(config, qk_layernorm_scope="all", norm_epsilon=EPSILON)
         self.cp, self.layer, self.width, self.compiled = ctx.state.cp, ctx.layer, config.head_dim, ctx.compiled
         self.chunk, self.heads = config.options(LightningFlags).lightning_chunk_size, heads // ctx.tp.size
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)
-        self.in_proj = column_parallel(parameters.in_proj, ctx)
-        self.norm = WideRMSNorm(f"{name}.norm", heads, norm_config(config), ctx)
-        self.out_proj = row_parallel(parameters.out_proj, ctx)
+        # The query, key, value and gate of a head, then of the next one. Neither projection has a bias.
+        self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (heads, 4 * width), False, init), ctx)
+        self.norm = WideRMSNorm(f"{name}.norm", heads, of_heads, ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False, output_init), ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""

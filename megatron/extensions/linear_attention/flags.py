@@ -91,7 +91,6 @@ def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
 LINEAR_ATTENTIONS.register(
     "gated_delta_net",
     f"{__package__}.gated_delta_net:GatedDeltaNet",
-    parameters=f"{__package__}.parameters:delta_net_metas",
     rules=f"{__name__}:delta_nets",
     described=heads,
     letter="G",

@@ -26,12 +26,14 @@ from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
+from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER
 from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.linear_attention.flags import LinearAttentionFlags
 from megatron.extensions.linear_attention.gated_delta_rule import flash_rule, gated_delta_chunks, gated_delta_steps
-from megatron.extensions.linear_attention.parameters import delta_net_parameters
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q, k, v, g and beta of `gated_delta_rule`."""
@@ -52,17 +54,33 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        parameters, own = delta_net_parameters(name, config), config.options(LinearAttentionFlags)
+        own, hidden = config.options(LinearAttentionFlags), config.hidden_size
+        groups, heads, taps = own.linear_num_key_heads, own.linear_num_value_heads, own.linear_conv_kernel_dim
         self.cp, self.layer, self.channels = ctx.state.cp, ctx.layer, own.linear_channels
         self.eps = own.linear_norm_epsilon or config.norm_epsilon
         self.strength = 2.0 if own.linear_allow_neg_eigval else 1.0
         self.value_width, self.steps = own.linear_value_head_dim, own.linear_num_householder
         self.widths = own.linear_key_head_dim, self.value_width
-        self.in_proj = column_parallel(parameters.in_proj, ctx)
-        self.conv1d = make_parameter(parameters.conv1d, ctx)
-        self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
-        self.out_norm = make_parameter(parameters.out_norm, ctx)
-        self.out_proj = row_parallel(parameters.out_proj, ctx)
+        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
+
+        def by_heads(key: str, shape: tuple[int, ...], init: Init, role: str = "hidden") -> nn.Parameter:
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role), ctx)
+
+        # Names and initial values are Megatron-LM's (arXiv 2412.06464, section 3.4). Neither projection has a bias.
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(self.channels)), False, init)
+        self.in_proj = column_parallel(in_proj, ctx)
+        self.conv1d = by_heads("conv1d.weight", (groups, sum(self.channels[:3]), taps), within, "convolution")
+        """[key heads, channels of query, key and values, taps]"""
+        self.dt_bias = by_heads("dt_bias", (heads,), Init("ones"))
+        """Added to the projected decay."""
+        self.a_log = by_heads("A_log", (heads,), Init("log_of_uniform", low=1.0, high=16.0))
+        """Logarithm of the decay's factor."""
+        out_norm = ParamMeta(f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER)
+        self.out_norm = make_parameter(out_norm, ctx)
+        """One weight for all heads."""
+        out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False, output_init)
+        self.out_proj = row_parallel(out_proj, ctx)
         self.kernel, self.compiled = flash_rule(ctx.dtype, ctx.device), ctx.compiled
         self.recompute = self.kernel is None or config.recomputes("core_attn")
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(gated_norm, ctx.compiled)

@@ -137,7 +137,6 @@ def _aligned(c: RunConfig, groups: int) -> Iterator[Problem]:
 LINEAR_ATTENTIONS.register(
     "mamba2",
     f"{__package__}.mamba2:Mamba2",
-    parameters=f"{__package__}.parameters:mamba_metas",
     rules=f"{__name__}:mamba2",
     described=described,
     letter="M",

@@ -19,7 +19,9 @@ from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.recompute import recomputed
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.linear_attention.gated_delta_net import (
@@ -28,8 +30,7 @@ from megatron.extensions.linear_attention.gated_delta_net import (
     last_rows,
     short_convolution,
 )
-from megatron.extensions.mamba.flags import MambaFlags, group_channels
-from megatron.extensions.mamba.parameters import mamba_parameters
+from megatron.extensions.mamba.flags import MambaFlags, group_channels, num_heads
 from megatron.extensions.mamba.ssd import ssd_chunks, ssd_steps
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -37,6 +38,10 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
 OF_GROUP = (1, 2)
 """Places of B and C, which all heads of a group share, among x, B, C and dt."""
+
+
+STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
+"""Initial step sizes, softplus(dt_bias), have uniform logarithms in this range."""
 
 
 class Mamba2(nn.Module):
@@ -47,18 +52,33 @@ class Mamba2(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        parameters, own = mamba_parameters(name, config), config.options(MambaFlags)
+        own, hidden, channels = config.options(MambaFlags), config.hidden_size, group_channels(config)
+        heads, groups, taps = num_heads(config), own.mamba_num_groups, own.mamba_conv_kernel_dim
+        width, mixed = heads * own.mamba_head_dim, (groups, sum(channels[1:4]))
+        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+        within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
+
+        def by_heads(key: str, shape: tuple[int, ...], init: Init, role: str = "hidden") -> nn.Parameter:
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role), ctx)
+
         self.cp, self.layer, self.eps, self.chunk = ctx.state.cp, ctx.layer, config.norm_epsilon, own.mamba_chunk_size
         self.min_step, self.factors = own.mamba_min_step_size, own.mamba_multipliers
         self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
-        self.gates, *self.channels = group_channels(config)
-        self.conv_weight = make_parameter(parameters.conv_weight, ctx)
-        self.conv_bias = make_parameter(parameters.conv_bias, ctx)
-        self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
-        self.d, self.normed_first = make_parameter(parameters.d, ctx), own.mamba_norm_before_gate
-        self.norm = None if parameters.norm is None else make_parameter(parameters.norm, ctx)
-        self.in_proj = column_parallel(parameters.in_proj, ctx)
-        self.out_proj = row_parallel(parameters.out_proj, ctx)
+        self.gates, *self.channels = channels
+        # Names and initial values are Megatron-LM's. The convolution is over the channels of x, B and C of a group.
+        self.conv_weight = by_heads("conv1d.weight", (*mixed, taps), within, "convolution")
+        self.conv_bias = by_heads("conv1d.bias", mixed, within, "convolution")
+        self.dt_bias = by_heads("dt_bias", (heads,), STEPS)
+        self.a_log = by_heads("A_log", (heads,), Init("log_of_uniform", low=1.0, high=16.0))
+        """Logarithm of the decay per step size."""
+        self.d = by_heads("D", (heads,), Init("ones"))
+        """Factor of the input in the output."""
+        self.normed_first = own.mamba_norm_before_gate
+        self.norm = by_heads("norm.weight", (width,), Init("ones")) if own.mamba_norm else None
+        # Neither projection has a bias. Muon leaves in_proj to --muon-scalar-optimizer, as Megatron-LM does.
+        in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init, role="packed")
+        self.in_proj = column_parallel(in_proj, ctx)
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False, output_init), ctx)
         self.compiled, self.with_input = ctx.compiled, region(with_input, ctx.compiled)
         self.prepare, self.gated = region(mamba_operands, ctx.compiled), region(gated_group_norm, ctx.compiled)
 

@@ -75,7 +75,6 @@ def mamba1(c: RunConfig, world_size: int) -> Iterator[Problem]:
 LINEAR_ATTENTIONS.register(
     "mamba1",
     f"{__package__}.mamba1:Mamba1",
-    parameters=f"{__package__}.parameters:mamba1_metas",
     rules=f"{__name__}:mamba1",
     described=described,
     letter="S",

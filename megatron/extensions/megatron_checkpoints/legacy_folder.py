@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import model_states, parameter_metas
 from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
 from megatron.extensions.megatron_checkpoints.common_state import args_of, load_pickle
 from megatron.extensions.megatron_checkpoints.legacy_states import FROZEN, Held, states_of
 from megatron.extensions.megatron_checkpoints.megatron_names import (
@@ -162,7 +162,7 @@ class LegacyTensors:
         states = {meta.name: meta for meta, _ in model_states(model)}
         present = {name for table in self.tables.values() for name in table}
         found = [name for name in states if name in present]
-        self.metas = {meta.name: meta for meta in parameter_metas(model)} | {name: states[name] for name in found}
+        self.metas = {meta.name: meta for meta in stage_metas(model)} | {name: states[name] for name in found}
         used = {*found, "output_layer.weight"} if model.tied_embeddings else found
         self.ways = find_ways(self.metas, self._ways, present, self._misfits, used)
         self.buffers = found

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import NORMALIZATIONS, router_of
 from megatron.training.config.flags import config_of_sections, flags_of, named_value, spelling_table, value_of
 from megatron.training.config.run_config import RunConfig
 
@@ -128,10 +130,24 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--moe-shortcut": model.residual == "moe_shortcut",
         "--moe-n-hash-layers": any(getattr(each, "moe_n_hash_layers", 0) for each in model.extension_options),
         "--layer-module": model.layer_module != "transformer_layer",
+        **_unwritten_parts(model),
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }
     if found := [flag for flag, used in unwritten.items() if used]:
         raise ValueError(f"--to megatron: models with {found[0]} are not converted to Megatron-LM's format")
+
+
+def _unwritten_parts(model: TransformerConfig) -> dict[str, bool]:
+    """The parts of a model's function that the format has no names for, by flag."""
+    kinds = (*model.layers, *model.mtp_layers)
+    routers = {router_of(model, number) for number, kind in enumerate(kinds) if kind.experts}
+    return {
+        f"--normalization {model.normalization}": not NORMALIZATIONS.facts(model.normalization).standard,
+        f"--attention-module {model.attention}": model.attention != "self_attention",
+        f"--mlp-module {model.mlp_module}": model.mlp_module != "mlp",
+        f"residual stream {model.residual}": model.residual is not None,
+        **{f"router {name}": name != "top_k" for name in routers},
+    }
 
 
 def _plain(value: Any, kind: type, field: str) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.dcp_index import RENAMED
 from megatron.core.dist_checkpointing.storage import Checkpoint
-from megatron.core.models.gpt.parameters import model_states, parameter_metas
+from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
 from megatron.extensions.conversion.formats import Format, Options, Source, TrainingState, side_files_of
 from megatron.extensions.megatron_checkpoints.common_state import args_of, load_pickle, loss_scaler_of, update_count
 from megatron.extensions.megatron_checkpoints.flags import COMMON, iteration_folder
@@ -86,7 +86,7 @@ class TorchDistTensors:
         states = {meta.name: meta for meta, _ in model_states(model)}
         shapes = {k: shape for k, shape in self.shapes.items() if not k.startswith("optimizer.")}
         found = {k: meta for k, meta in states.items() if {k, re.sub(r"layers\.\d+\.", "layers.", k)} & shapes.keys()}
-        self.metas = {meta.name: meta for meta in parameter_metas(model)} | found
+        self.metas = {meta.name: meta for meta in stage_metas(model)} | found
         misfits = partial(stacked_misfits, shapes, model.num_layers)
         self.ways = find_ways(self.metas, stacked_ways, shapes, misfits)
         return list(found)
@@ -158,7 +158,7 @@ class MegatronSource(Source):
             for name, count in (("num_layers", model.num_layers), ("num_experts", model.num_experts or 0)):
                 if count > max(self.tensors.sizes, default=0):
                     raise ValueError(f"its arguments say {name} {count}, and no tensor is that large")
-            self.metas = {meta.name: meta for meta in parameter_metas(model)}
+            self.metas = {meta.name: meta for meta in stage_metas(model)}
             self.states = self.tensors.find(model)
         except (ValueError, AssertionError, ZeroDivisionError) as error:
             raise ValueError(f"{self.folder}: {str(error) or type(error).__name__}") from None

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.path_kind import LATEST, checkpoint_folder
 from megatron.core.dist_checkpointing.storage import save
-from megatron.core.models.gpt.parameters import model_states
 from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.stage_parameters import model_states
 from megatron.extensions.conversion.formats import Options, Source, Target, TrainingState, Written
 from megatron.extensions.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
 from megatron.extensions.megatron_checkpoints.common_state import scaler_state

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
-from megatron.core.facts import NO_PARAMETERS
 from megatron.core.parts import RESIDUALS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -53,6 +52,5 @@ RESIDUALS.register(
     f"{__package__}.delayed:DelayedExperts",
     when=lambda config: config.options(ShortcutFlags).moe_shortcut,
     width=lambda config: 2 * config.hidden_size,
-    parameters=NO_PARAMETERS,
     experts_apart=True,
 )

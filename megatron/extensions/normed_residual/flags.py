@@ -39,6 +39,4 @@ class NormedResidualFlags:
             yield Problem("--recompute-modules", "layernorm", rule, "remove it", harmless=True)
 
 
-LAYERS.register(
-    NAME, f"{__package__}.layer:NormedResidualLayer", parameters="megatron.core.models.gpt.parameters:layer_metas"
-)
+LAYERS.register(NAME, f"{__package__}.layer:NormedResidualLayer")

@@ -9,7 +9,7 @@ from megatron.core.config.flag_spec import flag
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import ACTIVATION_STORES, HOST_UPDATES, OPTIMIZERS
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
@@ -72,6 +72,8 @@ class ActivationFlags:
             if layers > longest:  # than the average; how long stages are depends on the vocabulary
                 if model.vocab_size is None:
                     return  # judged again when the tokenizer is known
+                from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
+
                 longest = max(len(stage.layers) for stage in pipeline_stages(model, config.parallel))
         except (ArithmeticError, AssertionError, ValueError):
             return  # another rule reports the stages

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from megatron.core.models.gpt.parameters import is_declared, parameter_metas
 from megatron.core.parts import OPTIMIZERS
 from megatron.extensions.optimizers.flags import SCALE_BLOCK, MuonFlags, PrecisionAwareFlags, QKClipFlags
 from megatron.training.config.flags import field_table, named_value
@@ -79,8 +78,10 @@ def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     sizes = {"tp": p.tensor_model_parallel_size, "expt_tp": p.expert_tensor_parallel_size or 1, "ep": 1}
     if not flags or not m.vocab_size or max(sizes.values()) == 1:
         return
+    from megatron.core.pipeline_parallel.stage_parameters import stage_metas  # imports torch, which other runs need not
+
     try:
-        metas = parameter_metas(m) if is_declared(m) else []
+        metas = stage_metas(m)
     except (ArithmeticError, AssertionError, ValueError):
         return  # sizes that do not fit: other rules say which
     for meta in metas:

@@ -38,7 +38,6 @@ class ParallelMixerFlags:
 LINEAR_ATTENTIONS.register(
     NAME,
     f"{__package__}.parallel_mixers:AttentionAndMamba2",
-    parameters=f"{__package__}.parameters:parallel_metas",
     letter="H",
     whole_sequences=True,
     attends=True,

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
-from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout
 from megatron.extensions.planner.fake_stage import MicroBatch, Part, PlannerCache, StageParts, Unit
 from megatron.extensions.planner.time.events import StageMemory
 from megatron.extensions.planner.time.pipeline import Schedule

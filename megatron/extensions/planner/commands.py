@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.planner.device_file import DeviceError, device_names, read_device
 from megatron.extensions.planner.rehearsal.matching import DISTINCT, chosen_ranks
 from megatron.extensions.planner.terminal import at_interrupt, end_process
@@ -126,6 +125,7 @@ class DryRun(Command):
             run.refuse(Problem.of_errors("--device", self.device, error))
 
     def _plan(self, run: Prepared) -> int:
+        from megatron.core.pipeline_parallel.stage_parameters import stage_metas
         from megatron.extensions.planner.dry_run import print_plan
 
         inputs = [*run.inputs, *missing_inputs(run.config, run.problems)]

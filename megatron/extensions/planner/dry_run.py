@@ -9,8 +9,8 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import DATA_READERS, LINEAR_ATTENTIONS, PIPELINE_SCHEDULES, batch_schedule, update_ahead
+from megatron.core.pipeline_parallel.layer_split import stage_costs
 from megatron.core.pipeline_parallel.stage_parameters import active_parameters, count_parameters
-from megatron.core.pipeline_parallel.stages import stage_costs
 from megatron.extensions.planner.device_file import read_device
 from megatron.extensions.planner.memory import GIB, RANKS_SHOWN, Fit, fullest, memory_lines, memory_of_ranks
 from megatron.extensions.planner.time.pipeline import Schedule

@@ -34,7 +34,6 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
-from megatron.core.pipeline_parallel.stage_parameters import check_declared
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
@@ -305,8 +304,6 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
         ends: dict[str, Any] = {"layers": range(model.num_layers), "first": False, "last": False}
         with fake_state(plain) as state:
             stage = GPTModel(model, plain, state, **ends, initialize=False, device=meta)
-        layers = Stage(range(model.num_layers), first=False, last=False)
-        check_declared(stage.parameters(), model, layers)
         first: dict[Hashable, int] = {}
         known[key] = tuple(
             first.setdefault(_kind_of(layer), number) for number, layer in enumerate(stage.decoder.layers)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.pipeline_parallel.stages import pipeline_stages
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
 from megatron.extensions.planner.fake_stage import PlannerCache
 from megatron.extensions.planner.memory import RankMemory, memory_of_ranks
 from megatron.training.config.batch_size import byte_text

@@ -64,7 +64,6 @@ def described(config: TransformerConfig) -> str:
 LINEAR_ATTENTIONS.register(
     "rg_lru",
     f"{__package__}.rg_lru:RgLru",
-    parameters=f"{__package__}.parameters:rg_lru_metas",
     rules=f"{__name__}:rg_lru",
     described=described,
     letter="R",

@@ -23,13 +23,14 @@ from megatron.core.batch import EarlierTokens
 from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.transformer.activations import gelu_tanh
 from megatron.extensions.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megatron.extensions.linear_attention.gated_delta_net import last_rows
 from megatron.extensions.mamba1.selective_scan import adjoint, recurrence
-from megatron.extensions.rg_lru.flags import shape_of
-from megatron.extensions.rg_lru.parameters import rg_lru_parameters
+from megatron.extensions.rg_lru.flags import RgLruFlags, shape_of
 from megatron.extensions.short_convolution.short_convolution import BetweenProjections, convolved
 
 SHARPNESS = 8.0
@@ -44,13 +45,35 @@ class RgLru(BetweenProjections):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        found = rg_lru_parameters(name, config)
-        self.cp, self.layer, self.width = ctx.state.cp, ctx.layer, shape_of(config)[1]
-        self.conv_weight, self.conv_bias = make_parameter(found.conv_weight, ctx), make_parameter(found.conv_bias, ctx)
-        self.gates = nn.ParameterList(make_parameter(meta, ctx) for meta in found.gates)
-        self.decay = make_parameter(found.decay, ctx)
-        self.in_proj = column_parallel(found.in_proj, ctx)
-        self.out_proj = row_parallel(found.out_proj, ctx)
+        (blocks, width), taps, hidden = (
+            shape_of(config),
+            config.options(RgLruFlags).rg_lru_conv_kernel_dim,
+            config.hidden_size,
+        )
+        self.cp, self.layer, self.width = ctx.state.cp, ctx.layer, width
+        channels = blocks * width
+        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+        of_taps, of_gates = (Init("normal", (0.01 / size) ** 0.5) for size in (taps, width))
+
+        def shared(
+            key: str, shape: tuple[int, ...], init: Init, role: str = "hidden", stacked: int = 0
+        ) -> nn.Parameter:
+            return make_parameter(ParamMeta(f"{name}.{key}", shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
+
+        self.conv_weight = shared("conv1d.weight", (channels, 1, taps), of_taps, "convolution")
+        self.conv_bias = shared("conv1d.bias", (channels,), Init("zeros"))
+        self.gates = nn.ParameterList()
+        for gate in ("input_gate", "recurrent_gate"):
+            self.gates.append(shared(f"{gate}.weight", (blocks, width, width), of_gates, stacked=1))
+            self.gates.append(shared(f"{gate}.bias", (blocks, width), Init("zeros")))
+        # so that a state is multiplied by 0.9 to 0.999 per token where its gate is 1/8
+        self.decay = shared("recurrent_param", (channels,), Init("inverse_softplus", low=1e-3, high=0.105))
+        """The inverse softplus of a decay."""
+        # Gates of the outputs, and inputs.
+        self.in_proj = column_parallel(
+            ColumnLinear(f"{name}.in_proj", hidden, (2, channels), True, init, shard_dim=1), ctx
+        )
+        self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, True, output_init), ctx)
         self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.flag_spec import flag
-from megatron.core.facts import NO_PARAMETERS
 from megatron.core.parts import ACTIVATIONS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -32,4 +31,4 @@ class ScaledSwiGLUFlags:
             yield Problem("--swiglu-multipliers", self.swiglu_multipliers, rule, "use for example 1 1")
 
 
-ACTIVATIONS.register(NAME, f"{__package__}.scaled_swiglu:ScaledSwiGLU", gated=True, parameters=NO_PARAMETERS)
+ACTIVATIONS.register(NAME, f"{__package__}.scaled_swiglu:ScaledSwiGLU", gated=True)

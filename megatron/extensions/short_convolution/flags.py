@@ -38,7 +38,6 @@ def convolutions(c: RunConfig, world_size: int) -> Iterator[Problem]:
 LINEAR_ATTENTIONS.register(
     "short_convolution",
     f"{__package__}.short_convolution:ShortConvolution",
-    parameters=f"{__package__}.parameters:convolution_metas",
     rules=f"{__name__}:convolutions",
     described=lambda config: f", of {config.options(ShortConvolutionFlags).short_conv_kernel_dim} tokens",
     letter="C",

@@ -21,12 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.attention.core_attention import sinks_metas
 from megatron.core.attention.tiles import Documents, rank_spans
 from megatron.core.batch import BatchContext, EarlierTokens
 from megatron.core.collectives import all_gather_sequence, copy_to, local_slice
 from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import (
     ReplicatedParallelLinear,
     TPContext,
@@ -34,21 +36,15 @@ from megatron.core.tensor_parallel.layers import (
     make_parameter,
     row_parallel,
 )
-from megatron.core.transformer.norm import build_norm
+from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear, RowLinear, sequence_partial
+from megatron.core.transformer.norm import HEAD_NORM_PARTIAL_OVER, build_norm
 from megatron.core.transformer.rotary import apply_rotary_interleaved
 from megatron.extensions.context_parallel.attention import from_rank_order
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
-from megatron.extensions.latent_attention.multi_latent_attention import MultiLatentAttention
-from megatron.extensions.sparse_attention.flags import CompressedAttentionFlags, SparseAttentionFlags
-from megatron.extensions.sparse_attention.parameters import (
-    CompressedParameters,
-    CompressorParameters,
-    IndexParameters,
-    compressed_parameters,
-    compressed_sinks,
-)
+from megatron.extensions.latent_attention.multi_latent_attention import MultiLatentAttention, latent_linears
+from megatron.extensions.sparse_attention.flags import SELECTED, CompressedAttentionFlags, SparseAttentionFlags, ratios
 from megatron.extensions.sparse_attention.selection import CHUNK, Index, Keys, Queries, chunks_of
-from megatron.extensions.sparse_attention.sparse_attention import SelectedKeys
+from megatron.extensions.sparse_attention.sparse_attention import SelectedKeys, indexer_linears
 
 
 class Windows(NamedTuple):
@@ -95,13 +91,37 @@ def _windows_of_documents(documents: Documents, length: int, ratio: int, device:
 class Compressor(nn.Module):
     """Weighted means of windows of tokens, normalized and rotated."""
 
-    def __init__(self, parameters: CompressorParameters, config: TransformerConfig, ctx: TPContext) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: TransformerConfig,
+        ctx: TPContext,
+        *,
+        ratio: int,
+        width: int,
+        partial_over: tuple[str, ...],
+    ) -> None:
+        """`ratio` tokens make a key of `width` channels. `partial_over` is that of parameters which act on whole
+        sequences. Rows come twice where keys are made of two windows: the rows of the next window's key, then the rows
+        of the window's own."""
         super().__init__()
-        self.ape = make_parameter(parameters.ape, ctx)
-        self.linear_wkv = ReplicatedParallelLinear(parameters.kv, ctx)
-        self.linear_wgate = ReplicatedParallelLinear(parameters.gate, ctx)
-        name, self.width = parameters.norm
-        self.norm = build_norm(name, self.width, config, ctx, parameters.partial_over)
+        init, rows, hidden = (
+            Init("normal", config.init_method_std),
+            width * (2 if ratio == SELECTED else 1),
+            config.hidden_size,
+        )
+        self.ape = make_parameter(
+            ParamMeta(f"{name}.ape", (ratio, rows), {}, init, partial_over, role="convolution"), ctx
+        )
+        """Added to the logits of the weights."""
+        self.linear_wkv = ReplicatedParallelLinear(
+            ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False, init), ctx
+        )
+        self.linear_wgate = ReplicatedParallelLinear(
+            ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False, init), ctx
+        )
+        self.width = width
+        self.norm = build_norm(f"{name}.norm", width, config, ctx, partial_over)
         self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,12 +151,20 @@ class Compressor(nn.Module):
 class CompressedIndexer(nn.Module):
     """Queries of its own heads, weights of heads, and keys of windows. No gradient leaves it."""
 
-    def __init__(self, parameters: IndexParameters, config: TransformerConfig, ctx: TPContext) -> None:
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        own, (q, weights, compressor) = config.options(SparseAttentionFlags), parameters
+        own, linears = config.options(SparseAttentionFlags), indexer_linears(name, config)
         self.heads, self.width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
-        self.linear_wq_b, self.linear_weights_proj = (ReplicatedParallelLinear(each, ctx) for each in (q, weights))
-        self.compressor = Compressor(compressor, config, ctx)
+        self.linear_wq_b = ReplicatedParallelLinear(linears.q, ctx)
+        self.linear_weights_proj = ReplicatedParallelLinear(linears.weights, ctx)
+        self.compressor = Compressor(
+            f"{name}.compressor",
+            config,
+            ctx,
+            ratio=SELECTED,
+            width=self.width,
+            partial_over=sequence_partial(ctx.sequence_parallel),
+        )
 
     def forward(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [s, b, h], q [s, b, q_lora_rank] or x again -> queries, what keys are made of, weights"""
@@ -148,10 +176,15 @@ class CompressedIndexer(nn.Module):
 class CompressedKeys(SelectedKeys):
     """Attention to the last tokens and to compressed keys, and the projections of the outputs of groups of heads."""
 
-    def __init__(self, name: str, parameters: CompressedParameters, config: TransformerConfig, ctx: TPContext) -> None:
-        super().__init__(name, config, ctx, config.head_dim, compressed_sinks(name, config))
-        self.linear_o_group_proj = make_parameter(parameters.group, ctx)
-        self.ratio, self.near = parameters.ratio, config.options(CompressedAttentionFlags).csa_window_size
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        # Sinks start at zero, as in Megatron-LM.
+        super().__init__(name, config, ctx, config.head_dim, sinks_metas(name, config, Init("zeros")))
+        own = config.options(CompressedAttentionFlags)
+        shape = own.o_groups, own.o_lora_rank, config.attention_output_size // own.o_groups
+        init = Init("normal", config.init_method_std)
+        group = ParamMeta(f"{name}.linear_o_group_proj", shape, {"tp": 0}, init, stacked=1)
+        self.linear_o_group_proj = make_parameter(group, ctx)
+        self.ratio, self.near = ratios(config)[ctx.layer], own.csa_window_size
         self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
         rotation = config.layer(ctx.layer).rotation
         assert rotation is not None
@@ -227,25 +260,43 @@ class CompressedAttention(MultiLatentAttention):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         nn.Module.__init__(self)  # its parameters are others
-        parameters = compressed_parameters(name, config, ctx.sequence_parallel)
-        own = config.options(LatentAttentionFlags)
-        linears, self.tp, self.width = parameters.queries, ctx.tp, config.head_dim
+        own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
+        linears, self.tp, self.width = latent_linears(name, config), ctx.tp, config.head_dim
+        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+        ratio, hidden = ratios(config)[ctx.layer], config.hidden_size
         self.rotary_width, self.rotation = own.qk_pos_emb_head_dim, config.layer(ctx.layer).rotation
         self.linear_q_down = nn.Identity() if linears.q_down is None else ReplicatedParallelLinear(linears.q_down, ctx)
         self.linear_q = column_parallel(linears.q, ctx)
-        self.linear_kv = ReplicatedParallelLinear(parameters.kv, ctx)
+        kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False, init)
+        self.linear_kv = ReplicatedParallelLinear(kv, ctx)
+        """A key that is also a value, for all heads."""
         of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
         self.eps = of_norms.norm_epsilon
+        norms = {norm: size for norm, size in linears.norms.items() if norm.endswith("q_layernorm")}
+        norms |= {f"{name}.kv_layernorm": self.width} if config.qk_layernorm else {}
         self.q_layernorm, self.kv_layernorm = (
-            build_norm(norm, parameters.norms[norm], of_norms, ctx) if norm in parameters.norms else nn.Identity()
+            build_norm(norm, norms[norm], of_norms, ctx) if norm in norms else nn.Identity()
             for norm in (f"{name}.q_layernorm", f"{name}.kv_layernorm")
         )
-        self.compressor = None if parameters.compressor is None else Compressor(parameters.compressor, of_norms, ctx)
-        self.indexer = None if parameters.index is None else CompressedIndexer(parameters.index, of_norms, ctx)
-        self.core = core = CompressedKeys(name, parameters, config, ctx)
+        self.compressor = None
+        if ratio:
+            self.compressor = Compressor(
+                f"{name}.compressor",
+                of_norms,
+                ctx,
+                ratio=ratio,
+                width=self.width,
+                partial_over=HEAD_NORM_PARTIAL_OVER,
+            )
+        self.indexer = CompressedIndexer(f"{name}.indexer", of_norms, ctx) if ratio == SELECTED else None
+        self.core = core = CompressedKeys(name, config, ctx)
         found = self.compressor, None if self.indexer is None else self.indexer.compressor
         core.compressors, self.rows = tuple(each for each in found if each is not None), core.rows
-        self.linear_proj = row_parallel(parameters.proj, ctx)
+        rows, biased = (
+            of_groups.o_groups * of_groups.o_lora_rank,
+            config.add_bias_linear or config.add_attention_output_bias,
+        )
+        self.linear_proj = row_parallel(RowLinear(f"{name}.linear_proj", rows, hidden, biased, output_init), ctx)
         self.to_heads = all_gather_sequence if ctx.sequence_parallel else copy_to
         self.recompute_core = config.recomputes("core_attn")
         self.recompute_heads = config.recomputes("mla_up_proj")

@@ -152,7 +152,6 @@ def has_loss(c: RunConfig) -> bool:
 LINEAR_ATTENTIONS.register(
     "dsa",
     f"{__package__}.sparse_attention:SparseAttention",
-    parameters=f"{__package__}.parameters:sparse_attention_metas",
     rules=f"{__package__}.rules:sparse_attention",
     described=indexer,
     letter="D",
@@ -162,7 +161,6 @@ LINEAR_ATTENTIONS.register(
 LINEAR_ATTENTIONS.register(
     COMPRESSED,
     f"{__package__}.compressed_attention:CompressedAttention",
-    parameters=f"{__package__}.parameters:compressed_attention_metas",
     rules=f"{__package__}.rules:compressed_attention",
     described=compressed_keys,
     whole_sequences=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.parts import linear_format
-from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.sparse_attention.flags import (
     COMPRESSED,
@@ -80,6 +79,8 @@ def _shared_selections(c: RunConfig) -> Iterator[Problem]:
     if m.vocab_size is None:
         return  # on which the stages depend: judged again when the tokenizer is known
     try:
+        from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
+
         stages = pipeline_stages(m, c.parallel)
         kinds = [each.linear == "dsa" for each in m.stated_layers] if m.stated_layers else m.linear_pattern
     except (ArithmeticError, AssertionError, ValueError):

@@ -12,6 +12,7 @@ whole sequence, whatever --cp-comm-type other layers have: both are narrow.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,14 +29,14 @@ from megatron.core.collectives import all_gather, all_gather_sequence, local_sli
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
-from megatron.core.tensor_parallel.parameters import sequence_partial
+from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear, sequence_partial
 from megatron.core.transformer.norm import LayerNorm
 from megatron.extensions.context_parallel.attention import from_rank_order
+from megatron.extensions.latent_attention.flags import LatentAttentionFlags
 from megatron.extensions.latent_attention.multi_latent_attention import Latents, MultiLatentAttention, rotated
 from megatron.extensions.sparse_attention.flags import SparseAttentionFlags, selects
-from megatron.extensions.sparse_attention.parameters import indexer_linears, number_in, of_key_norm
 from megatron.extensions.sparse_attention.selection import (
     CHUNK,
     AttachLoss,
@@ -47,6 +48,38 @@ from megatron.extensions.sparse_attention.selection import (
     chunks_of,
     selected,
 )
+
+
+class IndexerLinears(NamedTuple):
+    """Linear layers of the indexer, with Megatron-LM's names, which every rank holds whole. None has a bias."""
+
+    q: ReplicatedLinear
+    """linear_wq_b [indexer heads * channels, q_lora_rank], or [..., h] without a latent of queries."""
+
+    k: ReplicatedLinear
+    """linear_wk [channels, h]: one key for all heads."""
+
+    weights: ReplicatedLinear
+    """linear_weights_proj [indexer heads, h]."""
+
+
+def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
+    """The linear layers of the indexer of this name."""
+    own, hidden, init = config.options(SparseAttentionFlags), config.hidden_size, Init("normal", config.init_method_std)
+    heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
+    q_rank = config.options(LatentAttentionFlags).q_lora_rank or hidden
+    return IndexerLinears(
+        ReplicatedLinear(f"{name}.linear_wq_b", q_rank, heads * width, False, init),
+        ReplicatedLinear(f"{name}.linear_wk", hidden, width, False, init),
+        ReplicatedLinear(f"{name}.linear_weights_proj", hidden, heads, False, init),
+    )
+
+
+def of_key_norm(config: TransformerConfig) -> TransformerConfig:
+    """The settings of the LayerNorm of the indexer's key, whatever norms the model has. Its epsilon is that of
+    latents."""
+    epsilon = config.options(LatentAttentionFlags).latent_norm_epsilon or config.norm_epsilon
+    return replace(config, norm_epsilon=epsilon, apply_layernorm_1p=False, norm_parameters="all")
 
 
 class Indexer(nn.Module):
@@ -211,7 +244,7 @@ class SparseAttention(MultiLatentAttention):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
-        chosen = selects(config, number_in(name, config))
+        chosen = selects(config, ctx.layer)
         self.indexer = Indexer(f"{name}.indexer", config, ctx) if chosen else None
         self.core = core = SelectedKeys(name, config, ctx, self.kv_rank)
         self.rows = core.rows

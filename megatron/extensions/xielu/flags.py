@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from megatron.core.parts import ACTIVATIONS
 
-ACTIVATIONS.register("xielu", f"{__package__}.xielu:XIELU", parameters=f"{__package__}.parameters:scalars")
+ACTIVATIONS.register("xielu", f"{__package__}.xielu:XIELU")

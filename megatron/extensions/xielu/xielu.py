@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import expm1, log
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
-from megatron.extensions.xielu.parameters import BETA, scalars
+
+BETA = 0.5
+"""Its slope at zero."""
 
 
 class XIELU(nn.Module):
@@ -21,7 +25,14 @@ class XIELU(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        self.alpha_p, self.alpha_n = (make_parameter(meta, ctx) for meta in scalars(name, config))
+
+        def scalar(key: str, value: float) -> nn.Parameter:
+            # A tensor-parallel rank sees a part of the width: its gradient is one term of a sum.
+            return make_parameter(ParamMeta(f"{name}.{key}", (1,), {}, Init("constant", value=value), ("tp",)), ctx)
+
+        # Both factors start at 0.8.
+        self.alpha_p = scalar("alpha_p", log(expm1(0.8)))
+        self.alpha_n = scalar("alpha_n", log(expm1(0.8 - BETA)))
         self.compiled = ctx.compiled
 
     def forward(self, x: Tensor) -> Tensor:

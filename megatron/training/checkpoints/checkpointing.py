@@ -29,11 +29,12 @@ from megatron.core.dist_checkpointing.state_dict import (
 )
 from megatron.core.dist_checkpointing.storage import Checkpoint, MismatchError, on_first_rank, save
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.parameters import MULTI_TOKEN
+from megatron.core.models.gpt.multi_token import MULTI_TOKEN
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import CHECKPOINT_CLEANUPS, MODEL_LOADERS
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.training.checkpoints.checkpoint_fit import (
     FORMAT_VERSION,
     check_fits,

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import (
     TPContext,
 )
 from megatron.core.tensor_parallel.linear_gemms import Cuts, WeightCasts
-from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.extensions.fp8.build import Fp8Format
 from megatron.extensions.fp8.casts import E4M3
 from megatron.extensions.fp8.flags import Fp8Flags

@@ -19,7 +19,7 @@ from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts, residual_gemm
-from megatron.core.tensor_parallel.parameters import ColumnLinear
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear
 from megatron.extensions.fp8.build import Fp8Format
 from megatron.extensions.fp8.casts import E4M3, E5M2, Scaled
 from megatron.extensions.fp8.flags import Fp8Flags

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.config.layers import Span
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.stages import pipeline_stages, stage_costs
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages, stage_costs
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import named_value, with_fields
 from megatron.training.config.run_config import RunConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
 from megatron.extensions.megatron_checkpoints.megatron_names import (
     find_ways,
@@ -25,7 +25,7 @@ from tests.pure.test_path_kind import LATEST, check_kind
 @pytest.mark.parametrize("style", ["gpt", "llama", "qwen3", "sinks"])
 def test_a_written_name_is_found_again(style: str) -> None:
     config = replace(STYLES[style], num_layers=2)
-    metas = {meta.name: meta for meta in parameter_metas(config)}
+    metas = {meta.name: meta for meta in stage_metas(config)}
     written = {names_in(name, False, ())[0][0]: their_shape(meta) for name, meta in metas.items()}
     assert len(written) == len(metas)
     ways = find_ways(metas, stacked_ways, written, partial(stacked_misfits, written, config.num_layers))

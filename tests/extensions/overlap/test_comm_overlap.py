@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import (
     column_parallel,
     row_parallel,
 )
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.extensions.overlap.comm_overlap import OverlappedColumnParallelLinear, SymmetricMemory, SymmetricOverlap
 from megatron.extensions.overlap.flags import OverlapFlags

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.mamba.mamba2 import gated_group_norm
 from megatron.extensions.parallel_mixers.flags import ParallelMixerFlags
 from megatron.extensions.planner.flops import model_flops
@@ -33,7 +33,7 @@ def test_parameters_and_flops_are_those_of_both() -> None:
     assert flops["H"].attention == flops["*"].attention > 0
     assert flops["H"].matmul == flops["M"].matmul + flops["*"].matmul - head
     names = {
-        letter: [meta.name.replace(".attention.", ".").replace(".mamba.", ".") for meta in parameter_metas(config)]
+        letter: [meta.name.replace(".attention.", ".").replace(".mamba.", ".") for meta in stage_metas(config)]
         for letter, config in found.items()
     }
     assert {*names["H"]} == {*names["M"], *names["*"]}

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.layout import multi_token_cost
+from megatron.core.pipeline_parallel.layer_split import multi_token_cost
 from megatron.extensions.planner.flops import flops_per_token, model_flops, orthogonalization_flops
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.pipeline_parallel.stages import pipeline_stages, whole_model
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.stages import whole_model
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions.planner import fake_stage
 from megatron.extensions.planner.activations import ActivationPlan

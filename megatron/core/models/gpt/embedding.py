@@ -11,11 +11,24 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import EMBEDDING_NORM, position_embedding_meta, word_embedding_meta
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.linear_spec import sequence_partial
 from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
+
+
+def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
+    """The word embeddings, which are the output weight too where they are tied."""
+    shared_stages = tied_stages if config.tied_embeddings or config.mtp_depths else ()
+    return vocabulary_meta("embedding.word_embeddings.weight", config, shared_stages, "embedding")
+
+
+def vocabulary_meta(name: str, config: TransformerConfig, shared_stages: tuple[int, ...], role: str) -> ParamMeta:
+    std = config.embedding_init_std if role == "embedding" else config.init_method_std
+    shape, init = (config.padded_vocab_size, config.hidden_size), Init("normal", std)
+    return ParamMeta(name, shape, {"tp": 0}, init, shared_stages=shared_stages, role=role)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
@@ -26,13 +39,20 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each position."""
+    """A learned vector for each position, whole on every rank.
+
+    Under sequence parallelism a rank looks up the positions of its own tokens."""
 
     backward_reads_parameters = False
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        self.weight = make_parameter(position_embedding_meta(config, ctx.sequence_parallel), ctx)
+        rows = config.max_positions + config.position_offset
+        shape, init = (rows, config.hidden_size), Init("normal", config.embedding_init_std)
+        partial_over = sequence_partial(ctx.sequence_parallel)
+        name = "embedding.position_embeddings.weight"
+        meta = ParamMeta(name, shape, init=init, partial_over=partial_over, role="embedding")
+        self.weight = make_parameter(meta, ctx)
         self.shard, self.offset = ctx.tp.rank if ctx.sequence_parallel else 0, config.position_offset
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -84,7 +104,9 @@ class Embedding(nn.Module):
         root = rounded(sqrt(config.hidden_size), ctx.dtype) if config.scale_word_embeddings else 1.0
         self.scale = root * config.embedding_multiplier
         self.layernorm = (
-            build_norm(EMBEDDING_NORM, config.hidden_size, config, ctx) if config.embed_layernorm else nn.Identity()
+            build_norm("embedding.layernorm", config.hidden_size, config, ctx)
+            if config.embed_layernorm
+            else nn.Identity()
         )
         kind = POSITIONS.get(config.position_embedding_type)
         self.position_embeddings = None if kind is None else kind(config, ctx)

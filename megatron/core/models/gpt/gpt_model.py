@@ -15,8 +15,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.init import has_storage, initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
 from megatron.core.models.gpt.loss import Head, masked_sum
-from megatron.core.models.gpt.multi_token import MultiTokenPrediction
-from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
+from megatron.core.models.gpt.multi_token import MULTI_TOKEN, MultiTokenPrediction
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
@@ -164,3 +163,8 @@ class GPTModel(nn.Module):
         """Logits [s, b, V/tp], padding included, for the last stage."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))
+
+
+def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
+    """Whether a stage has the embedding: the first one, and the last one for multi-token prediction."""
+    return first or (last and config.mtp_depths > 0)

@@ -26,11 +26,21 @@ from megatron.core.collectives import features_to_sequence, gather_from
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.embedding import Embedding
 from megatron.core.models.gpt.loss import TokenLoss, masked_sum
-from megatron.core.models.gpt.parameters import MULTI_TOKEN, multi_token_projection
+from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, OutputLayer, TPContext
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
+
+MULTI_TOKEN = "mtp.layers"
+"""Modules of multi-token prediction, by depth from 0."""
+
+
+def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear:
+    """eh_proj: from the normed embedding and the normed hidden states, side by side, to hidden states."""
+    init = Init("normal", config.init_method_std)
+    return ColumnLinear(f"{name}.eh_proj", 2 * config.hidden_size, (config.hidden_size,), False, init)
 
 
 class MultiTokenLayer(nn.Module):

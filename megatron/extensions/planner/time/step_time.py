@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from megatron.core.distributed.param_layout import default_bucket_size, unit_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import MICROBATCH_RUNNERS, linear_format, param_gather
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, whole_model
+from megatron.core.pipeline_parallel.layer_split import pipeline_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout, whole_model
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
 from megatron.extensions.planner.flops import model_flops

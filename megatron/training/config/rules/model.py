@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.facts import MixerFacts
-from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, layers_by_pattern
+from megatron.core.parts import ACTIVATIONS, LINEAR_ATTENTIONS, LOSSES, NORMALIZATIONS, layers_by_pattern
 from megatron.core.registry import imported
 from megatron.training.config.flags import dashed, flags_of, value_of
 from megatron.training.config.problem import Problem, divides, multiples, unless_multiple
@@ -107,8 +107,9 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, scope = c.model, c.model.qk_layernorm_scope
-    if m.norm_parameters == "weight" and m.normalization == "RMSNorm":
-        rule = "has no effect with --normalization RMSNorm, which has a weight alone"
+    norm = NORMALIZATIONS.facts(m.normalization)
+    if m.norm_parameters == "weight" and not norm.biased:
+        rule = f"has no effect with --normalization {m.normalization}, which has a weight alone"
         yield Problem("--norm-parameters", "weight", rule, "remove it", harmless=True)
     if m.norms_sums and m.parallel_residual:
         why = "the MLP reads the norm of the sum with attention's output"
@@ -118,10 +119,9 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive(DEPTHS, m.mtp_depths, "--norm-placement sum", why)
     if not m.qk_layernorm or scope == "head":
         return
-    legal = ("RMSNorm",) if scope == "all" else ("LayerNorm", "RMSNorm")
-    if m.normalization not in legal:
+    if not norm.standard or (scope == "all" and norm.centered):
         rule = f"is {'an' if scope == 'all' else 'a LayerNorm or'} RMSNorm, and --normalization is {m.normalization}"
-        yield Problem("--qk-layernorm-scope", scope, rule, f"use head, or --normalization {legal[-1]}")
+        yield Problem("--qk-layernorm-scope", scope, rule, "use head, or --normalization RMSNorm")
     if m.norm_parameters == "none":
         why = "its norms have weights that heads do not share"
         yield Problem.exclusive("--qk-layernorm-scope", scope, "--norm-parameters none", why)

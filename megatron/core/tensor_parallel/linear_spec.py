@@ -1,11 +1,8 @@
-"""Arguments of tensor-parallel linear layers, and the parameters that follow from them. No torch.
-
-The layers create exactly these parameters, and plans count them.
-"""
+"""Descriptions of tensor-parallel linear layers, and the parameters that the layers make of them. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -76,12 +73,3 @@ class ReplicatedLinear(RowLinear):
     """
 
     sharded: ClassVar[Mapping[str, int]] = {}
-
-
-def metas_of(
-    parts: Iterable[ColumnLinear | RowLinear | ParamMeta | None], sequence_parallel: bool
-) -> Iterator[ParamMeta]:
-    """The parameters of the parts of a layer, in their order; None has none."""
-    for part in parts:
-        if part is not None:
-            yield from (part,) if isinstance(part, ParamMeta) else part.metas(sequence_parallel)

@@ -1,0 +1,103 @@
+"""The layers of each pipeline stage of a configuration, split by cost.
+
+One answer for the model that is built, the plan that is printed and the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import layers_by_pattern
+from megatron.core.pipeline_parallel.layout import split_layers
+from megatron.core.pipeline_parallel.stage_parameters import layer_tensors, multi_token_tensors
+from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout
+
+
+def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
+    """Contents of every stage, by global stage number: any number of layers on any number of stages.
+
+    The first and the last stage hold fewer layers, by what the embedding and the head cost. Raises ValueError,
+    naming the flag, if a number of layers is asked for that does not fit.
+    """
+    layout, split = pipeline_layout(model, parallel), parallel.stage_split
+    (first_cost, last_cost), fixed = end_costs(model), None
+    if split is not None:
+        first_cost, last_cost = split.end_costs(parallel, first_cost, last_cost)
+        fixed = split.fixed(model, parallel, layout)
+    last_cost += multi_token_cost(model)
+    layers = split_layers(
+        model.num_layers, layout.num_stages, first_cost, last_cost, fixed=fixed, rank_of=layout.rank_of
+    )
+    last = layout.num_stages - 1
+    return [Stage(part, first=stage == 0, last=stage == last) for stage, part in enumerate(layers)]
+
+
+def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list[float]:
+    """The forward of each stage, in layers of the mean, by FLOPs."""
+    first_cost, last_cost = end_costs(model)
+    last_cost += multi_token_cost(model)
+    stages, costs = pipeline_stages(model, parallel), relative_costs(model)
+    return [
+        sum(costs[number] for number in stage.layers) + first_cost * stage.first + last_cost * stage.last
+        for stage in stages
+    ]
+
+
+def end_costs(config: TransformerConfig) -> tuple[float, float]:
+    """Costs of the embedding and the head, in layers of the mean, by their FLOPs: the embedding is a look-up and
+    costs nothing."""
+    layers, head = _layer_costs(config), config.padded_vocab_size * config.hidden_size
+    return 0.0, head * config.num_layers / layers if layers else 0.0
+
+
+def multi_token_cost(config: TransformerConfig) -> float:
+    """Cost of multi-token prediction, in layers of the mean, by its FLOPs: at each depth a projection, a layer of
+    the last one's kind, and the head once more."""
+    layers, depths = _layer_costs(config), config.mtp_depths
+    if not layers or not depths:
+        return 0.0
+    modules = sum(
+        _matrices(tensors.trained, config) + _attention_cost(config, config.num_layers + depth)
+        for depth, tensors in enumerate(multi_token_tensors(config))
+    )
+    return modules * config.num_layers / layers + depths * end_costs(config)[1]
+
+
+@lru_cache(maxsize=64)
+def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
+    """Cost of each layer of one sublayer, in layers of the mean, by its FLOPs; layers of two count as equal."""
+    layers, numbers = _layer_costs(config), range(config.num_layers)
+    if not layers or layers_by_pattern(config) is None:
+        return (1.0,) * config.num_layers
+    of_layer = (_matrices(layer_tensors(config, number).trained, config) for number in numbers)
+    attention = (_attention_cost(config, number) for number in numbers)
+    return tuple((one + other) * len(numbers) / layers for one, other in zip(of_layer, attention, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _layer_costs(config: TransformerConfig) -> float:
+    """Multiplications per token of all layers; 0 without layers."""
+    matrices = sum(_matrices(layer_tensors(config, number).trained, config) for number in range(config.num_layers))
+    attention = sum(_attention_cost(config, number) for number in range(config.num_layers))
+    return matrices + attention if matrices else 0.0
+
+
+def _attention_cost(config: TransformerConfig, number: int) -> float:
+    """Multiplications per token of a layer's attention, to the tokens that it sees."""
+    if not config.layer(number).attends:
+        return 0.0
+    own = config.of_layer(number)
+    return (own.query_projection_size + own.attention_output_size) * config.layer(number).span.mean(config.seq_length)
+
+
+def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
+    """Elements of the matrices that a token is multiplied by: of experts, those it is routed to."""
+    matrices = sum(meta.numel for meta in metas if meta.matrix)
+    experts = sum(meta.numel for meta in metas if meta.expert)
+    if experts and config.num_experts:
+        matrices -= experts - experts * config.moe_router_topk // config.moe_choices
+    return matrices
