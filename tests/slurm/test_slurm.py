@@ -27,6 +27,7 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
     return {
         "limit": cluster.submit("limit", "--exit-margin-in-mins=0.01", options="--signal=USR1@1"),
         "signal": cluster.submit("signal"),
+        "duration": cluster.submit("duration", "--exit-duration-in-mins=0.15"),
         "crashes": cluster.submit("crashes", fault="exception:1:3", once=False, MAX_CRASHES="2"),
         "wrong": cluster.submit("wrong", "--num-layers=0"),
     }
@@ -68,6 +69,16 @@ def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]
     fields = job.ended()
     assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.log
     assert "requeues the job, to resume from iteration 4" in job.log and "SIGUSR1" in job.log
+    assert_same_end(job, undisturbed)
+
+
+def test_a_duration_of_the_run_is_no_end_of_the_job(jobs: dict[str, Job], undisturbed: Path) -> None:
+    """--exit-duration-in-mins, by which Megatron-LM's scripts stay below the limit of a queue."""
+    job = jobs["duration"]
+    fields = job.ended()
+    assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.log
+    assert "start 1: ended to be resumed: --exit-duration-in-mins 0.15" in job.log
+    assert job.log.rstrip().endswith(f"start {int(fields['Restarts']) + 1}: done")
     assert_same_end(job, undisturbed)
 
 
