@@ -38,6 +38,7 @@ from megatron.training.config.validation import resolve
 
 from .common import add_extension_flag, parted, run_tool, tool_parser
 from .common.batch_options import batch_options, slurm_variables
+from .common.hybrid_ratios import computed_pattern
 from .common.launch_script import LaunchScript
 from .common.shell_variables import ExpansionError, ShellVariables
 from .common.shell_words import UNKNOWN, quoted
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = [(name, values) for name, values in tokens_of(words) if name.startswith("--")]
     if not tokens:
         raise ValueError(f"{args.script or ' '.join(words)}: {NO_SCRIPT if args.script else 'holds no flags'}")
+    pattern = computed_pattern(tokens)
+    tokens += [pattern] if pattern else []
     argv_of_script = [word for name, values in tokens if not LAUNCHER.match(name) for word in (name, *values)]
     reader = read_flags(argv_of_script, args.script)
     groups = defaultdict[str, list[Reading]](list)
@@ -110,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 because += line_of(text, reading.given[0])
             becomes = f" -> {shown(reading.ours)}" if reading.ours and not reading.problem else ""
             print(f"  {shown(reading.given)}{becomes}{because}")
+    if pattern:
+        print(f"\nComputed from the shares of layers, as Megatron-LM does:\n  {shown([pattern[0], *pattern[1]])}")
     for line in [*lines_on_batch(batch, text), *lines_on_values([*groups["Kept"], *changed], script)]:
         print(line)
     if differences := list(differences_met(resolved(reader), reader.spelled)):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.common import shell_variables
+from tools.common.hybrid_ratios import pattern_of
 from tools.common.launch_script import LaunchScript
 from tools.translate_flags import main
 
@@ -168,3 +169,43 @@ def test_options_of_sbatch_are_translated(tmp_path: Path, capsys: pytest.Capture
     assert said.startswith(" \\\n    ".join([*options, "--num-layers 2\n"]))
     assert "  --ntasks-per-node=8: scripts/train_gpt_slurm.sh starts a process for each GPU" in said
     assert "SETUP_FILE=FILE sbatch" in said and "mem" not in said and "ignored" not in said
+
+
+ALLOCATIONS = {
+    (56, 0.08, 0.5): "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",  # of the published hybrid of 8B
+    (10, 0.2, 0): "MMM*MM*MMM",
+    (10, 0, 0.3): "MM-MMM-MM-",
+    (10, 0.3, 0.2): "MM*M-*M*M-",
+    (48, 0.25, 0.25): "MM-*MM-*MM*-MM*-MM*-MM*-M*M-M*M-M*M-M*M-*MM-*MM-",
+    (52, 0.0769, 0.4): "M-MM-M-M-M*-MM-M-M-M*M-M-M-M-MM*-M-M-MM-M*-M-M-MM-M-",
+    (10, 0.1, 0.9): "-----*----",
+    (7, 0.5, 0.5): "-**-**-",
+    (9, 0, 0): "MMMMMMMMM",
+    (1, 1, 0): "*",
+}
+
+
+@pytest.mark.parametrize("shares", ALLOCATIONS, ids=str)
+def test_shares_of_layers_are_allocated_as_by_megatron(shares: tuple[int, float, float]) -> None:
+    assert pattern_of(*shares) == ALLOCATIONS[shares]
+
+
+@pytest.mark.parametrize("shares", [(0, 0.1, 0.1), (8, 0.6, 0.5), (8, -0.1, 0.5)], ids=str)
+def test_shares_of_more_than_all_layers_are_refused(shares: tuple[int, float, float]) -> None:
+    with pytest.raises(ValueError, match="must be shares that add up to at most 1"):
+        pattern_of(*shares)
+
+
+def test_a_script_with_shares_gets_the_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(
+        "torchrun pretrain_mamba.py --num-layers 56 --hidden-size 4096 --num-attention-heads 32 --is-hybrid-model "
+        "--hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5"
+    )
+    assert main([str(tmp_path / "run.sh")]) == 0
+    said = capsys.readouterr().out
+    command, _, rest = said.partition("\n\n")
+    assert f"--hybrid-layer-pattern '{ALLOCATIONS[56, 0.08, 0.5]}'" in command and "ratio" not in command
+    assert "Computed from the shares of layers, as Megatron-LM does:\n" in rest and "Not translated" not in rest
+    for other in ("--hybrid-attention-ratio 0.8 --hybrid-mlp-ratio 0.5 --num-layers 8", "--hybrid-mlp-ratio 0.5"):
+        assert main(["--", *other.split(), "--hidden-size", "64"]) == 1
+        assert "tools/translate_flags.py computes from these flags" in capsys.readouterr().out

@@ -1,0 +1,46 @@
+"""Computes the layers of a hybrid model that Megatron-LM's older flags state as shares of attention and MLP layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ATTENTION, MLP, PATTERN = "--hybrid-attention-ratio", "--hybrid-mlp-ratio", "--hybrid-layer-pattern"
+PATTERNS = (PATTERN, "--hybrid-override-pattern")
+
+
+def pattern_of(layers: int, attention: float, mlp: float) -> str:
+    """The letters of the layers: attention (*) evenly spaced between layers of Mamba (M), then MLP layers (-) in place
+    of these, evenly spaced up to the end. Raises ValueError if the shares are no shares of the layers."""
+    if layers < 1 or min(attention, mlp) < 0 or attention + mlp > 1:
+        raise ValueError(f"{ATTENTION} {attention:g} and {MLP} {mlp:g}: must be shares that add up to at most 1")
+    attentions, mlps = round(layers * attention), round(layers * mlp)
+    others = layers - attentions
+    letters = ["*" if chosen else "M" for chosen in _spaced(layers, others / (attentions + 1))]
+    if mlps:
+        places = [place for place, letter in enumerate(letters) if letter == "M"]
+        for place, chosen in zip(places, _spaced(len(places), (others - mlps) / mlps), strict=True):
+            letters[place] = "-" if chosen else "M"
+    return "".join(letters)
+
+
+def _spaced(places: int, gap: float) -> list[bool]:
+    """Which places are chosen if `gap` others, a fraction too, come before each that is."""
+    found, left = [], gap
+    for _ in range(places):
+        found.append(left < 0.5)
+        left += gap if found[-1] else -1
+    return found
+
+
+def computed_pattern(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, list[str]] | None:
+    """The pattern flag that stands for the shares among the flags of a command; None if they have no shares, have a
+    pattern already, or do not state what it depends on."""
+    last = {name.replace("_", "-"): values for name, values in tokens}
+    if last.keys().isdisjoint((ATTENTION, MLP)) or not last.keys().isdisjoint(PATTERNS):
+        return None
+    try:
+        layers = int("".join(last.get("--num-layers", [])))
+        shares = [float("".join(last.get(name, ["0"]))) for name in (ATTENTION, MLP)]
+        return PATTERN, [pattern_of(layers, *shares)]
+    except ValueError:
+        return None
