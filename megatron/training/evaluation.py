@@ -10,7 +10,7 @@ from megatron.core.collectives import all_reduce_
 from megatron.core.datasets.samplers import DataIterator
 from megatron.training.data import put_on_device
 from megatron.training.forward_backward import count_tokens, loss_and_tokens
-from megatron.training.hooks import Log
+from megatron.training.hooks import Evaluation, Log
 from megatron.training.metrics.console import perplexity
 from megatron.training.metrics.progress_bar import ProgressBar
 from megatron.training.metrics.sinks import Record
@@ -30,7 +30,7 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
         whole = training.full_validation and split == "valid"
         steps = len(iterator.dataset) // training.eval_batch_size if whole else training.eval_iters
         first_sample = 0 if whole else number * steps * training.eval_batch_size
-        found = summed_loss(run, iterator, first_sample, steps, split)
+        found = summed_loss(run, iterator, first_sample, steps, split, name)
         if found is None:
             return
         sums[name] = found[:2]
@@ -54,14 +54,15 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
 
 @torch.no_grad()
 def summed_loss(
-    run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int, split: str
+    run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int, split: str, name: str = ""
 ) -> tuple[float, float, Record] | None:
     """(loss of all tokens, tokens, what meters report) of `steps` batches, without dropout. Collective; equal on every
     rank. None if the run is asked to stop before the evaluation ends."""
     training, runtime = run.config.training, run.runtime
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     with ExitStack() as counting:
-        counted = [(meter, counting.enter_context(meter.evaluating())) for meter in run.meters]
+        evaluation = Evaluation(split, name, iterator.dataset)
+        counted = [(meter, counting.enter_context(meter.evaluating(evaluation))) for meter in run.meters]
         counting.enter_context(run.pipeline.evaluation_mode())
         bar = ProgressBar(f"evaluation ({split})", steps, "batch", runtime.say) if runtime.is_main else None
         if bar is not None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from megatron.core.batch import Batch
     from megatron.core.config.parallel import ModelParallelConfig
+    from megatron.core.datasets.gpt_dataset import Dataset
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult
     from megatron.training.initialize import Runtime
@@ -61,6 +62,18 @@ class StepView:
     """This rank's micro-batches, on its device."""
     loss_and_tokens: Tensor
     """[loss sum, valid tokens] float64 on the device; zeros on ranks without the last stage."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation in progress."""
+
+    split: str
+    """"valid" or "test"."""
+    name: str
+    """The name of a validation set; empty without one."""
+    dataset: Dataset
+    """The data set, whose samples have the numbers of `Batch.sample_index`."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ class Meter:
         """Lines for the console below that of the record."""
         return []
 
-    def evaluating(self) -> AbstractContextManager[Tensor | None]:
+    def evaluating(self, evaluation: Evaluation) -> AbstractContextManager[Tensor | None]:
         """Counts of an evaluation within this block on this rank, once it has ended, to be summed over the world."""
         return nullcontext()
 

@@ -40,6 +40,9 @@ class LogsConfig:
     sample_log: str | None = flag(None, path="local", writes="file")
     """File for the samples of each training step, one JSON object per line."""
 
+    document_loss_log: str | None = flag(None, path="local", writes="file", no_effect_without="--eval-iters")
+    """File for the loss of each document in evaluations, one JSON object per line, the highest first."""
+
     log_source_loss: bool = False
     """Log the training and validation loss of each data set of a blend."""
 
@@ -59,6 +62,9 @@ SINKS.register("Weights & Biases", f"{HERE}.dashboards:WandbSink", when=_when(la
 LOG_FORMATS.substitute("default", f"{HERE}.terminal:TerminalLines", when=lambda *run: sys.stdout.isatty())
 LOG_FORMATS.register("megatron", f"{HERE}.megatron_format:MegatronLines")
 CALLBACKS.register("samples", f"{HERE}.meters:SampleLog", when=_when(lambda o: o.sample_log))
+CALLBACKS.register(
+    "losses of documents", f"{HERE}.document_losses:DocumentLosses", when=_when(lambda o: o.document_loss_log)
+)
 CALLBACKS.register("losses of data sets", f"{HERE}.meters:SourceLosses", when=_when(lambda o: o.log_source_loss))
 CALLBACKS.register(
     "sums", f"{HERE}.meters:ModelSums", when=_when(lambda o: o.log_params_norm or o.log_num_zeros_in_grad)

@@ -30,7 +30,7 @@ from megatron.core.datasets.blended import documents_of
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.optimizer.clip_grads import sum_of_squares
 from megatron.extensions.logs.flags import LogsConfig
-from megatron.training.hooks import Callback, Meter, RunView
+from megatron.training.hooks import Callback, Evaluation, Meter, RunView
 from megatron.training.metrics.meters import Tallies, means
 from megatron.training.metrics.sinks import JsonLinesSink
 from megatron.training.progress import Interval, Step
@@ -73,7 +73,7 @@ class SourceTallies(Tallies):
         return {f"{split}_source_{name}_loss": mean for name, mean in found if mean is not None}
 
     @contextmanager
-    def evaluating(self) -> Iterator[Tensor]:
+    def evaluating(self, evaluation: Evaluation) -> Iterator[Tensor]:
         """Sums of evaluations in this block on this rank, [sources, 2] float64, when it ends. A training step that is
         not settled yet keeps its tallies."""
         kept = [tally.clone() for tally in self.tallies]
