@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import multiprocessing as mp
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,11 @@ from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler
 from megatron.training.reliability.child_processes import end_children, end_daemons
 from megatron.training.reliability.failure_handler import FailureHandler
-from megatron.training.reliability.failure_report import ADVICE, Failure, died, start_again
+from megatron.training.reliability.failure_report import ADVICE, TOO_MANY, Failure, died, is_consequence, start_again
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import out_of_memory_kills
-from megatron.training.reliability.run_status import Outcome
+from megatron.training.reliability.run_status import ExitCode, Outcome
 from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import SignalListener
 from tests.forked import join
@@ -189,6 +191,46 @@ def test_a_full_disk_is_reported_in_a_sentence(error: BaseException, told: bool)
     failure = Failure.of(error, 0, "rank 0", "saving", CheckpointConfig())
     assert str(error) in failure.what and ("make room on the disk" in failure.advice) == told
     assert failure.text().count("not saved") <= 1
+
+
+@contextmanager
+def no_more_files() -> Iterator[int]:
+    """This process can open no more files in the block. Yields its limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(held[0]))
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in held:
+            os.close(each)
+
+
+def test_a_limit_of_open_files_is_named_as_the_cause(tmp_path: Path) -> None:
+    """Whether Python or a library says it, or an error of ours that follows from it."""
+    options, stacks = CheckpointConfig(save=str(tmp_path)), StackDump()
+    stacks.open(tmp_path / "stacks", 0)
+    errors: list[BaseException] = []
+    with no_more_files() as limit:
+        with pytest.raises(ValueError, match="name a folder that every rank can write") as refused:
+            StackDump().open(tmp_path / "stacks", 1)
+        errors.append(refused.value)
+        with pytest.raises(OSError, match="Too many open files") as unread:
+            (tmp_path / "stacks" / "rank-00000.txt").read_text()
+        errors += [unread.value, RuntimeError("[enforce fail at gloo/transport/tcp/socket.cc:24] socket: " + TOO_MANY)]
+        reports = [Failure.of(error, 0, "rank 0 of 2", "start", options) for error in errors]
+        hidden = Failure.of(RuntimeError("Cannot resolve 127.0.0.1"), 0, "rank 0 of 2", "start", options).advice
+        advised = [died(options), hidden, stacks.last_words(0)]
+    for error, report in zip(errors, reports, strict=True):
+        assert not is_consequence(error) and report.code == ExitCode.FAILED
+        assert f"open files of a process, which is {limit} here, with `ulimit -n " in report.advice
+    assert [f"files open of at most {limit}, and that limit may be the cause" in text for text in advised] == [1, 1, 0]
+    assert "files open" not in died(options)
 
 
 def test_the_end_of_a_run_kills_a_daemon_that_ignores_sigterm(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import resource
 import sys
 import time
 import tomllib
@@ -34,6 +37,11 @@ CONSEQUENCE = re.compile(
 
 ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
 """Kind of failure -> what to do about it. `{again}` stands for `start_again`."""
+
+OPEN_FILES = {errno.EMFILE, errno.ENFILE}
+TOO_MANY = os.strerror(errno.EMFILE).lower()
+ENOUGH = 65536
+"""Open files of a process that suffice for any run."""
 
 GONE = "process is gone"
 """Title of the failure of a process that ended silently."""
@@ -74,6 +82,10 @@ class Failure:
         """The report on an exception of a run with these checkpoints, of which it has saved iteration `saved`."""
         again = start_again(options, saved)
         title = "".join(traceback.format_exception_only(error)).splitlines()[0]
+        if is_of_open_files(error):
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            advice = ADVICE["open files"].format(limit=limit, how=_more_open_files(), again=again)
+            return cls(rank, who, phase, title, "".join(traceback.format_exception(error)), advice)
         if is_users(error):
             return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
         if hasattr(error, "advice"):  # its message says all
@@ -87,10 +99,11 @@ class Failure:
         if "deterministic implementation" in str(error):
             return cls(rank, who, phase, title, what, ADVICE["kernel"])
         if is_consequence(error):
-            return cls(rank, who, phase, title, what, ADVICE["collective"])
+            return cls(rank, who, phase, title, what, ADVICE["collective"] + perhaps_open_files())
         _, own = place_in_extension(error) or (None, None)
         place = f" at {own}, in the extension," if own else ""
-        return cls(rank, who, phase, title, what, ADVICE["error"].format(place=place, again=again))
+        advice = ADVICE["error"].format(place=place, again=again)
+        return cls(rank, who, phase, title, what, advice + perhaps_open_files())
 
     def advised(self, kind: str) -> Failure:
         """The same failure with other advice."""
@@ -148,7 +161,31 @@ def start_again(options: CheckpointConfig, saved: int | None = None) -> str:
 
 def died(options: CheckpointConfig, saved: int | None = None) -> str:
     """The advice on a process that ended silently, in a run with these checkpoints."""
-    return ADVICE["died"].format(again=start_again(options, saved))
+    return ADVICE["died"].format(again=start_again(options, saved)) + perhaps_open_files()
+
+
+MANY_OPEN = 0.75
+"""Share of the limit of open files from which a failure may come from it."""
+
+
+def perhaps_open_files() -> str:
+    """More advice on a failure that may come from the limit of open files: libraries hide it behind other errors, and
+    gloo aborts the process, whose peers have about as many files open. Empty if far fewer are open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd")) - 1
+    except OSError as error:
+        used = limit if error.errno in OPEN_FILES else 0
+    if used < MANY_OPEN * limit:
+        return ""
+    return ADVICE["many open files"].format(used=used, limit=limit, how=_more_open_files())
+
+
+def _more_open_files() -> str:
+    """How the limit of open files is raised."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    return ADVICE["soft limit"].format(more=most) if most > limit else ADVICE["hard limit"].format(more=ENOUGH)
 
 
 def is_users(error: BaseException) -> bool:
@@ -161,7 +198,18 @@ def is_users(error: BaseException) -> bool:
 
 def is_consequence(error: BaseException) -> bool:
     """Whether the failure of another rank may have caused this error."""
+    if is_of_open_files(error):
+        return False  # gloo says it of this process
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
+
+
+def is_of_open_files(error: BaseException | None) -> bool:
+    """Whether this process, or the system, had as many files open as it may. Libraries say it in their text alone."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in OPEN_FILES) or TOO_MANY in str(error).lower():
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def is_of_disk(error: BaseException) -> bool:

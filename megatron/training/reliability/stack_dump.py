@@ -69,7 +69,9 @@ class StackDump:
         if (kills := out_of_memory_kills()) > self._kills:
             said.append(f"the kernel's out-of-memory killer has ended {kills - self._kills} processes of this machine")
         path = self.folder / f"rank-{rank:05d}.txt" if self.folder is not None else None
-        text = path.read_text() if path is not None and path.exists() else ""
+        text = ""
+        with suppress(OSError):  # as where this process can open no more files
+            text = path.read_text() if path is not None and path.exists() else ""
         if text.startswith("Fatal"):
             said.append(text.partition("\nExtension modules")[0][:MOST])
         return "".join(f"\n{each}" for each in said)
