@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.code_record import record_code, standing, state_folder
+from megatron.training.config.flags import all_flags, named_value, values_by_section, with_named
+from megatron.training.config.run_config import CheckpointConfig, RunConfig
+from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.extensions import ExtensionError, load_saved_extensions
 
 
@@ -126,3 +130,18 @@ def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypa
     (tmp_path / "tasks" / "utils.py").write_text("print('changed')")
     with pytest.raises(ValueError, match="may run code"):
         parse_args(argv)
+
+
+def test_no_run_takes_names_of_code_from_a_checkpoint(tmp_path: Path) -> None:
+    """--use-checkpoint-args and --use-checkpoint-opt_param-scheduler take the model, the schedule and the tokenizer;
+    files of tasks, which may run code, are none of these."""
+    fields = [flag.field for flag in all_flags() if flag.spec.names_code is not None]
+    saved = with_named(RunConfig(), {field: (str(tmp_path / "tasks"),) for field in fields})
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    payload = {"config": values_by_section(with_named(saved, {"num_layers": 3}))}
+    (tmp_path / "iter_0000001" / "metadata.json").write_text(json.dumps(payload))
+    options = CheckpointConfig(load=str(tmp_path), use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True)
+    config, _ = with_saved_flags(RunConfig(checkpoint=options))
+    assert config.model.num_layers == 3
+    assert [named_value(config, field) for field in fields] == [None] * len(fields)
