@@ -134,7 +134,12 @@ def _row(record: Any, chunk: Chunk) -> str | dict[str, Any]:
     if isinstance(record, ValueError):
         raise record
     if isinstance(record, bytes):
-        text = _decoded(record, f"the {chunk.unit}")
+        try:
+            text = _decoded(record, f"the {chunk.unit}")
+        except ValueError as error:
+            utf_16 = record.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in record
+            remedy = f"iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
+            raise ValueError(f"{error}; convert a file of another encoding, such as by {remedy}") from None
         if not chunk.of_json:
             return text
         try:

@@ -152,6 +152,14 @@ def test_a_view_that_is_not_utf_8_spoils_no_other(tmp_path: Path) -> None:
         texts_of(chunk.records[1], chunk, Reading())
 
 
+@pytest.mark.parametrize(("codec", "found"), [("utf-16", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin-1", "LATIN1")])
+def test_another_encoding_is_told_with_the_remedy(tmp_path: Path, codec: str, found: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"text": "é"}'.encode(codec))
+    (chunk,) = read_chunks(find_inputs([str(tmp_path / "a.jsonl")]), Reading(), 1 << 20)
+    with pytest.raises(ValueError, match=f"^not UTF-8: .*, such as by iconv -f {found} -t UTF-8$"):
+        texts_of(chunk.records[0], chunk, Reading())
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_integers_of_any_length(tmp_path: Path, name: str) -> None:
     """Python refuses to convert more than 4,300 digits."""
