@@ -240,7 +240,7 @@ class OpenAIApi:
         start = self.model.tokenizer.detokenize(found.request.prompt[:1])
         parts = self._completion_logprobs([*found.prompt_logprobs, *found.logprobs], len(start))
         heads = {"tokens": start, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-        return {name: value and [heads[name], *value] for name, value in parts.items()}
+        return {name: None if value is None else [heads[name], *value] for name, value in parts.items()}
 
     def _completion_logprobs(self, tokens: Sequence[Logprob], offset: int) -> dict[str, Any]:
         detokenize = self.model.tokenizer.detokenize

@@ -195,6 +195,9 @@ def test_ends_of_texts(served: Served) -> None:
     assert nothing["choices"][0]["text"] == "" and nothing["usage"]["completion_tokens"] == 0
     scored = served.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0})[1]
     assert scored["choices"][0]["text"] == "abc" and len(scored["choices"][0]["logprobs"]["tokens"]) == 3
+    (alone,) = served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 0, "echo": True, "logprobs": 1})[1]["choices"]
+    first = {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": None, "text_offset": [0]}
+    assert alone["text"] == "a" and alone["logprobs"] == first
 
 
 WRONG: list[tuple[Any, str]] = [
