@@ -182,6 +182,10 @@ def test_a_run_starts_anew_with_its_moments(tmp_path: Path) -> None:
     one = Run(config(tmp_path, parallel=BF16))
     one.step(0)
     one.save(Progress(5, 40, 30, data_fingerprint="a", origin={"model_type": "opt"}))
+    with pytest.raises(
+        ValueError, match=r"--override-data-fingerprint to .*, or --data-phases to continue with other data"
+    ):
+        Run(config(tmp_path)).load(data_fingerprint="b")
     for options, data, there in (
         ({"reset_iteration": True}, "b", Progress(data_fingerprint="b")),
         ({"load_lr_state": False}, "a", Progress(5, 40, 0, data_fingerprint="a")),
@@ -232,6 +236,9 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
         r"of another shape: .*model\.decoder\.final_layernorm\.weight \(32,\)", tmp_path, model=model, finetune=True
     )
     longer = replace(LLAMA, seq_length=32)
+    new_phase = "or --data-phases to continue with other data or another sequence length in a new phase"
+    refuses(f"--seq-length 16 in the checkpoint, 32 in the run; .*{new_phase}", tmp_path, model=longer)
+    assert new_phase not in message
     assert Run(config(tmp_path, model=longer, finetune=True)).load() == Progress()
     assert Run(config(tmp_path, training=TrainingConfig(seed=1), load_rng=False)).load() == Progress(1, 8)
     deeper = replace(LLAMA, num_layers=3)

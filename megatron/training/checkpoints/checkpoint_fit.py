@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIM
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import HISTORY
-from megatron.core.parts import STATE_STORES
+from megatron.core.parts import PLANS, STATE_STORES
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.training.config.flags import config_of_sections, flags_of, named_value
+from megatron.training.config.flags import config_of_sections, field_table, flags_of, named_value, value_of
 from megatron.training.config.rules.fields import single_values
 from megatron.training.config.rules.saved_types import metadata_problem
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
@@ -90,6 +90,7 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
             problems.append(
                 "the run computes something else: " + ", ".join(changed) + "; give the checkpoint's values, "
                 "or --finetune to load weights of equal shapes only and start at iteration 0"
+                + (_new_phase(config) if saved.model.seq_length != config.model.seq_length else "")
             )
         if options.load_rng and not converted(checkpoint) and saved.training.seed != config.training.seed:
             problems.append(
@@ -99,7 +100,7 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
         # Other data are no matter where none are trained on, or from the start.
         other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
         if problem := _other_data(checkpoint, other, data_fingerprint):
-            problems.append(problem)
+            problems.append(problem + _new_phase(config))
     if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
         problems.append("it has no optimizer state: give --no-load-optim to continue with fresh moments, or --finetune")
     elif load_optimizer:
@@ -113,6 +114,15 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
         ]
     if problems:
         raise ValueError(f"checkpoint {checkpoint.folder} does not fit the run: " + "; ".join(problems))
+
+
+def _new_phase(config: RunConfig) -> str:
+    """Remedy for other data or another sequence length: the flags that divide a run, if it has none of them."""
+    flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
+    if not flags or any(value_of(config, flag) is not None for flag in flags):
+        return ""
+    named = " or ".join(flag.name for flag in flags)
+    return f", or {named} to continue with other data or another sequence length in a new phase (docs/data.md)"
 
 
 def _same_rows(saved: RunConfig, config: RunConfig) -> bool:
