@@ -40,7 +40,13 @@ class LogsConfig:
     sample_log: str | None = flag(None, path="local", writes="file")
     """File for the samples of each training step, one JSON object per line."""
 
-    document_loss_log: str | None = flag(None, path="local", writes="file", no_effect_without="--eval-iters")
+    document_loss_log: str | None = flag(
+        None,
+        path="local",
+        writes="file",
+        no_effect_without="--eval-iters",
+        excludes="--fim-data: the tokens of documents change their places",
+    )
     """File for the loss of each document in evaluations, one JSON object per line, the highest first."""
 
     log_source_loss: bool = False
