@@ -21,12 +21,15 @@ EXPAND = 2
 """Channels of all heads, in hidden sizes, where --mamba-num-heads is not given."""
 
 
+NAME = "mamba2"
+
+
 @extension_flags("Mamba-2", part_of="model")
 @dataclass(frozen=True)
 class MambaFlags:
     """The shape of Mamba-2 (arXiv 2405.21060)."""
 
-    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("mamba2", "M")
+    NO_EFFECT_WITHOUT: ClassVar = has_linear_attention(NAME, "M")
 
     mamba_state_dim: int = flag(128, above=0)
     """Mamba-2: channels n of B and C; the state of a head is n x its channels."""
@@ -135,7 +138,7 @@ def _aligned(c: RunConfig, groups: int) -> Iterator[Problem]:
 
 
 LINEAR_ATTENTIONS.register(
-    "mamba2",
+    NAME,
     f"{__package__}.mamba2:Mamba2",
     rules=f"{__name__}:mamba2",
     described=described,

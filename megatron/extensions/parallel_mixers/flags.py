@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.extensions.hybrid_layers.flags import has_linear_attention
+from megatron.extensions.mamba.flags import NAME as MAMBA2
 from megatron.training.extensions import extension_flags
 
 NAME = "attention_and_mamba2"
@@ -41,5 +42,5 @@ LINEAR_ATTENTIONS.register(
     letter="H",
     whole_sequences=True,
     attends=True,
-    includes=("mamba2",),
+    includes=(MAMBA2,),
 )

@@ -10,6 +10,7 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS
 from megatron.core.tensor_parallel.layers import TPContext
+from megatron.extensions.mamba.flags import NAME as MAMBA2
 from megatron.extensions.parallel_mixers.flags import ParallelMixerFlags
 
 
@@ -22,7 +23,7 @@ class AttentionAndMamba2(nn.Module):
         own = config.options(ParallelMixerFlags)
         of_keys = replace(config, softmax_scale=config.attention_scale * own.attention_key_multiplier)
         self.attention = ATTENTIONS.build(config.attention, f"{name}.attention", of_keys, ctx)
-        self.mamba = LINEAR_ATTENTIONS.build("mamba2", f"{name}.mamba", config, ctx)
+        self.mamba = LINEAR_ATTENTIONS.build(MAMBA2, f"{name}.mamba", config, ctx)
         self.of_attention = own.attention_input_multiplier, own.attention_output_multiplier
         self.of_mamba = own.mamba_input_multiplier, own.mamba_output_multiplier
 
