@@ -1,7 +1,7 @@
 """Makes the nearest values that problems name legal under all rules. No torch.
 
 A rule names the nearest value that it accepts by itself. Another rule of the same flag may refuse that one, so values
-are tried before they are told."""
+are tried before a message names them."""
 
 from __future__ import annotations
 
