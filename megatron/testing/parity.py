@@ -1,6 +1,6 @@
 """Train a model at a matrix of layouts and compare every layout with one process: weights, loss, gradients, moments.
 
-    python -m megatron.testing.parity --extension my_activation.py -- --activation my-activation --num-layers 8
+    python -m megatron.testing.parity --extension my_activation.py -- --activation-func my_activation --num-layers 8
 
 Flags after `--` describe the model as for pretrain_gpt.py, parts of extensions included. Defaults for the rest are
 tiny: 4 layers of hidden size 32, synthetic data and two steps. All runs are in fp64 on gloo ranks of this machine. Rows
