@@ -118,7 +118,11 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
 
     Raises ValueError naming every flag or file that is missing.
     """
-    kind, problems = str(config.tokenizer_type), []
+    if config.tokenizer_type is None:
+        raise ValueError(
+            f"--tokenizer-type: is not given, and no run says which; choose one of {', '.join(TOKENIZERS)}"
+        )
+    kind, problems = config.tokenizer_type, list[str]()
     facts = TOKENIZERS.facts(kind)
     for field in facts.needs:
         flag, value = "--" + field.replace("_", "-"), getattr(config, field)
