@@ -93,6 +93,9 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
             raise ValueError(f"{file.path}: damaged after {unit} {number}: {error}; get the file again") from None
         except ImportError as error:
             raise ValueError(f"{file.path} needs a package ({error}): pip install pyarrow") from None
+        except UnicodeDecodeError as error:
+            found = f"not UTF-8: byte 0x{error.object[error.start]:02x}; {_to_utf_8(error.object)}"
+            raise ValueError(f"{file.path}: cannot be read after {unit} {number}: {found}") from None
         except (OSError, csv.Error, UnicodeError, Unreadable) as error:
             raise ValueError(f"{file.path}: cannot be read after {unit} {number}: {error}") from None
 
@@ -137,9 +140,7 @@ def _row(record: Any, chunk: Chunk) -> str | dict[str, Any]:
         try:
             text = _decoded(record, f"the {chunk.unit}")
         except ValueError as error:
-            utf_16 = record.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in record
-            remedy = f"iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
-            raise ValueError(f"{error}; convert a file of another encoding, such as by {remedy}") from None
+            raise ValueError(f"{error}; {_to_utf_8(record)}") from None
         if not chunk.of_json:
             return text
         try:
@@ -162,6 +163,12 @@ def _decoded(value: bytes, where: str) -> str:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte {error.start} of {where} is 0x{value[error.start]:02x}") from None
+
+
+def _to_utf_8(text: bytes) -> str:
+    """The remedy for bytes of a file that are not UTF-8."""
+    utf_16 = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text
+    return f"convert a file of another encoding, such as by iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
 
 
 def _text(value: Any, key: str) -> str:
@@ -315,7 +322,9 @@ def _places(reading: Reading, names: Sequence[str]) -> list[int]:
     missing = [key for key in reading.keys if key not in names]
     if missing:
         has = ", ".join(map(repr, names[:8]))
-        raise Unreadable(f"no column {missing[0]!r} ({reading.flag}); the columns are {has}")
+        joined = len(names) == 1 and any(mark in names[0] for mark in ";\t|")
+        remedy = "; .csv needs commas between values, .tsv tabs" if joined else ""
+        raise Unreadable(f"no column {missing[0]!r} ({reading.flag}); the columns are {has}{remedy}")
     return [names.index(key) for key in reading.keys]
 
 

@@ -160,6 +160,21 @@ def test_another_encoding_is_told_with_the_remedy(tmp_path: Path, codec: str, fo
         texts_of(chunk.records[0], chunk, Reading())
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("id,text\n1,é".encode("latin-1"), "not UTF-8: byte 0xe9; .* iconv -f LATIN1 -t UTF-8"),
+        ("id,text\n1,é".encode("utf-16"), "not UTF-8: byte 0xff; .* iconv -f UTF-16 -t UTF-8"),
+        (b"id;text\n1;one", r"no column 'text' .*'id;text'; \.csv needs commas between values, \.tsv tabs"),
+    ],
+    ids=["latin-1", "utf-16", "semicolons"],
+)
+def test_a_table_of_another_dialect_is_told_with_the_remedy(tmp_path: Path, text: bytes, said: str) -> None:
+    (tmp_path / "a.csv").write_bytes(text)
+    with pytest.raises(ValueError, match=f"a.csv: cannot be read after row 0: {said}$"):
+        documents(tmp_path / "a.csv")
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_integers_of_any_length(tmp_path: Path, name: str) -> None:
     """Python refuses to convert more than 4,300 digits."""
@@ -195,7 +210,7 @@ MISNAMED = [
     ("a.jsonl", b'{"text": "a",\n "id": [\n  1]}\n', "a JSON object takes several lines; write one object a line"),
     ("a.csv", b"id,words\n1,x\n", "no column 'text' (--json-keys); the columns are 'id', 'words'"),
     ("a.csv", b'id,text\n1,"x\n', "cannot be read after row 0: unexpected end of data"),
-    ("a.csv", b"id,text\n1,\xff\n", "'utf-8' codec can't decode byte 0xff"),
+    ("a.csv", b"id,text\n1,\xff\n", "not UTF-8: byte 0xff"),
     ("a.parquet", b"PAR1 and nothing else", "not Parquet that can be read"),
     ("a.arrow", b"nothing of it", "not Arrow that can be read"),
 ]
