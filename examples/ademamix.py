@@ -3,13 +3,15 @@
 python pretrain_gpt.py --extension examples/ademamix.py --optimizer ademamix --ademamix-alpha 5 ...
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
 from torch import Tensor
 
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.transforms import AddDecay, ParameterUpdate, ScaleByRate, State, Transform, elements
+from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import extension_flags
 
@@ -38,17 +40,24 @@ class AdEMAMixConfig:
         return alpha, beta3
 
 
-@OPTIMIZERS.register("ademamix", states=("exp_avg", "exp_avg_slow", "exp_avg_sq"))
-class AdEMAMix(Optimizer):
-    def update(
-        self, param: Tensor, grad: Tensor, states: Mapping[str, Tensor], lr: float, weight_decay: float, step: Tensor
-    ) -> None:
-        config, options = self.config, self.config.options(AdEMAMixConfig)
+class AdEMAMix(Transform):
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config, self.options = config, config.options(AdEMAMixConfig)
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        return [elements(name, meta) for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq")]
+
+    def update(self, x: ParameterUpdate) -> None:
+        config, states, grad, step = self.config, x.states, x.update, x.step
         fast, slow, square = states["exp_avg"], states["exp_avg_slow"], states["exp_avg_sq"]
         fast.lerp_(grad, 1 - config.adam_beta1)
-        alpha, beta3 = options.at(step, config.adam_beta1)
+        alpha, beta3 = self.options.at(step, config.adam_beta1)
         slow.mul_(beta3).add_((1 - beta3) * grad)
         square.lerp_(grad.square(), 1 - config.adam_beta2)
         scale = (square / (1 - config.adam_beta2**step)).sqrt_().add_(config.adam_eps)
-        moved = fast / (1 - config.adam_beta1**step) + alpha * slow
-        param.sub_(lr * (moved / scale + weight_decay * param))
+        x.update = (fast / (1 - config.adam_beta1**step) + alpha * slow) / scale
+
+
+@OPTIMIZERS.register("ademamix", chain=True, by_element=True)
+def ademamix(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    return [AdEMAMix(config), AddDecay(), ScaleByRate()]

@@ -21,7 +21,7 @@ class AverageConfig:
     """Decay of the average of the weights."""
 
 
-@OPTIMIZERS.register("averaged_adam", chain=True)
+@OPTIMIZERS.register("averaged_adam", chain=True, by_element=True)
 def averaged_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
     decay = config.options(AverageConfig).average_decay
     return [AdamMoments(config), AddDecay(), ScaleByRate(), AverageWeights(decay)]

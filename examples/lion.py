@@ -3,12 +3,12 @@
 python pretrain_gpt.py --optimizer lion --lr 3e-5 --weight-decay 0.3 ...
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.transforms import AddDecay, ParameterUpdate, ScaleByRate, State, Transform, elements
+from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
 from megatron.training.extensions import extension_flags
 
@@ -22,12 +22,19 @@ class LionConfig:
     """Decay of the average."""
 
 
-@OPTIMIZERS.register("lion", states=("exp_avg",))
-class Lion(Optimizer):
-    def update(
-        self, param: Tensor, grad: Tensor, states: Mapping[str, Tensor], lr: float, weight_decay: float, step: Tensor
-    ) -> None:
-        options, average = self.config.options(LionConfig), states["exp_avg"]
-        direction = average.lerp(grad, 1 - options.lion_beta1).sign_()
-        average.lerp_(grad, 1 - options.lion_beta2)
-        param.sub_(lr * (direction + weight_decay * param))
+class SignOfAverage(Transform):
+    def __init__(self, options: LionConfig) -> None:
+        self.options = options
+
+    def states(self, meta: ParamMeta) -> Sequence[State]:
+        return [elements("exp_avg", meta)]
+
+    def update(self, x: ParameterUpdate) -> None:
+        average, grad = x.states["exp_avg"], x.update
+        x.update = average.lerp(grad, 1 - self.options.lion_beta1).sign_()
+        average.lerp_(grad, 1 - self.options.lion_beta2)
+
+
+@OPTIMIZERS.register("lion", chain=True, by_element=True)
+def lion(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
+    return [SignOfAverage(config.options(LionConfig)), AddDecay(), ScaleByRate()]

@@ -146,6 +146,10 @@ class OptimizerFacts:
     chain: bool = False
     """Whether it is a chain of transforms, which may keep states of any shape."""
 
+    by_element: bool = False
+    """Of a chain: whether the update of an element depends on this element alone, so that states can be in host memory
+    and each instance of the data-parallel ranks can update by itself."""
+
     whole_matrices: bool = False
     """Whether it updates the matrices of hidden layers, each as a whole, and leaves the rest to another optimizer; else
     it updates all parameters, element by element."""

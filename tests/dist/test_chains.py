@@ -133,9 +133,8 @@ def compare_with_one_process(rank, world, dims, distributed, kind):
             oracle.params[piece.meta.name] = averages[piece.meta.name]
             expected = oracle.local(piece.meta.name).flatten()[piece.start : piece.stop]
             torch.testing.assert_close(piece.data, expected, rtol=1e-9, atol=1e-11)
-    plan = optimizer.chain.plan
-    assert optimizer.chain.nbytes == plan.bytes_by_place(8)[plan.ranks.index(rank)] == optimizer.nbytes[0]
-    return optimizer.chain.nbytes
+    (chain,) = optimizer.chains
+    assert chain.nbytes == chain.plan.bytes_by_place(8)[chain.plan.ranks.index(rank)] == optimizer.nbytes[0]
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
@@ -144,6 +143,11 @@ def compare_with_one_process(rank, world, dims, distributed, kind):
 def test_updates_equal_those_of_one_process(dims, kind, distributed):
     """Of matrices, Adafactor's are torch's; each rank holds as many bytes of states as planned."""
     run_world(dims.world_size, compare_with_one_process, dims, distributed, kind)
+
+
+@pytest.mark.parametrize("kind", ["averaged_adam"])
+def test_each_instance_updates_elements_by_itself(kind):
+    run_world(4, compare_with_one_process, ParallelDims(dp=4, instances=2), True, kind)
 
 
 def skipped_step(rank, world, kind):
@@ -241,7 +245,7 @@ def test_states_that_cannot_be_kept_are_named_all_at_once():
 
 REFUSED = [
     pytest.param("--num-distributed-optimizer-instances 2", "ranks of all instances update matrices", id="instances"),
-    needs("offload", "--optimizer-cpu-offload", "--optimizer adafactor is a chain of transforms"),
+    needs("offload", "--optimizer-cpu-offload", "--optimizer adafactor looks at whole parameters"),
     needs("pipedream_2bw", "--pp 2 --pipeline-schedule 2bw", "2bw: cannot be combined with --optimizer adafactor"),
 ]
 

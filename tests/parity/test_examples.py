@@ -13,6 +13,8 @@ import torch
 from megatron.core.batch import Batch
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.transforms import ParameterUpdate, Place
+from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
 from megatron.training.config.flags import sections, with_fields
 from megatron.training.extensions import load_extensions
@@ -89,12 +91,16 @@ def test_the_half_life_of_the_slow_average_rises_in_a_straight_line() -> None:
 
 def test_lion_steps_by_the_sign_of_an_average() -> None:
     load_extensions([str(ROOT / "examples" / "lion.py")])
-    lion = OPTIMIZERS["lion"](OptimizerConfig(), [])
+    meta = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (5,))
+    place = Place(((0,), (5,)), (0, 5), True, {})
     gradients = torch.randn(3, 5, dtype=torch.float64)
     param = torch.ones(5, dtype=torch.float64)
     average, expected, written_out = torch.zeros_like(param), param.clone(), torch.zeros_like(param)
     for grad in gradients:
-        lion.update(param, grad, {"exp_avg": average}, 0.1, 0.3, torch.tensor(1.0))
+        x = ParameterUpdate(meta, param, grad, {"exp_avg": average}, place, (0.1, 0.3, torch.tensor(1.0)))
+        for link in OPTIMIZERS["lion"](OptimizerConfig(), meta):
+            link.update(x)
+        param = param + x.update
         expected = expected - 0.1 * ((0.95 * written_out + 0.05 * grad).sign() + 0.3 * expected)
         written_out = 0.98 * written_out + 0.02 * grad
     torch.testing.assert_close((param, average), (expected, written_out))

@@ -68,7 +68,7 @@ def test_each_element_is_held(dims: ParallelDims, distributed: bool) -> None:
 def held(plan, param, state, place):
     """Flat ranges of a state on a rank: of its part of the parameter, or of the whole state."""
     if state.kind == ELEMENTS:
-        return [plan.held(param, place)]
+        return [param.part_within(*plan.owned_range(param, place))]
     if state.kind == MATRICES:
         return [(start, stop) for _, start, stop in plan.owned(param, state, place)]
     return [plan.part(state, place)]
@@ -77,7 +77,7 @@ def held(plan, param, state, place):
 def check_covered(plan, param, state, distributed):
     if state.kind == ELEMENTS:
         local = param.range.stop - param.range.start
-        ranks = {tuple(plan.held(param, place)) for place in range(len(plan.ranks))}
+        ranks = {held(plan, param, state, place)[0] for place in range(len(plan.ranks))}
         covered = np.zeros(local, int)
         for start, stop in ranks:
             covered[start:stop] += 1

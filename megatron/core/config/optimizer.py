@@ -169,9 +169,14 @@ class OptimizerConfig(Section):
 
     @property
     def is_chain(self) -> bool:
-        """Whether parameters that are not updated as whole matrices have chains of transforms, which may look at all
-        ranks of a stage."""
+        """Whether parameters that are not updated as whole matrices have chains of transforms."""
         return OPTIMIZERS.facts(self.elementwise).chain
+
+    @property
+    def updates_together(self) -> bool:
+        """Whether all ranks of a stage take part in the update of a parameter."""
+        facts = OPTIMIZERS.facts(self.elementwise)
+        return self.matrices is not None or (facts.chain and not facts.by_element)
 
     def states(self, whole: bool) -> tuple[str, ...]:
         """Names of the tensors kept for each element of parameters that are updated as `whole` matrices, or not."""

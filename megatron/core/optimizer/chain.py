@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import ROUND, Matrix, Part
-from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard
+from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard
 from megatron.core.optimizer.planned_states import ELEMENTS, REDUCED, ChainPlan, PlannedParam, State
 from megatron.core.optimizer.transforms import (
     MatrixRequest,
@@ -30,11 +30,10 @@ from megatron.core.optimizer.transforms import (
     Request,
     SumRequest,
     Transform,
-    asks_for_matrices,
     chain_of,
-    states_of,
 )
 from megatron.core.parallel_state import ParallelState
+from megatron.core.parts import OPTIMIZERS
 
 StepScalars = tuple[float, float, float | None, Tensor, Tensor]
 """(lr, weight decay, decoupled lr, number of the update, whether it is skipped)."""
@@ -47,8 +46,11 @@ class _Param:
     planned: PlannedParam
     links: Sequence[Transform]
     shard: OptimizerShard
+    held: tuple[int, int]
+    """Elements [start, stop) of the local tensor that the shard has; (0, 0) for none."""
+
     span: slice
-    """The elements that this rank updates, in the shard."""
+    """The same in the shard."""
 
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)
@@ -59,11 +61,16 @@ class _Param:
     """The states of each matrix that this rank owns, by its number, in their shapes."""
 
 
+_Elements = tuple[_Param, slice]
+"""Some of the elements of a parameter that this rank updates."""
+
+
 @dataclass
 class _Run:
-    """The update of one parameter on its way."""
+    """The update of some elements of a parameter on its way."""
 
     param: _Param
+    cut: slice
     x: ParameterUpdate
     steps: Generator[Request | tuple[Request, ...], Any, None]
     requests: tuple[Request, ...] = ()
@@ -87,7 +94,8 @@ class _Run:
 
 
 class Chain(Optimizer):
-    """The chains of `shards`, all on the device: each parameter's as --optimizer builds it. Collective over the stage.
+    """The chains of `shards`, all on the device or all on the host: each parameter's as --optimizer builds it.
+    Collective over the stage, unless each element is updated by itself.
 
     `Optimizer.shards` hold main parameters and gradients; the states are kept here.
     """
@@ -96,38 +104,40 @@ class Chain(Optimizer):
         self,
         config: OptimizerConfig,
         shards: Sequence[OptimizerShard],
+        plan: ChainPlan,
         ddp: DistributedDataParallel,
         state: ParallelState,
     ) -> None:
         super().__init__(config, shards)
-        self.axis, self.device, self.dtype = state.axis("stage"), ddp.device, ddp.main_dtype
-        self.plan = ChainPlan(
-            ddp.layouts,
-            lambda meta: states_of(config, meta),
-            lambda meta: asks_for_matrices(config, meta),
-            state.dims,
-            self.axis.ranks,
-            config.use_distributed_optimizer,
-        )
-        self.exchange = MatrixExchange(self.plan.matrices, self.axis, self.dtype, self.device)
-        by_bucket = {id(shard.bucket): shard for shard in shards}
+        self.plan, self.axis, self.dtype = plan, state.axis("stage"), ddp.main_dtype
+        self.on_host = any(shard.on_host for shard in shards)
+        self.device = shards[0].device if shards else ddp.device
+        self.by_element = OPTIMIZERS.facts(config.elementwise).by_element
+        """Whether each element is updated by itself, so that there are no requests."""
+        self.exchange = MatrixExchange(plan.matrices, self.axis, self.dtype, self.device)
         self._params = [
-            self._on_rank(param, by_bucket[id(ddp.buffers[param.place[0]].buckets[param.place[1]])], state)
-            for param in self.plan.params
+            self._on_rank(planned, shard, state)
+            for planned in plan.params
+            for shard in shards
+            if shard.bucket is ddp.buffers[planned.place[0]].buckets[planned.place[1]]
+            and not (self.by_element and planned.part_within(*shard.range) == (0, 0))
         ]
         self._by_name = {param.planned.meta.name: param for param in self._params}
-        self._batches = list(_batches(self._params, ROUND * self.axis.size))
+        if self.by_element:
+            self._batches = [[part] for param in self._params for part in _chunks(param)]
+        else:
+            self._batches = list(_batches(self._params, ROUND * self.axis.size))
 
     def _on_rank(self, planned: PlannedParam, shard: OptimizerShard, state: ParallelState) -> _Param:
         meta, here, coords = planned.meta, self.axis.rank, state.coords
-        held = self.plan.held(planned, here)
+        held = planned.part_within(*shard.range)
         first = planned.range.start + held[0] - shard.range[0]
         span = slice(first, first + held[1] - held[0]) if held[0] < held[1] else slice(0, 0)
         replica = any(coords[axis][0] for axis in meta.replica_axes)
         copied = not self.config.use_distributed_optimizer and not state.axis(meta.data_axis).first
         shapes = {each.name: each.shape for each in planned.states if each.kind == REDUCED}
         place = Place(meta.box(coords), held, not (replica or copied), shapes)
-        param = _Param(planned, chain_of(self.config, meta), shard, span, place)
+        param = _Param(planned, chain_of(self.config, meta), shard, held, span, place)
         for each in planned.states:
             if each.kind == ELEMENTS:
                 param.elements[each.name] = self._zeros(each, held[1] - held[0])
@@ -165,9 +175,8 @@ class Chain(Optimizer):
     def _pieces(self, param: _Param, state: State) -> Iterator[OptimizerPiece]:
         meta, here = param.planned.meta, self.axis.rank
         if state.kind == ELEMENTS:
-            start, stop = self.plan.held(param.planned, here)
-            if start < stop:
-                yield OptimizerPiece(state.name, meta, param.elements[state.name], start, stop)
+            if param.held != (0, 0):
+                yield OptimizerPiece(state.name, meta, param.elements[state.name], *param.held)
         elif state.kind == REDUCED:
             start, stop = self.plan.part(state, here)
             if start < stop:
@@ -184,10 +193,10 @@ class Chain(Optimizer):
         for batch in self._batches:
             self._update(batch, scalars)
 
-    def _update(self, batch: Sequence[_Param], scalars: StepScalars) -> None:
+    def _update(self, batch: Sequence[_Elements], scalars: StepScalars) -> None:
         """Updates the parameters of a batch side by side."""
         skipped = scalars[4]
-        runs = [self._begin(param, scalars) for param in batch]
+        runs = [self._begin(*each, scalars) for each in batch]
         for run in runs:
             run.advance(None)
         while waiting := [run for run in runs if not run.done]:
@@ -195,21 +204,20 @@ class Chain(Optimizer):
             for run, answers in zip(waiting, results, strict=True):
                 run.advance(answers)
         for run in runs:
-            main = run.param.shard.main.detach()[run.param.span]
-            _keep_or_copy_(main, run.x.param + run.x.update, skipped)
+            _keep_or_copy_(run.x.param, run.x.param + run.x.update, skipped)
             for name, state in run.param.elements.items():
-                _keep_or_copy_(state, run.x.states[name], skipped)
+                _keep_or_copy_(state[run.cut], run.x.states[name], skipped)
 
-    def _begin(self, param: _Param, scalars: StepScalars) -> _Run:
+    def _begin(self, param: _Param, cut: slice, scalars: StepScalars) -> _Run:
         lr, weight_decay, decoupled_lr, number, skipped = scalars
         shard, group = param.shard, param.shard.group
         assert shard.main.grad is not None
-        states = {name: state.to(self.dtype, copy=True) for name, state in param.elements.items()}
+        states = {name: state[cut].to(self.dtype, copy=True) for name, state in param.elements.items()}
         values = group.lr(lr, decoupled_lr), group.decay(weight_decay), number
-        main = shard.main.detach()[param.span]
-        grad = shard.main.grad[param.span].masked_fill(skipped, 0.0)  # no link need expect infinities and NaNs
+        main = shard.main.detach()[param.span][cut]
+        grad = shard.main.grad[param.span][cut].masked_fill(skipped, 0.0)  # no link need expect infinities and NaNs
         x = ParameterUpdate(param.planned.meta, main, grad, states, param.place, values)
-        return _Run(param, x, _run_links(param.links, x))
+        return _Run(param, cut, x, _run_links(param.links, x))
 
     def _answers(self, runs: Sequence[_Run], skipped: Tensor) -> list[list[Tensor]]:
         """The results of all requests of `runs`."""
@@ -287,15 +295,21 @@ def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Generator[Requ
             yield from requests
 
 
-def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Param]]:
+def _chunks(param: _Param) -> Iterator[_Elements]:
+    """The elements of a parameter that is updated element by element, at most `CHUNK` at a time."""
+    for start in range(0, param.held[1] - param.held[0], CHUNK):
+        yield param, slice(start, start + CHUNK)
+
+
+def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
     """Consecutive parameters of `limit` elements in the whole model, or a larger one: bounds the memory of copies."""
-    batch: list[_Param] = []
+    batch: list[_Elements] = []
     filled = 0
     for param in params:
         if batch and filled + param.planned.meta.numel > limit:
             yield batch
             batch, filled = [], 0
-        batch.append(param)
+        batch.append((param, slice(None)))
         filled += param.planned.meta.numel
     if batch:
         yield batch

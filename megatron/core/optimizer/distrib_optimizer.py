@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from megatron.core.optimizer.chain import Chain
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import HostUpdateRule, Optimizer, OptimizerShard, Shard
+from megatron.core.optimizer.transforms import plan_of_chain
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import (
     HOST_UPDATES,
@@ -107,17 +109,28 @@ def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list
     return shards
 
 
+BuildRule = Callable[[Sequence[Any], torch.device, bool], Optimizer]
+"""(shards of one device, the device, whether regions are compiled) -> the rule that updates them."""
+
+
+def _rule_of(config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> BuildRule:
+    """Builds the rule of parameters that are not updated as whole matrices."""
+    if not config.is_chain:
+        return partial(STATE_STORES[config.state_store].rule, config)
+    plan = plan_of_chain(config, ddp.layouts, state.dims, state.axis("stage").ranks)
+    return lambda shards, device, compiled: Chain(config, shards, plan, ddp, state)
+
+
 def _build_rules(
-    config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState, shards: Sequence[Shard]
+    config: OptimizerConfig,
+    ddp: DistributedDataParallel,
+    state: ParallelState,
+    shards: Sequence[Shard],
+    rule_of: BuildRule,
 ) -> list[Optimizer]:
     """The optimizer of whole matrices, where --optimizer names one, and that of all other parameters."""
     elementwise = [shard for shard in shards if not shard.whole]
-    if config.is_chain:
-        whole = [shard for shard in elementwise if isinstance(shard, OptimizerShard)]
-        rules: list[Optimizer] = [Chain(config, whole, ddp, state)]
-    else:
-        compiled = ddp.parallel_config.compiles(ddp.device.type)
-        rules = [STATE_STORES[config.state_store].rule(config, elementwise, ddp.device, compiled)]
+    rules = [rule_of(elementwise, ddp.device, ddp.parallel_config.compiles(ddp.device.type))]
     if config.matrices is None:
         return rules
     exchange = MATRIX_EXCHANGES[OPTIMIZERS.facts(config.optimizer).matrices](config, ddp, state)
@@ -125,14 +138,17 @@ def _build_rules(
 
 
 def _build_host_update(
-    config: OptimizerConfig, ddp: DistributedDataParallel, shards: Sequence[Shard], threads: int | None
+    config: OptimizerConfig,
+    ddp: DistributedDataParallel,
+    shards: Sequence[Shard],
+    threads: int | None,
+    rule_of: BuildRule,
 ) -> HostUpdateRule | None:
     """The update of the shards in host memory; None if there are none."""
     if not shards:
         return None
     assert not any(shard.whole for shard in shards), "matrices that are updated as wholes stay on the device"
-    store = STATE_STORES[config.state_store]
-    rules = [store.rule(config, [shard], shard.device, False) for shard in shards]
+    rules = [rule_of([shard], shard.device, False) for shard in shards]
     name = max(HOST_UPDATES, key=lambda name: HOST_UPDATES.facts(name).fraction(config))
     slots = host_slots(place_states(ddp.layouts, config))
     update: HostUpdateRule = HOST_UPDATES[name](config, shards, rules, slots, threads)
@@ -201,11 +217,13 @@ class DistributedOptimizer:
         self.grad_norm = GradNorm(ddp.buckets, state, ddp.device)
         self.shards = _build_shards(config, ddp)
         self._on_device = [shard for shard in self.shards if not shard.on_host]
-        self._rules = _build_rules(config, ddp, state, self._on_device)
-        self.chain = next((rule for rule in self._rules if isinstance(rule, Chain)), None)
-        """The rule with states of its own, if --optimizer is a chain of transforms."""
+        rule_of = _rule_of(config, ddp, state)
+        self._rules = _build_rules(config, ddp, state, self._on_device, rule_of)
         on_host = [shard for shard in self.shards if shard.on_host]
-        self.host_update = _build_host_update(config, ddp, on_host, host_threads)
+        self.host_update = _build_host_update(config, ddp, on_host, host_threads, rule_of)
+        on_host_too = [*self._rules, *(self.host_update.rules if self.host_update is not None else ())]
+        self.chains = [rule for rule in on_host_too if isinstance(rule, Chain)]
+        """The rules with states of their own, if --optimizer is a chain of transforms."""
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
         hooks = UPDATE_HOOKS.wanted(config)
         self._hooks = [UPDATE_HOOKS[name](config, ddp.modules, owned_shards, state) for name in hooks]
@@ -323,7 +341,8 @@ class DistributedOptimizer:
         """Bytes of main parameters, states and what updates ahead keep: on the device, and in host memory with
         what passes through there."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
-        device += 0 if self.chain is None else self.chain.nbytes
+        device += sum(chain.nbytes for chain in self.chains if not chain.on_host)
+        host += sum(chain.nbytes for chain in self.chains if chain.on_host)
         device += 0 if self.ahead is None else self.ahead.nbytes
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
@@ -334,7 +353,7 @@ class DistributedOptimizer:
         return [*(piece for shard in self.shards for piece in shard.pieces(shard.exported())), *self._of_chain()]
 
     def _of_chain(self) -> Iterator[OptimizerPiece]:
-        return iter(()) if self.chain is None else self.chain.pieces()
+        return (piece for chain in self.chains for piece in chain.pieces())
 
     @contextmanager
     def loading_state(self) -> Iterator[list[OptimizerPiece]]:

@@ -1,7 +1,7 @@
-"""How an optimizer changes the parameters: over flat shards, element by element, in place.
+"""How an optimizer changes the parameters: over flat shards, in place.
 
-`Optimizer` is the base of a user's own; AdamW and SGD are torch's fused kernels. `DistributedOptimizer` does the rest
-of a step, from the norm of the gradients to the gather of updated parameters."""
+A user's own is a chain of transforms (`chain`, `transforms`); AdamW and SGD are torch's fused kernels.
+`DistributedOptimizer` does the rest of a step, from the norm of the gradients to the gather of updated parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAIN_PARAM = "main_param"
 """Kind of state of main parameters."""
 
 CHUNK = 2**22
-"""Elements that `Optimizer.step` updates at a time: bounds the memory of the copies that it works on."""
+"""Elements that are updated at a time, element by element: bounds the memory of the copies that an update works on."""
 
 
 class Shard:
@@ -131,11 +131,8 @@ class OptimizerShard(Shard):
 
 
 class Optimizer:
-    """Base of optimizers: updates the shards that a rank owns. Build one by overriding `update`.
-
-    The states that it keeps for each element are named where it is registered:
-    `OPTIMIZERS.register("lion", Lion, states=("exp_avg",))`. They begin as zeros, are planned, saved and resharded.
-    """
+    """Base of optimizers: updates the shards that a rank owns. `states` of its registration names the tensors that
+    shards keep for each element."""
 
     must_write = ("update", "step")
     """A registered optimizer overrides one of these."""
@@ -143,34 +140,13 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         self.config, self.shards = config, shards
 
-    def update(
-        self, param: Tensor, grad: Tensor, states: Mapping[str, Tensor], lr: float, weight_decay: float, step: Tensor
-    ) -> None:
-        """Updates `param` and `states` in place. All are 1-D and equally long, in the main dtype (fp32).
-
-        They are any part of the parameters, cut as the layout has it: each element must depend on its own values
-        only. `weight_decay` is 0 for parameters that do not decay. `step` is the number of this update, from 1 on, as
-        a float64 scalar on the device, so that nothing waits for it.
-        """
-        raise NotImplementedError
-
     def step(
         self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
     ) -> None:
         """One update of all shards after `updates` earlier ones; where `skip` is 1 nothing changes. Both are float64
-        scalars on the device, and never waited for: `update` works on copies, of which one or the other is kept.
-        `decoupled_lr` is the learning rate of decoupled groups, where there is one."""
-        skipped, number = skip > 0, updates + 1.0
-        for shard in self.shards:
-            own_lr, decay = shard.group.lr(lr, decoupled_lr), shard.group.decay(weight_decay)
-            tensors = [shard.main, *shard.states.values()]
-            assert shard.main.grad is not None
-            for grad, *old in zip(shard.main.grad.split(CHUNK), *(t.split(CHUNK) for t in tensors), strict=True):
-                new = [tensor.clone() for tensor in old]
-                states = dict(zip(shard.states, new[1:], strict=True))
-                self.update(new[0], grad, states, own_lr, decay, number)
-                for before, after in zip(old, new, strict=True):
-                    torch.where(skipped, before, after, out=before)
+        scalars on the device, and never waited for. `decoupled_lr` is the learning rate of decoupled groups, where
+        there is one."""
+        raise NotImplementedError
 
     @staticmethod
     def update_flops(config: OptimizerConfig, metas: Sequence[ParamMeta]) -> int:

@@ -13,12 +13,13 @@ Memory plans, allocation and checkpoints read the same `ChainPlan`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, ParamRange
+from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, ParamRange, StateRange
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
@@ -109,12 +110,17 @@ class PlannedParam:
     range: ParamRange
     states: tuple[State, ...]
 
+    def part_within(self, first: int, last: int) -> tuple[int, int]:
+        """Elements [start, stop) of the local tensor that lie within [first, last) of the buffer; (0, 0) for none."""
+        start, stop = max(first, self.range.start), min(last, self.range.stop)
+        return (start - self.range.start, stop - self.range.start) if start < stop else (0, 0)
+
 
 class ChainPlan:
     """The states of one stage's parameters. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
 
     Parameters of buffers of whole matrices are left out. `states_of` returns the states of a parameter, `whole` whether
-    its matrices are exchanged though none has a state."""
+    its matrices are exchanged though none has a state. `ranges` are those of `place_states`."""
 
     def __init__(
         self,
@@ -124,8 +130,12 @@ class ChainPlan:
         dims: ParallelDims,
         ranks: Sequence[int],
         distributed: bool,
+        ranges: Sequence[StateRange] = (),
     ) -> None:
         self.ranks, self.distributed = tuple(ranks), distributed
+        self._on_host = Counter[tuple[int, int]]()
+        for place in ranges:
+            self._on_host[place.buffer, place.bucket] += place.numel * place.on_host
         self.params = [
             PlannedParam(param.meta, (b, k), bucket, param, tuple(states_of(param.meta)))
             for b, layout in enumerate(layouts)
@@ -144,17 +154,15 @@ class ChainPlan:
             layouts, dims, ranks, distributed, lambda fused: False, wanted=lambda meta: meta.name in exchanged
         )
         self._data_rank = {
-            axis: {rank: i for group in dims.groups(*names) for i, rank in enumerate(group)}
+            axis: {rank: i for group in dims.instance_groups(*names) for i, rank in enumerate(group)}
             for axis, names in (("dp_cp", ("dp", "cp")), ("expt_dp", ("expt_dp",)))
         }
 
-    def held(self, param: PlannedParam, place: int) -> tuple[int, int]:
-        """Elements [start, stop) of a parameter's local tensor that ranks[place] updates; start is stop for none."""
-        low, high = param.bucket.start, param.bucket.stop
-        if self.distributed:
-            low, high = param.bucket.shard(self._data_rank[param.meta.data_axis][self.ranks[place]])
-        start, stop = max(low, param.range.start), min(high, param.range.stop)
-        return (start - param.range.start, stop - param.range.start) if start < stop else (0, 0)
+    def owned_range(self, param: PlannedParam, place: int) -> tuple[int, int]:
+        """Elements [start, stop) of the buffer that ranks[place] updates of a parameter's bucket."""
+        if not self.distributed:
+            return param.bucket.start, param.bucket.stop
+        return param.bucket.shard(self._data_rank[param.meta.data_axis][self.ranks[place]])
 
     def part(self, state: State, place: int) -> tuple[int, int]:
         """Elements [start, stop) of a `reduced` state that ranks[place] holds."""
@@ -172,8 +180,9 @@ class ChainPlan:
         size = state.numel // len(numbers)
         return [(n, i * size, (i + 1) * size) for i, n in enumerate(numbers) if self.matrices.owners[n] == place]
 
-    def bytes_by_place(self, main: int) -> list[int]:
-        """Bytes of states on each rank of the stage, where the main dtype has `main` bytes."""
+    def bytes_by_place(self, main: int, on_host: bool = False) -> list[int]:
+        """Bytes of states on each rank of the stage, on the device or `on_host`, where the main dtype has `main`
+        bytes."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
         """Bytes of reduced states from a rank on, and of single ranks."""
@@ -181,8 +190,10 @@ class ChainPlan:
             for state in param.states:
                 width = main if state.dtype is None else DTYPES[state.dtype]
                 if state.kind == ELEMENTS:
-                    for shard, numel in self._by_shard(param):
+                    for shard, numel in self._by_shard(param, on_host):
                         data[param.meta.data_axis][shard] += numel * width
+                elif on_host:
+                    continue
                 elif state.kind == REDUCED:
                     length = self.part_length(state.numel)
                     full, rest = divmod(state.numel, length)
@@ -198,13 +209,15 @@ class ChainPlan:
             for i, rank in enumerate(self.ranks)
         ]
 
-    def _by_shard(self, param: PlannedParam) -> Iterator[tuple[int, int]]:
-        """(data-parallel rank, elements of the parameter that it updates)."""
-        bucket, (start, stop) = param.bucket, (param.range.start, param.range.stop)
-        if not self.distributed:
-            yield from ((shard, stop - start) for shard in range(bucket.num_shards))
-            return
-        length = (bucket.stop - bucket.start) // bucket.num_shards
-        for shard in range((start - bucket.start) // length, (stop - 1 - bucket.start) // length + 1):
-            low, high = bucket.shard(shard)
-            yield shard, min(high, stop) - max(low, start)
+    def _by_shard(self, param: PlannedParam, on_host: bool) -> Iterator[tuple[int, int]]:
+        """(data-parallel rank, elements of the parameter that it updates on the device or `on_host`)."""
+        bucket, shards = param.bucket, range(param.bucket.num_shards)
+        if self.distributed:
+            length = (bucket.stop - bucket.start) // bucket.num_shards
+            first, last = param.range.start - bucket.start, param.range.stop - 1 - bucket.start
+            shards = range(first // length, last // length + 1)
+        for shard in shards:
+            low, high = bucket.shard(shard) if self.distributed else (bucket.start, bucket.stop)
+            cut = low + self._on_host[param.place]
+            start, stop = param.part_within(*((low, cut) if on_host else (cut, high)))
+            yield shard, stop - start

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import isgeneratorfunction
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -27,7 +28,18 @@ from torch import Tensor
 
 from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.planned_states import State, elements, matrix_size, of_matrices, reduced, reduced_shape
+from megatron.core.distributed.param_layout import BufferLayout, place_states
+from megatron.core.optimizer.planned_states import (
+    ELEMENTS,
+    ChainPlan,
+    State,
+    elements,
+    matrix_size,
+    of_matrices,
+    reduced,
+    reduced_shape,
+)
+from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
 
@@ -198,7 +210,7 @@ class AddDecay(Transform):
 
     def update(self, x: ParameterUpdate) -> None:
         if x.weight_decay:
-            x.update = x.update.add(x.param, alpha=x.weight_decay)
+            x.update = x.update + x.weight_decay * x.param
 
 
 class AdamMoments(Transform):
@@ -240,16 +252,28 @@ class AverageWeights(Transform):
 
 
 def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
-    """The chain of a parameter, of the optimizer of all parameters that are not updated as whole matrices."""
-    links: tuple[Transform, ...] = tuple(OPTIMIZERS[config.elementwise](config, meta))
+    """The chain of a parameter, of the optimizer of all parameters that are not updated as whole matrices. Raises
+    ValueError for a link that looks at other elements, if the optimizer is registered with `by_element`."""
+    name = config.elementwise
+    links: tuple[Transform, ...] = tuple(OPTIMIZERS[name](config, meta))
+    if OPTIMIZERS.facts(name).by_element:
+        for link in links:
+            if isgeneratorfunction(link.update) or any(state.kind != ELEMENTS for state in link.states(meta)):
+                what = f"{type(link).__name__} makes requests, or keeps states of other kinds than elements"
+                raise ValueError(f"--optimizer {name} is registered with by_element=True, and {what}; remove it")
     return links
 
 
-def states_of(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
-    """The states of a parameter's chain."""
-    return [state for link in chain_of(config, meta) for state in link.states(meta)]
+def plan_of_chain(
+    config: OptimizerConfig, layouts: Sequence[BufferLayout], dims: ParallelDims, ranks: Sequence[int]
+) -> ChainPlan:
+    """The plan of the states of a stage: `layouts` are the buffers of its ranks, `ranks` those ranks."""
 
+    def states_of(meta: ParamMeta) -> list[State]:
+        return [state for link in chain_of(config, meta) for state in link.states(meta)]
 
-def asks_for_matrices(config: OptimizerConfig, meta: ParamMeta) -> bool:
-    """Whether a link of a parameter's chain asks for whole matrices without a state of them."""
-    return any(link.whole_matrices for link in chain_of(config, meta))
+    def asks_for_matrices(meta: ParamMeta) -> bool:
+        return any(link.whole_matrices for link in chain_of(config, meta))
+
+    distributed, ranges = config.use_distributed_optimizer, place_states(layouts, config)
+    return ChainPlan(layouts, states_of, asks_for_matrices, dims, ranks, distributed, ranges)

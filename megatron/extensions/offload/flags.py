@@ -37,11 +37,13 @@ class HostStateFlags:
     """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
 
     def validate(self, config: RunConfig, world_size: int) -> Iterator[Problem]:
-        if self.optimizer_cpu_offload and (config.optimizer.whole_roles or config.optimizer.is_chain):
-            name, facts = config.optimizer.optimizer, [(name, OPTIMIZERS.facts(name)) for name in OPTIMIZERS]
-            does = "multiplies whole matrices" if config.optimizer.whole_roles else "is a chain of transforms"
+        if self.optimizer_cpu_offload and config.optimizer.updates_together:
+            name = config.optimizer.optimizer
+            does = "multiplies whole matrices" if config.optimizer.whole_roles else "looks at whole parameters"
             rule = f"updates states element by element on the host, and --optimizer {name} {does}"
-            elementwise = [name for name, known in facts if not (known.whole_matrices or known.chain)]
+            elementwise = [
+                name for name in OPTIMIZERS if not replace(config.optimizer, optimizer=name).updates_together
+            ]
             remedy = f"remove it, or use --optimizer {' or '.join(elementwise)}"
             yield Problem("--optimizer-cpu-offload", None, rule, remedy)
 

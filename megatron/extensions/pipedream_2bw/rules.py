@@ -39,7 +39,7 @@ def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield "--optimizer-cpu-offload", "states in host memory are updated at the end of a step"
     if list(UPDATE_HOOKS.wanted(o)):
         yield "--qk-clip", "it reads what the passes of one step have noted"
-    if o.matrices is not None or o.is_chain:
+    if o.updates_together:
         yield f"--optimizer {o.optimizer}", "it is not proved for updates in the midst of the next step"
     if [name for name in STATE_STORES if STATE_STORES.facts(name).holds(o)][1:-1] or o.state_store != "two versions":
         yield "--use-precision-aware-optimizer", "main parameters are kept whole"

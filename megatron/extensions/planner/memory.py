@@ -19,7 +19,6 @@ from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.distributed.param_layout import BufferLayout, host_slots, place_states, plan_buffers, unit_of
 from megatron.core.facts import UpdateBytes
 from megatron.core.models.gpt.multi_token import MULTI_TOKEN
-from megatron.core.optimizer.planned_states import ChainPlan
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import UPDATES_AHEAD, param_gather, update_ahead
@@ -82,12 +81,12 @@ def buffer_bytes(
     main_dtype: str,
     optimizer: OptimizerConfig,
     shards_parameters: bool = False,
-    of_chain: int = 0,
+    of_chain: tuple[int, int] = (0, 0),
 ) -> BufferBytes:
     """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
 
     Of buffers `by_unit` what stays counts: whole units come on top. `of_chain` are the bytes of states that a chain of
-    transforms keeps (`chain_bytes`).
+    transforms keeps on the device and on the host.
     """
     main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
     plan = optimizer.state_plan
@@ -99,7 +98,8 @@ def buffer_bytes(
         mains[place.on_host] += plan.main_bytes(place.numel, kind, main)
         for name in optimizer.states(buffers[place.buffer].whole):
             moments[place.on_host] += plan.state_bytes(optimizer, place.numel, name, main)
-    moments[False] += of_chain
+    for on_host, size in enumerate(of_chain):
+        moments[bool(on_host)] += size
     slots, size = host_slots(ranges)
     rollback = 0
     parameters = sum(buffer.kept(shards_parameters) for buffer in buffers) * params
@@ -159,8 +159,8 @@ def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankS
     shapes = [(meta, local_shape(meta, dims)) for meta in metas]
     buffers = planned_buffers(config, dims, metas)
     dtypes = parallel.params_dtype, parallel.main_dtype
-    of_chain = max(chain_bytes(buffers, optimizer, dims, pp_rank, DTYPE_BYTES[parallel.main_dtype]))
-    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, of_chain)
+    device, host = chain_bytes(buffers, optimizer, dims, pp_rank, DTYPE_BYTES[parallel.main_dtype])
+    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (max(device), max(host)))
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta.name))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
@@ -179,23 +179,16 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
 
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
-) -> list[int]:
-    """Bytes of states that a chain of transforms keeps on each rank at `pp_rank`, in order of rank, where the main
-    dtype has `main` bytes."""
+) -> tuple[list[int], list[int]]:
+    """Bytes of states that a chain of transforms keeps on the device and on the host of each rank at `pp_rank`, in
+    order of rank, where the main dtype has `main` bytes."""
     if not optimizer.is_chain:
-        return [0]
-    from megatron.core.optimizer.transforms import asks_for_matrices, states_of  # which import torch
+        return [0], [0]
+    from megatron.core.optimizer.transforms import plan_of_chain  # which imports torch
 
     ranks = next(group for group in dims.groups("dp", "cp", "tp") if dims.coords(group[0])["pp"] == pp_rank)
-    plan = ChainPlan(
-        buffers,
-        lambda meta: states_of(optimizer, meta),
-        lambda meta: asks_for_matrices(optimizer, meta),
-        dims,
-        ranks,
-        optimizer.use_distributed_optimizer,
-    )
-    return plan.bytes_by_place(main)
+    plan = plan_of_chain(optimizer, buffers, dims, ranks)
+    return plan.bytes_by_place(main), plan.bytes_by_place(main, on_host=True)
 
 
 def _units_in_flight(buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage]) -> UnitsInFlight:

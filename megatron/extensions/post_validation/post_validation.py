@@ -73,7 +73,7 @@ class PostValidation:
         self.optimizer = optimizer
         owned = (shard for shard in optimizer.shards if isinstance(shard, OptimizerShard))
         changed = ((shard.main.detach(), *shard.states.values(), shard.device_grads) for shard in owned)
-        of_chain = optimizer.chain.tensors if optimizer.chain is not None else []
+        of_chain = [tensor for chain in optimizer.chains for tensor in chain.tensors]
         self.copies = RollbackCopies([*(tensor for tensors in changed for tensor in tensors), *of_chain])
         self._unvalidated: _Unvalidated | None = None
         self._last: StepResult | None = None

@@ -22,10 +22,12 @@ from megatron.testing.snapshot import Snapshot, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve_legal
+from megatron.training.extensions import load_extensions
 from megatron.training.run import TrainingRun
 from megatron.training.train_step import train_step
 from tests.dist.toy import build, optimizer_config, run_step
 from tests.extensions import needs
+from tests.forked import ROOT
 from tests.harness import run_world
 from tests.tiny import TINY
 
@@ -39,6 +41,11 @@ AWARE = "--use-precision-aware-optimizer "
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of these models, so that slots are used again."""
     monkeypatch.setattr(param_layout, "HOST_CHUNK", 1024)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extensions() -> None:
+    load_extensions([str(ROOT / "examples" / "averaged_adam.py")])
 
 
 def parse(flags: str) -> RunConfig:
@@ -58,6 +65,7 @@ RUNS = [
     (2, "--fp32 --optimizer sgd --clip-grad 0 --tp 2", 1),
     (1, f"--bf16 {AWARE}--main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16", 0.6),
     (1, f"--fp16 --initial-loss-scale 128 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp16", 1),
+    (2, "--bf16 --optimizer averaged_adam --average-decay 0.5", 0.6),
     needs("fp8", 2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --seq-length 16", 0.6),
 ]
 
@@ -65,7 +73,7 @@ RUNS = [
 @pytest.mark.parametrize(
     ("ranks", "flags", "fraction"),
     RUNS,
-    ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "fp8"],
+    ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "chain", "fp8"],
 )
 def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str, fraction: float) -> None:
     """Both are the same kernels on a CPU: loss, gradients, weights, main parameters and moments of two steps."""
@@ -74,7 +82,10 @@ def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, fla
     assert len(plain.tensors) > 50 and different(plain, offloaded) == []
 
 
-@pytest.mark.parametrize("flags", ["--fp32", f"--bf16 {AWARE}--exp-avg-dtype fp16"])
+CHECKPOINTS = ["--fp32", f"--bf16 {AWARE}--exp-avg-dtype fp16", "--bf16 --optimizer averaged_adam"]
+
+
+@pytest.mark.parametrize("flags", CHECKPOINTS)
 def test_a_checkpoint_loads_at_every_fraction(flags: str, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.visit("half", 2, parse(f"{flags} {OFFLOAD}0.5"), train=True)

@@ -247,21 +247,24 @@ def test_states_of_frozen_weights_are_the_plans() -> None:
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned and measured.kept <= planned.kept
 
 
+HOST_STATES = "--optimizer-cpu-offload --optimizer-offload-fraction"
 CHAINS = [
     (4, f"{PADDED} --optimizer adafactor --tp 2"),
     (4, f"{PADDED} {LLAMA} --optimizer shampoo --pp 2"),
     (4, f"{PADDED} {EXPERTS} --optimizer shampoo --tp 2 --etp 1 --sequence-parallel"),
     (2, f"{PADDED} --optimizer averaged_adam {REPLICATED}"),
+    needs("offload", 4, f"{PADDED} --tp 2 --optimizer averaged_adam {HOST_STATES} 0.4"),
 ]
 
 
-def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, int]:
-    """(all states of the optimizer, those that its chain keeps)."""
+def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, int, int, int]:
+    """(all bytes of the optimizer on the device, on the host, those of its chain there and here)."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
-        assert run.optimizer.chain is not None
-        return run.optimizer.nbytes[0], run.optimizer.chain.nbytes
+        chains = run.optimizer.chains
+        device, host = (sum(chain.nbytes for chain in chains if chain.on_host == place) for place in (False, True))
+        return *run.optimizer.nbytes, device, host
 
 
 @pytest.mark.parametrize(("world_size", "flags"), CHAINS)
@@ -274,9 +277,11 @@ def test_states_of_chains_are_the_plans(world_size: int, flags: str) -> None:
         states = states_of_rank(config, dims, dims.coords(stage[0])["pp"])
         optimizer = config.optimizer
         buffers = planned_buffers(config, dims, states.metas)
-        assert chain_bytes(buffers, optimizer, dims, states.pp_rank, 4) == [ranks[rank][1] for rank in stage]
+        planned = chain_bytes(buffers, optimizer, dims, states.pp_rank, 4)
+        assert planned == ([ranks[rank][2] for rank in stage], [ranks[rank][3] for rank in stage])
         assert states.memory.optimizer == max(ranks[rank][0] for rank in stage)
-        assert states.memory.moments == max(ranks[rank][1] for rank in stage) > 0
+        assert states.memory.host == max(ranks[rank][1] for rank in stage)
+        assert states.memory.moments == max(planned[0]) > 0
 
 
 PARTS_OF_EXPERTS = f"{EXPERTS} {PADDED} --tp 2 --etp 1 --sequence-parallel --moe-layer-freq 2"

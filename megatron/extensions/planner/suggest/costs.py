@@ -23,7 +23,14 @@ from megatron.core.pipeline_parallel.stages import Stage, whole_model
 from megatron.extensions.planner.activations import ActivationPlan, peak_of_actions
 from megatron.extensions.planner.device_file import DeviceFile
 from megatron.extensions.planner.fake_stage import MicroBatch, PlannerCache
-from megatron.extensions.planner.memory import RankMemory, buffer_bytes, memory_of_ranks, states_of_rank
+from megatron.extensions.planner.memory import (
+    DTYPE_BYTES,
+    RankMemory,
+    buffer_bytes,
+    chain_bytes,
+    memory_of_ranks,
+    states_of_rank,
+)
 from megatron.extensions.planner.suggest.space import RECOMPUTATION, Family, Layout, Pipeline, Saving, SearchedRun
 from megatron.extensions.planner.time.events import Kernel, PassEvents, StageMemory
 from megatron.extensions.planner.time.replay import Network, Replay
@@ -303,7 +310,11 @@ def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
     shape = (shards * ELEMENTS // ALIGNMENT, ALIGNMENT)
     buffers = plan_buffers([(meta, shape)], shards, shards, None, optimizer.group_of, (), False, ddp.shards_gradients)
     dtypes = parallel.params_dtype, parallel.main_dtype
-    found = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters)
+    of_chain = 0
+    if optimizer.is_chain and not optimizer.updates_together:
+        dims = ParallelDims(dp=shards)
+        of_chain = chain_bytes(buffers, optimizer, dims, 0, DTYPE_BYTES[parallel.main_dtype])[0][0]
+    found = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters, (of_chain, 0))
     if optimizer.whole_roles:  # states lie where the matrix is updated
         return found.parameters + found.gradients
     return found.total

@@ -159,7 +159,7 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
         flag, other = unsharded_by(c)
         rule, remedy = f"cannot be combined with {flag}: nothing is sharded", f"remove {name}, or {other}"
         yield Problem(name, count, rule, remedy)
-    if c.optimizer.whole_roles or c.optimizer.is_chain:
+    if c.optimizer.updates_together:
         why = "ranks of all instances update matrices and take sums together"
         yield Problem.exclusive(name, count, f"--optimizer {c.optimizer.optimizer}", why)
     try:
