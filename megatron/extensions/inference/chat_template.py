@@ -6,6 +6,7 @@ memory.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from megatron.extensions.tokenizers.special_tokens import role_texts
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."} and so on."""
 
+LONGEST_TEXT = 1 << 18
+"""Characters that a template may add to messages. Tokenizing takes seconds a million."""
+
 
 class ChatTemplate:
     """A template, and the special tokens that it may name."""
@@ -39,8 +43,8 @@ class ChatTemplate:
             raise ValueError(f"chat template of {origin}: line {found['line']}: {found['wrong']}")
 
     def __call__(self, messages: Sequence[Message], **more: Any) -> str:
-        """The text of a prompt that the assistant is to answer. Raises ValueError if the template refuses it, or takes
-        too much time or memory."""
+        """The text of a prompt that the assistant is to answer. Raises ValueError if the template refuses it, takes too
+        much time or memory, or makes a text far longer than the messages."""
         check_messages(messages)
         values = {"messages": list(map(dict, messages)), "add_generation_prompt": True, **self.tokens, **more}
         try:
@@ -49,7 +53,13 @@ class ChatTemplate:
             raise ValueError(f"chat template of {self.origin} {error}") from None
         if "wrong" in found:
             raise ValueError(f"chat template of {self.origin} refuses the messages: {found['wrong']}")
-        return str(found["text"])
+        text, given = str(found["text"]), len(json.dumps(values))
+        if len(text) > LONGEST_TEXT + 4 * given:
+            raise ValueError(
+                f"chat template of {self.origin} makes a text of {len(text):,} characters of messages of {given:,}; at "
+                f"most {LONGEST_TEXT + 4 * given:,} are supported: use another template"
+            )
+        return text
 
 
 def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTemplate:
@@ -58,16 +68,13 @@ def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTempla
     settings, folder = _settings(config)
     known = {} if folder is None else role_texts(folder)
     if file is not None:
-        try:
-            return ChatTemplate(file.read_text(encoding="utf-8"), known, str(file))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {file}: cannot be read ({error})") from None
+        return ChatTemplate(_text_of(file, f"--chat-template {file}"), known, str(file))
     beside = None if folder is None else folder / "chat_template.jinja"
     source: Any = settings.get("chat_template")
     if beside is not None and beside.is_file():
-        source = beside.read_text(encoding="utf-8")
+        source = _text_of(beside, f"chat template {beside}")
     if isinstance(source, list):
-        source = {each["name"]: each["template"] for each in source}.get("default")
+        source = _default_of(source, f"{folder}/tokenizer_config.json")
     if not isinstance(source, str):
         where = f"tokenizer in {folder}" if folder else f"--tokenizer-type {config.tokenizer_type}"
         raise ValueError(
@@ -75,6 +82,26 @@ def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTempla
             "give one with --chat-template FILE, or use prompts in place of messages"
         )
     return ChatTemplate(source, known, str(folder))
+
+
+def _text_of(file: Path, named: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{named}: cannot be read ({error})") from None
+
+
+def _default_of(templates: list[Any], file: str) -> Any:
+    """The template called default of a list of templates with names."""
+    found = {}
+    for number, each in enumerate(templates):
+        if not (isinstance(each, dict) and isinstance(each.get("name"), str) and "template" in each):
+            raise ValueError(
+                f'{file}: chat_template[{number}] must be an object {{"name": ..., "template": ...}}; correct it, or '
+                "give a template with --chat-template FILE"
+            )
+        found[each["name"]] = each["template"]
+    return found.get("default")
 
 
 def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:

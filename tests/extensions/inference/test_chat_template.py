@@ -103,6 +103,33 @@ def test_a_template_that_is_missing_wrong_or_refuses(folder: Path) -> None:
         find_chat_template(built(folder)[0], folder / "chat.jinja")
 
 
+@pytest.mark.parametrize(
+    "templates", [[5], [{"template": "x"}], [{"name": {}, "template": "x"}], [{"name": "default"}]]
+)
+def test_a_list_of_templates_of_the_wrong_form_is_refused(folder: Path, templates: Any) -> None:
+    write(folder, templates)
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config.json: chat_template\[0\] must be an object .*--chat-template"
+    ):
+        find_chat_template(built(folder)[0], None)
+
+
+def test_a_template_beside_the_tokenizer_that_is_no_text_is_named(folder: Path) -> None:
+    write(folder, None)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=rf"chat template {folder}/chat_template.jinja: cannot be read"):
+        find_chat_template(built(folder)[0], None)
+
+
+def test_a_text_far_longer_than_the_messages_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"chat template of test makes a text of 3,000,000 characters of messages of \d+;"
+    ):
+        ChatTemplate("{{ 'a b ' * 750000 }}", {}, "test")(MESSAGES)
+    long = [{"role": "user", "content": "a b " * 750_000}]
+    assert len(ChatTemplate("{{ messages[0].content }}", {}, "test")(long)) == 3_000_000
+
+
 WRONG = [[], "hi", [5], [{"role": "user"}], [{"content": "a"}], [{"role": "user", "content": [{}]}]]
 
 
