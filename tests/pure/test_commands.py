@@ -74,6 +74,8 @@ def test_problems_of_a_command_are_told_with_all_others(capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     assert "--times 0: must be a whole number above 0; say how often" in err and "--tensor-model-parallel-size 3" in err
     assert json.loads(out)["problems"][0]["flag"] == "--times"
+    assert ended("--count --times 1000000000000000000") == 2
+    assert "--times 1000000000000000000: must not be larger than 2^53" in capsys.readouterr().err
     assert ended("--count 3") == 2
     assert "--count 3: takes no value; given: 1" in capsys.readouterr().err
 

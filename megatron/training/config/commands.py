@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NoReturn
 
 from megatron.core.registry import Registry
-from megatron.training.config.flags import load_built_in, parse_int
+from megatron.training.config.flags import TooLargeError, load_built_in, parse_int
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
@@ -55,13 +55,15 @@ class GivenOptions:
         """The value of an option. One that is no number above 0 becomes a problem and is forgotten."""
         if (text := self.last(name)) is None:
             return None
+        rule = "must be a whole number above 0"
         try:
-            size = parse_int(text)
+            if (size := parse_int(text)) > 0:
+                return size
+        except TooLargeError as error:
+            rule = str(error)
         except ValueError:
-            size = 0
-        if size > 0:
-            return size
-        self.problems.append(Problem(name, text, "must be a whole number above 0", remedy))
+            pass
+        self.problems.append(Problem(name, text, rule, remedy))
         del self.options[name]
         return None
 

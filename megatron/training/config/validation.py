@@ -236,6 +236,6 @@ def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
         if tokens is not None and tokens >= 0:
             samples = tokens // sequence
             value = samples if by_samples else sizes.iterations(samples)
-            converted: dict[str, Any] = {f"{stem}_{unit}": value, f"{stem}_{other}": default}
+            converted: dict[str, Any] = {f"{stem}_{unit}": value or default, f"{stem}_{other}": default}
             optimizer = replace(optimizer, **converted)
     return optimizer

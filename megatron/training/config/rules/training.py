@@ -98,6 +98,10 @@ def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
 def _decay_length(c: RunConfig, unit: str, known: bool) -> Iterator[Problem]:
     o = c.optimizer
     whole = samples_of_run(c) if unit == "samples" else c.training.train_iters
+    if o.lr_decay_tokens and getattr(o, f"lr_decay_{unit}") is None and c.training.global_batch_size:
+        step = c.model.seq_length * (1 if unit == "samples" else legal_sizes(c).at(0))
+        rule = f"is less than one {'sequence' if unit == 'samples' else 'step'} of {step} tokens"
+        yield Problem("--lr-decay-tokens", o.lr_decay_tokens, rule, f"nearest: {step}")
     decay = getattr(o, f"lr_decay_{unit}") or whole
     warmup, anneal = getattr(o, f"lr_warmup_{unit}"), getattr(o, f"lr_wsd_decay_{unit}")
     if known and decay and warmup >= decay > 0:
