@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             os.mkfifo(path)
         else:
             path.symlink_to(name)
+    (folder / "folders" / "tokenizer").write_text("")
     return folder
 
 
@@ -73,7 +74,8 @@ CASES = {
         "\n  ".join(
             f"--save {{0}}/folders: has a {kind} {name}, where the run writes a file; remove or rename that {kind}"
             for name, kind in NO_FILES.items()
-        ),
+        )
+        + "\n  --save {0}/folders: has a tokenizer that is no folder, where the run writes one; remove or rename it",
     ),
 }
 

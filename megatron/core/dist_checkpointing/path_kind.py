@@ -19,6 +19,9 @@ from megatron.core.registry import Registry
 METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME = "metrics.jsonl", "run_config.yaml", "run_events.jsonl", "outcome"
 LEASE = ".lease"
 
+TOKENIZER_FOLDER = "tokenizer"
+"""Name of the folder beside the checkpoints where a run keeps its tokenizer's files."""
+
 
 @dataclass(frozen=True)
 class KindFacts:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.dist_checkpointing.path_kind import TOKENIZER_FOLDER as FOLDER
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from megatron.core.fsync import whole_file
 from megatron.extensions.tokenizers.huggingface import tokenizer_file
 from megatron.extensions.tokenizers.special_tokens import FILES
-from megatron.training.config.saved_flags import TOKENIZER_FOLDER as FOLDER
 from megatron.training.hooks import Callback
 
 BESIDE = (*FILES, "chat_template.jinja")

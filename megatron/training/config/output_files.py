@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.path_kind import EVENTS, LATEST, LEASE, METRICS_FILE, RUN_CONFIG
+from megatron.core.dist_checkpointing.path_kind import (
+    EVENTS,
+    LATEST,
+    LEASE,
+    METRICS_FILE,
+    RUN_CONFIG,
+    TOKENIZER_FOLDER,
+)
 from megatron.core.fsync import NO_ROOM
 from megatron.training.config.flags import all_flags, value_of
 from megatron.training.config.problem import NO_URL, Problem
@@ -125,5 +132,8 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
         if kind := _kind_of_no_file(Path(str(save)) / name):
             rule = f"has a {kind} {name}, where the run writes a file"
             yield Problem("--save", save, rule, f"remove or rename that {kind}")
+    if save and os.path.lexists(kept := Path(save) / TOKENIZER_FOLDER) and not kept.is_dir():
+        rule = f"has a {TOKENIZER_FOLDER} that is no folder, where the run writes one"
+        yield Problem("--save", save, rule, "remove or rename it")
     if load and Path(load).is_file():
         yield Problem("--load", load, "is a file", "use the folder of the checkpoints, or one checkpoint")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.json_text import parse_json
-from megatron.core.dist_checkpointing.path_kind import METADATA, candidates, kind_of
+from megatron.core.dist_checkpointing.path_kind import METADATA, TOKENIZER_FOLDER, candidates, kind_of
 from megatron.core.parts import MODEL_LOADERS, PLANS, TOKENIZERS
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
@@ -81,9 +81,6 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         config, notes = with_named(config, of_run), notes + lines
     return config, notes
 
-
-TOKENIZER_FOLDER = "tokenizer"
-"""Name of the folder beside the checkpoints where a run keeps its tokenizer's files."""
 
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 """Fields that say which tokenizer a run has; all but the first are paths."""
