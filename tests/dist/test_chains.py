@@ -229,6 +229,21 @@ def test_states_of_every_shape_reshard(kind, tmp_path: Path):
         run_world(dims.world_size, load_and_compare, dims, distributed, kind, tmp_path)
 
 
+class Misspelled(Transform):
+    def updated(self, x):
+        pass
+
+
+def test_links_that_cannot_be_used_are_refused():
+    state = build_parallel_state(ParallelDims(), 0)
+    OPTIMIZERS.register("misspelled", lambda config, meta: [Misspelled()], chain=True)
+    with pytest.raises(ValueError, match=r"--optimizer misspelled: its link Misspelled has no update\(x\); write it"):
+        build(state, optimizer="misspelled")
+    OPTIMIZERS.register("not_by_element", lambda config, meta: [Count()], chain=True, by_element=True)
+    with pytest.raises(ValueError, match="by_element=True, and Count makes requests"):
+        build(state, optimizer="not_by_element")
+
+
 class Named(Transform):
     def states(self, meta):
         return [elements("twice", meta), elements("twice", meta, "int3"), elements("main_param", meta)]

@@ -106,6 +106,29 @@ def test_lion_steps_by_the_sign_of_an_average() -> None:
     torch.testing.assert_close((param, average), (expected, written_out))
 
 
+@pytest.mark.parametrize("name", ["adafactor", "shampoo"])
+def test_states_of_a_chain_resume(name: str, tmp_path: Path) -> None:
+    """With the same bits at the same layout, and to rounding at another."""
+    flags = f"{TINY} --extension examples/{name}.py --optimizer {name} --fp64 --num-attention-heads 4 --seq-length 16 "
+    flags += "--vocab-size 64 --hidden-size 32 --eval-iters 0 --lr 1e-2 --log-interval 1 --train-iters 4 "
+    flags += "--disable-bias-linear --lr-decay-style constant"
+
+    def losses(layout: str, more: str = "") -> list[tuple[float, float]]:
+        metrics = tmp_path / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        run_forked(2, [*f"{flags} {layout} {more} --metrics-file {metrics}".split()], tmp_path / "screen")
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        return [(record["lm_loss"], record["grad_norm"]) for record in records if "grad_norm" in record]
+
+    whole = losses("")
+    assert len(whole) == 4
+    assert losses("", f"--save {tmp_path}/saved --exit-interval 2") == whole[:2]
+    assert losses("", f"--load {tmp_path}/saved") == whole[2:]
+    for layout in "--tp 2", "--pp 2":
+        elsewhere = losses(layout, f"--load {tmp_path}/saved")
+        assert sum(elsewhere, ()) == pytest.approx(sum(whole[2:], ()), rel=1e-9)
+
+
 def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
     """Documents and texts in parts too."""
     load_extensions([str(ROOT / "examples" / "moving_average.py")])

@@ -99,7 +99,7 @@ UNWRITTEN = {
     "optimizer": (
         "from megatron.core.optimizer.optimizer import Optimizer\nfrom megatron.core.parts import OPTIMIZERS\n\n"
         "@OPTIMIZERS.register('mine', states=())\nclass Mine(Optimizer):\n    def updated(self): ...\n",
-        "--optimizer mine: has no update() or step() of its own; write it, or correct its spelling",
+        "--optimizer mine: has no step() of its own; write it, or correct its spelling",
     ),
     "metric": (
         "from megatron.training.hooks import METRICS, Metric\n\n\n"

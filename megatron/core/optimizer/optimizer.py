@@ -134,8 +134,8 @@ class Optimizer:
     """Base of optimizers: updates the shards that a rank owns. `states` of its registration names the tensors that
     shards keep for each element."""
 
-    must_write = ("update", "step")
-    """A registered optimizer overrides one of these."""
+    must_write = ("step",)
+    """A registered optimizer overrides this."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         self.config, self.shards = config, shards

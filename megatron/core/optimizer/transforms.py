@@ -253,9 +253,13 @@ class AverageWeights(Transform):
 
 def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
     """The chain of a parameter, of the optimizer of all parameters that are not updated as whole matrices. Raises
-    ValueError for a link that looks at other elements, if the optimizer is registered with `by_element`."""
+    ValueError for a link without `update`, and for one that looks at other elements if the optimizer is registered with
+    `by_element`."""
     name = config.elementwise
     links: tuple[Transform, ...] = tuple(OPTIMIZERS[name](config, meta))
+    for link in links:
+        if getattr(type(link), "update", Transform.update) is Transform.update:
+            raise ValueError(f"--optimizer {name}: its link {type(link).__name__} has no update(x); write it")
     if OPTIMIZERS.facts(name).by_element:
         for link in links:
             if isgeneratorfunction(link.update) or any(state.kind != ELEMENTS for state in link.states(meta)):
