@@ -76,10 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_plan(path: Path) -> list[dict[str, int]]:
     """The memory of each pipeline rank of a dry run. Raises ValueError if the file is not one's."""
     try:
-        memory = parse_json(path.read_text(encoding="utf-8"))["memory"]
-        return [{"pp_rank": int(rank["pp_rank"])} | {name: int(size) for name, size in rank.items()} for rank in memory]
+        plan = parse_json(path.read_text(encoding="utf-8"))
+        refused = "; ".join(problem["text"] for problem in plan.get("problems", ())) if "memory" not in plan else ""
+        memory = [] if refused else plan["memory"]
+        ranks = [
+            {"pp_rank": int(rank["pp_rank"])} | {name: int(size) for name, size in rank.items()} for rank in memory
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--plan {path} is not a plan ({error}); --dry-run --json FILE writes one") from error
+    if refused:
+        raise ValueError(f"--plan {path}: the dry run refused its flags ({refused}); correct them and write it again")
+    return ranks
 
 
 def planned_bars(memory: Sequence[Mapping[str, int]]) -> list[Bar]:

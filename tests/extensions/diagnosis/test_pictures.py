@@ -146,6 +146,9 @@ def test_planned_and_held_memory(tmp_path: Path, capsys, monkeypatch) -> None:
     plan.write_text('{"memory": [3]}')
     with pytest.raises(ValueError, match="is not a plan"):
         plot_memory.main(["--plan", str(plan)])
+    plan.write_text('{"problems": [{"flag": "--tp", "text": "--tp 3: must divide 8"}]}')
+    with pytest.raises(ValueError, match=r"the dry run refused its flags \(--tp 3: must divide 8\); correct them"):
+        plot_memory.main(["--plan", str(plan)])
 
 
 def test_values_that_no_axis_can_show_are_left_out_of_charts() -> None:
