@@ -52,11 +52,18 @@ PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
 """Kinds of pictures that matplotlib writes."""
 
 
+class ToolParser(argparse.ArgumentParser):
+    """A parser that prints the reason alone if it refuses flags, not the usage of all flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n--help lists the flags\n")
+
+
 def tool_parser(about: str | None, **more: Any) -> argparse.ArgumentParser:
     """A parser whose help begins with a module's docstring as it stands. It refuses texts and paths that are empty or
     have control characters, apart from those of the type `any_text`."""
     shape = argparse.RawDescriptionHelpFormatter
-    return checked_texts(argparse.ArgumentParser(description=about, formatter_class=shape, **more))
+    return checked_texts(ToolParser(description=about, formatter_class=shape, **more))
 
 
 def parted(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
@@ -198,7 +205,7 @@ def _read_at_once(
     read: Callable[[list[str]], object],
 ) -> None:
     """Adds a flag whose values are read before the other flags."""
-    first = checked_texts(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    first = checked_texts(ToolParser(add_help=False, allow_abbrev=False))
     for each in (parser, first):
         each.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
     try:

@@ -70,6 +70,22 @@ def test_a_tool_finds_its_modules_from_anywhere(name):
     assert done.returncode == 0 and f"usage: {name}.py" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--tokenizer-type TikTokenizer", "argument --tokenizer-type: invalid choice: 'TikTokenizer'"),
+        ("--input a --output-prefix b --no-such 1", "unrecognized arguments: --no-such 1"),
+    ],
+)
+def test_a_tool_refuses_flags_without_the_usage_of_all(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        preprocess_data(flags.split())
+    reason, remedy = capsys.readouterr().err.splitlines()
+    assert said in reason and remedy == "--help lists the flags"
+
+
 # preprocess_data
 
 
