@@ -1,6 +1,6 @@
 """The parameters of a model and of its pipeline stages, as its modules make them.
 
-Plans, checkpoints and conversions read what is built here on the meta device, one layer at a time, so that a part of an
+Plans, checkpoints and conversions read what is built here on the meta device, so that a part of an
 extension is counted by its own constructor, and no list repeats it.
 """
 
@@ -56,10 +56,16 @@ def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
     return found + list(_end(config, stage, False, ()).states)
 
 
-@lru_cache(maxsize=4096)
 def layer_tensors(config: TransformerConfig, number: int, sequence_parallel: bool = False) -> Tensors:
     """The tensors of layer `number`."""
-    return _tensors(_built(config, Stage((number,), first=False, last=False), sequence_parallel, ()))
+    return _layers(config, sequence_parallel)[number]
+
+
+@lru_cache(maxsize=256)
+def _layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[Tensors, ...]:
+    """The tensors of every layer: one model with all layers is built faster than a model for each."""
+    stage = Stage(tuple(range(config.num_layers)), first=False, last=False)
+    return tuple(_tensors(layer) for layer in _built(config, stage, sequence_parallel, ()).decoder.layers)
 
 
 @lru_cache(maxsize=256)
