@@ -106,8 +106,8 @@ def loaded(root: Path, like: dict[str, Tensor]) -> dict[str, bytes] | str:
     targets = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
     try:
         Checkpoint(root / "iter_0000001").load({key: whole(tensor) for key, tensor in targets.items()}, Axis())
-    except CheckpointError as error:
-        return str(error)
+    except (CheckpointError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
     return bits_of(targets)
 
 
