@@ -103,6 +103,16 @@ def test_every_flipped_bit_counts(root: Path) -> None:
     assert load(root) == (30, [])
 
 
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"files": {"a": 1}}', '{"files": {"a/b": {"bytes": 1, "crc32": 2}}}'], ids=len
+)
+def test_a_manifest_of_another_form_is_told_without_names_of_python(root: Path, text: str) -> None:
+    (root / "iter_0000030" / MANIFEST).write_text(text)
+    found, (line,) = load(root)
+    form = 'an object {"files": {name: {"bytes": number, "crc32": number}}}'
+    assert found == 20 and line.endswith(f"manifest.json is damaged: it must be {form}")
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage", b"[" * 9000, b"PK\x03\x04" + bytes(9000)], ids=len)
 def test_damage_that_a_manifest_does_not_show_is_an_error_of_the_user(root: Path, content: bytes) -> None:
     folder = root / "iter_0000030"

@@ -85,8 +85,11 @@ def read_manifest(folder: Path) -> Sums:
         return files
     except FileNotFoundError:
         raise ValueError(f"there is no {MANIFEST} in it, so it was not finished") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{MANIFEST} is damaged: {error}") from None
+    except (KeyError, TypeError, AttributeError, RecursionError):
+        form = 'an object {"files": {name: {"bytes": number, "crc32": number}}}'
+        raise ValueError(f"{MANIFEST} is damaged: it must be {form}") from None
 
 
 def misfits(folder: Path, sums: Sums) -> list[str]:
