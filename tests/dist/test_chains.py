@@ -248,6 +248,9 @@ class Named(Transform):
     def states(self, meta):
         return [elements("twice", meta), elements("twice", meta, "int3"), elements("main_param", meta)]
 
+    def update(self, x):
+        pass
+
 
 def test_states_that_cannot_be_kept_are_named_all_at_once():
     OPTIMIZERS.register("named", lambda config, meta: [Named(), AverageWeights(0.5)], chain=True)
