@@ -9,7 +9,8 @@ import torch
 
 from megatron.core.batch import Batch
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
-from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.core.optimizer.distrib_optimizer import StepResult, Update
+from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parts import STEP_SEARCHES
 from megatron.core.pipeline_parallel.executor import StaleForwards
 from megatron.training.forward_backward import StepInput, Sums
@@ -102,16 +103,10 @@ def _optimizer_step(run: TrainingRun, sums: Sums, factor: torch.Tensor, read: bo
     samples, interval = run.progress.scheduled_samples, run.interval  # settled: the step before counts or not
     interval.learning_rate = run.scheduler.lr_at(samples)
     interval.decoupled_lr = run.scheduler.decoupled_lr_at(samples)
+    rates = Rates(interval.learning_rate, run.scheduler.weight_decay_at(samples), interval.decoupled_lr)
+    passes = run.forward_backward
     return run.optimizer.step(
-        interval.learning_rate,
-        run.scheduler.weight_decay_at(samples),
-        sums.loss_and_tokens,
-        run.guard.judge,
-        interval.decoupled_lr,
-        factor,
-        run.forward_backward.end_step,
-        run.forward_backward.step_state,
-        read,
+        Update(rates, factor, sums.loss_and_tokens, run.guard.judge, passes.end_step, passes.step_state, read)
     )
 
 

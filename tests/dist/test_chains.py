@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_key, optimizer_state
 from megatron.core.dist_checkpointing.storage import Checkpoint, save
+from megatron.core.optimizer.distrib_optimizer import Update
+from megatron.core.optimizer.optimizer import Rates
 from megatron.core.optimizer.planned_states import matrix_size
 from megatron.core.optimizer.transforms import AverageWeights, Transform, elements, of_matrices, reduced
 from megatron.core.parallel_dims import ParallelDims
@@ -158,7 +160,7 @@ def skipped_step(rank, world, kind):
     params = [param.detach().clone() for param in ddp.params]
     for param in ddp.params if rank == world - 1 else ():
         param.main_grad.fill_(math.nan)
-    assert optimizer.step(LR, DECAY).skipped
+    assert optimizer.step(Update(Rates(LR, DECAY))).skipped
     assert all(torch.equal(a, b.data) for a, b in zip(before, optimizer.sharded_state(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(params, ddp.params, strict=True))
     assert optimizer.step_count == 1

@@ -12,7 +12,8 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Update
+from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from tests.dist.toy import DECAY, KINDS, LR, Oracle, ToyStage, add_gradients, build, finalize_model_grads, run_step
@@ -103,7 +104,7 @@ def bad_step(rank, world, distributed, dtype, kind, bad_rank, name):
             (param,) = [p for p in ddp.params if p.meta.name == name]
             param.main_grad.view(-1)[-1] = math.inf if dtype == "fp16" else math.nan
         finalize_model_grads(ddp, global_token_count(torch.tensor(10.0), state), state, seed)
-        result = optimizer.step(LR, DECAY)
+        result = optimizer.step(Update(Rates(LR, DECAY)))
         seen.append((result.skipped, result.loss_scale))
         assert result.skipped or math.isfinite(result.grad_norm)
         same = [torch.equal(a, p.data) for a, p in zip(before, optimizer.sharded_state(), strict=True)]

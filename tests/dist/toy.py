@@ -16,7 +16,8 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count, reduce_model_grads
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Update
+from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Fused, ParamMeta
 from megatron.core.parts import OPTIMIZERS
@@ -155,4 +156,4 @@ def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
             buffer.grad_data.mul_(seed)
     total = global_token_count(torch.tensor(tokens + state.dp_cp.rank), state)
     factor = reduce_model_grads(ddp, total, state, seed)
-    return optimizer.step(LR, DECAY, factor=factor), total.item()
+    return optimizer.step(Update(Rates(LR, DECAY), factor)), total.item()

@@ -25,7 +25,8 @@ from megatron.core.dist_checkpointing.path_kind import read_latest
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Update
+from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.checkpoints.checkpointing import Checkpointer, load_whole_model
@@ -72,7 +73,7 @@ class Run:
                 param.main_grad.copy_(torch.randn(param.shape, generator=generator))
             else:  # biases of experts
                 param.data.copy_(torch.randn(param.shape, generator=generator))
-        self.optimizer.step(1e-2, 0.01)
+        self.optimizer.step(Update(Rates(1e-2, 0.01)))
 
     def save(self, progress: Progress) -> Path:
         return self.checkpointer().save(progress)

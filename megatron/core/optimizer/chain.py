@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import OptimizerPiece
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import ROUND, Matrix, Part
-from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard
+from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard, StepValues
 from megatron.core.optimizer.planned_states import ELEMENTS, REDUCED, ChainPlan, PlannedParam, State
 from megatron.core.optimizer.transforms import (
     MatrixRequest,
@@ -34,9 +34,6 @@ from megatron.core.optimizer.transforms import (
 )
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import OPTIMIZERS
-
-StepScalars = tuple[float, float, float | None, Tensor, Tensor]
-"""(lr, weight decay, decoupled lr, number of the update, whether it is skipped)."""
 
 
 @dataclass
@@ -186,17 +183,14 @@ class Chain(Optimizer):
                 flat = param.matrices[number][state.name].view(-1)
                 yield OptimizerPiece(state.name, meta, flat, start, stop, state.shape)
 
-    def step(
-        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
-    ) -> None:
-        scalars = lr, weight_decay, decoupled_lr, updates + 1.0, skip > 0
+    def step(self, values: StepValues) -> None:
         for batch in self._batches:
-            self._update(batch, scalars)
+            self._update(batch, values)
 
-    def _update(self, batch: Sequence[_Elements], scalars: StepScalars) -> None:
+    def _update(self, batch: Sequence[_Elements], values: StepValues) -> None:
         """Updates the parameters of a batch side by side."""
-        skipped = scalars[4]
-        runs = [self._begin(*each, scalars) for each in batch]
+        skipped = values.skip > 0
+        runs = [self._begin(*each, values) for each in batch]
         for run in runs:
             run.advance(None)
         while waiting := [run for run in runs if not run.done]:
@@ -208,15 +202,16 @@ class Chain(Optimizer):
             for name, state in run.param.elements.items():
                 _keep_or_copy_(state[run.cut], run.x.states[name], skipped)
 
-    def _begin(self, param: _Param, cut: slice, scalars: StepScalars) -> _Run:
-        lr, weight_decay, decoupled_lr, number, skipped = scalars
-        shard, group = param.shard, param.shard.group
+    def _begin(self, param: _Param, cut: slice, values: StepValues) -> _Run:
+        shard = param.shard
         assert shard.main.grad is not None
         states = {name: state[cut].to(self.dtype, copy=True) for name, state in param.elements.items()}
-        values = group.lr(lr, decoupled_lr), group.decay(weight_decay), number
         main = shard.main.detach()[param.span][cut]
-        grad = shard.main.grad[param.span][cut].masked_fill(skipped, 0.0)  # no link need expect infinities and NaNs
-        x = ParameterUpdate(param.planned.meta, main, grad, states, param.place, values)
+        grad = shard.main.grad[param.span][cut].masked_fill(
+            values.skip > 0, 0.0
+        )  # no link need expect infinities and NaNs
+        scalars = (*values.rates.of(shard.group), values.updates + 1.0)
+        x = ParameterUpdate(param.planned.meta, main, grad, states, param.place, scalars)
         return _Run(param, cut, x, _run_links(param.links, x))
 
     def _answers(self, runs: Sequence[_Run], skipped: Tensor) -> list[list[Tensor]]:

@@ -29,7 +29,7 @@ from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.chain import Chain
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import HostUpdateRule, Optimizer, OptimizerShard, Shard
+from megatron.core.optimizer.optimizer import HostUpdateRule, Optimizer, OptimizerShard, Rates, Shard, StepValues
 from megatron.core.optimizer.transforms import plan_of_chain
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import (
@@ -162,15 +162,29 @@ scalars on the device."""
 
 @dataclass(frozen=True)
 class Update:
-    """The values of a step's update; see `DistributedOptimizer.step`. The same if the update is repeated."""
+    """What a step of `DistributedOptimizer` needs to know. The same if the update is repeated."""
 
-    lr: float
-    weight_decay: float
-    decoupled_lr: float | None
-    factor: Tensor | None
-    judge: Judge | None
-    on_update: Callable[[Tensor], None] | None
-    step_state: Callable[[], Sequence[Tensor]]
+    rates: Rates
+
+    factor: Tensor | None = None
+    """Factor of the gradients that `reduce_model_grads` returned."""
+
+    sums: Tensor | None = None
+    """[n] float64 of each rank, as the loss: added up along with the norm, and must be finite like it."""
+
+    judge: Judge | None = None
+    """May refuse the update."""
+
+    on_update: Callable[[Tensor], None] | None = None
+    """Called with `skip`, 1 if nothing was updated, before parameters are gathered: scales of casts follow from it."""
+
+    step_state: Callable[[], Sequence[Tensor]] = tuple
+    """Returns the tensors that `on_update` changes."""
+
+    read: bool = True
+    """Whether the result is read before the next step. If not, the update may be made ahead of the norm
+    (UPDATES_AHEAD): the result can be read after `DistributedOptimizer.validate`, which must come before the next
+    step."""
 
 
 class UpdateAhead(Protocol):
@@ -180,9 +194,9 @@ class UpdateAhead(Protocol):
     def nbytes(self) -> int:
         """Bytes that it keeps on the device."""
 
-    def begin(self, update: Update, own: Tensor, result: StepResult, read: bool) -> bool:
+    def begin(self, update: Update, own: Tensor, result: StepResult) -> bool:
         """Takes over a step, of which this rank has `own` of `GradNorm`: it starts the norm and applies the update.
-        Returns False if the step is to wait for the norm, as one must whose result is `read` before the next one."""
+        Returns False if the step is to wait for the norm, as one must whose result is read before the next one."""
 
     def validate(self) -> bool:
         """`DistributedOptimizer.validate`."""
@@ -233,38 +247,19 @@ class DistributedOptimizer:
         self.ahead: UpdateAhead | None = UPDATES_AHEAD[ahead](self) if ahead is not None else None
 
     @torch.no_grad()
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        sums: Tensor | None = None,
-        judge: Judge | None = None,
-        decoupled_lr: float | None = None,
-        factor: Tensor | None = None,
-        on_update: Callable[[Tensor], None] | None = None,
-        step_state: Callable[[], Sequence[Tensor]] = tuple,
-        read: bool = True,
-    ) -> StepResult:
+    def step(self, update: Update) -> StepResult:
         """One update from finished gradients, or from those of `reduce_model_grads` and its `factor`. That and
         clipping scale them in place, fused optimizers as they read them.
 
-        `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
-        `judge` may refuse the update. `decoupled_lr` is that of parameters with a learning rate of their own.
-        `on_update` is called with `skip`, 1 if nothing was updated, before parameters are gathered: scales of casts
-        follow from it. With `overlap_param_gather` the parameters are whole again only when a forward pass has waited
-        for them, or `finish_param_sync`; with a `param_gather` of the ddp only after `finish_param_sync`.
-
-        A step whose result nobody has `read` before the next one may be updated ahead of the norm (UPDATES_AHEAD): the
-        result can be read after `validate`, which must come before the next step. `step_state` returns the tensors that
-        `on_update` changes.
+        With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
+        `finish_param_sync`; with a `param_gather` of the ddp only after `finish_param_sync`.
         """
         self.ddp.wait_param_sync()  # modules that did not run since the last step have not waited
         if self.host_update is not None:
             self.host_update.start()
-        own = self.grad_norm.own(sums)
-        update = Update(lr, weight_decay, decoupled_lr, factor, judge, on_update, step_state)
+        own = self.grad_norm.own(update.sums)
         result = StepResult(None, self.scaler.scale, self.scaler.can_fall)
-        if self.ahead is None or not self.ahead.begin(update, own, result, read):
+        if self.ahead is None or not self.ahead.begin(update, own, result):
             self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
             if self.scaler.dynamic:
                 self.scaler.update(not result.finite)
@@ -288,14 +283,14 @@ class DistributedOptimizer:
 
     def apply(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
         """Applies a verdict: updates states and parameters, and starts the gather of parameters."""
-        factor, lr, weight_decay, decoupled_lr = update.factor, update.lr, update.weight_decay, update.decoupled_lr
+        factor, values = update.factor, StepValues(update.rates, skip, self.updates)
         if coefficient is not None and self.shards:
             factor = coefficient if factor is None else coefficient * factor
         scalars = None if self.host_update is None else self.host_update.scalars(skip, self.updates, factor)
         for rule in self._rules:
             if factor is not None:
                 rule.scale_gradients(factor)
-            rule.step(lr, weight_decay, skip, self.updates, decoupled_lr)
+            rule.step(values)
         for hook in self._hooks:
             hook.after_update(skip)
         for shard in self._on_device:
@@ -308,7 +303,7 @@ class DistributedOptimizer:
             early = self._updated_on_device()
             if early:
                 self.ddp.start_param_sync(early)
-            self.host_update.update(lr, weight_decay, scalars, decoupled_lr, factor is not None)
+            self.host_update.update(update.rates, scalars, factor is not None)
             self.ddp.start_param_sync(set(self.ddp.buckets) - early if early else None)
         self.updates += 1.0 - skip
         if not self.ddp.config.overlap_param_gather:

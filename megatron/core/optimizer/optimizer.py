@@ -6,6 +6,7 @@ A user's own is a chain of transforms (`chain`, `transforms`); AdamW and SGD are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -130,6 +131,32 @@ class OptimizerShard(Shard):
         return 0 if self.aliased else self.main.nbytes, sum(state.nbytes for state in self.states.values())
 
 
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates and weight decay of a step."""
+
+    lr: float
+    weight_decay: float = 0.0
+    decoupled_lr: float | None = None
+    """Learning rate of decoupled groups, where there is one."""
+
+    def of(self, group: ParamGroup) -> tuple[float, float]:
+        """(learning rate, weight decay) of a group of parameters."""
+        return group.lr(self.lr, self.decoupled_lr), group.decay(self.weight_decay)
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """Values of one update. The tensors are float64 scalars on the device, and never waited for."""
+
+    rates: Rates
+    skip: Tensor
+    """1 if nothing is to change, else 0."""
+
+    updates: Tensor
+    """Number of earlier updates."""
+
+
 class Optimizer:
     """Base of optimizers: updates the shards that a rank owns. `states` of its registration names the tensors that
     shards keep for each element."""
@@ -140,12 +167,8 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         self.config, self.shards = config, shards
 
-    def step(
-        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
-    ) -> None:
-        """One update of all shards after `updates` earlier ones; where `skip` is 1 nothing changes. Both are float64
-        scalars on the device, and never waited for. `decoupled_lr` is the learning rate of decoupled groups, where
-        there is one."""
+    def step(self, values: StepValues) -> None:
+        """One update of all shards."""
         raise NotImplementedError
 
     @staticmethod
@@ -184,13 +207,10 @@ class _Fused(Optimizer):
         else:
             self._torch.grad_scale = factor.reciprocal().to(torch.float32)  # type: ignore[attr-defined]
 
-    def step(
-        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
-    ) -> None:
+    def step(self, values: StepValues) -> None:
         for group in self._torch.param_groups:
-            group["lr"] = group["group"].lr(lr, decoupled_lr)
-            group["weight_decay"] = group["group"].decay(weight_decay)
-        self._torch.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
+            group["lr"], group["weight_decay"] = values.rates.of(group["group"])
+        self._torch.found_inf = values.skip.to(torch.float32)  # type: ignore[attr-defined]
         self._torch.step()
         self._torch.grad_scale = None  # type: ignore[attr-defined]
 
@@ -253,9 +273,7 @@ class HostUpdateRule(Protocol):
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
         """Starts to copy what `update` needs to know, so that it does not wait for kernels launched later."""
 
-    def update(
-        self, lr: float, weight_decay: float, scalars: HostCopy, decoupled_lr: float | None, scaled: bool
-    ) -> None:
+    def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
         """One update after `start`, with the `scalars` of this step; gradients are `scaled` by their factor, or taken
         as they are. Kernels launched from now on see the new parameters. Waits for the gradients."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_layout import ALIGNMENT
-from megatron.core.optimizer.optimizer import AdamW, OptimizerShard
+from megatron.core.optimizer.optimizer import AdamW, OptimizerShard, StepValues
 
 STATIC_SHAPES = 16
 """Shapes of shards, up to which updates have a kernel for each; buckets of equal layers have equal shapes."""
@@ -35,14 +35,12 @@ class CompiledAdamW(AdamW):
     def scale_gradients(self, factor: Tensor) -> None:
         self._factor = factor
 
-    def step(
-        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
-    ) -> None:
+    def step(self, values: StepValues) -> None:
         betas = self.config.adam_beta1, self.config.adam_beta2
         shapes = {(shard.main.shape, shard.aliased) for shard in self.shards}
         update = region(adamw_, True, static=len(shapes) <= STATIC_SHAPES)
         scalars = {
-            group: self._scalars(group.lr(lr, decoupled_lr), group.decay(weight_decay), skip, updates)
+            group: self._scalars(*values.rates.of(group), values.skip, values.updates)
             for group in dict.fromkeys(shard.group for shard in self.shards)
         }
         for shard in self.shards:

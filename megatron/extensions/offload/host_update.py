@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.host_to_device import HostCopy
-from megatron.core.optimizer.optimizer import Optimizer, Shard
+from megatron.core.optimizer.optimizer import Optimizer, Rates, Shard, StepValues
 from megatron.extensions.offload.flags import HostStateFlags
 
 
@@ -131,9 +131,7 @@ class HostUpdate:
         """Starts to copy what `update` needs to know, so that it does not wait for kernels launched later."""
         return HostCopy(torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
 
-    def update(
-        self, lr: float, weight_decay: float, scalars: HostCopy, decoupled_lr: float | None, scaled: bool
-    ) -> None:
+    def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
         """One update after `start`, with the `scalars` of this step; gradients are `scaled` by their factor, or taken
         as they are. Kernels launched from now on see the new parameters. Waits for the gradients."""
         skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())
@@ -144,7 +142,7 @@ class HostUpdate:
                 shard.attach(self._grads.ready(chunk)[: shard.numel], self._params.ready(chunk)[: shard.numel])
                 if scaled:
                     rule.scale_gradients(factor)
-                rule.step(lr, weight_decay, skip, updates, decoupled_lr)
+                rule.step(StepValues(rates, skip, updates))
                 shard.write_params()
                 self._start_params(chunk)
                 if chunk + self._number < len(self.shards):

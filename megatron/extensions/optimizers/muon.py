@@ -17,7 +17,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
-from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard
+from megatron.core.optimizer.optimizer import CHUNK, Optimizer, OptimizerShard, StepValues
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
@@ -59,18 +59,16 @@ class Muon(Optimizer):
         self.options = config.options(MuonFlags)
         self._coefficients = coefficients(self.options.muon_coefficient_type, self.options.muon_num_ns_steps)
 
-    def step(
-        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
-    ) -> None:
-        config, skipped = self.options, skip > 0
+    def step(self, values: StepValues) -> None:
+        config, rates, skip, skipped = self.options, values.rates, values.skip, values.skip > 0
         for shard in self.shards:
             assert shard.main.grad is not None
             tensors = (shard.main.grad, shard.states["momentum_buffer"])
             for grad, momentum in zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True):
                 average = momentum.lerp(grad, 1 - config.muon_momentum)
                 torch.where(skipped, momentum, average, out=momentum)
-            decay = shard.group.lr(lr, decoupled_lr) * shard.group.decay(weight_decay)
-            shard.main.mul_(1 - decay * (1 - skip))
+            own_lr, decay = rates.of(shard.group)
+            shard.main.mul_(1 - own_lr * decay * (1 - skip))
 
         def read(part: Part, values: Tensor) -> None:
             shard = self.shards[part.shard]
@@ -83,7 +81,7 @@ class Muon(Optimizer):
         def write(part: Part, matrix: Matrix, values: Tensor) -> None:
             factor = scale(*matrix.size, config.muon_scale_mode) * config.muon_extra_scale_factor
             shard = self.shards[part.shard]
-            own_lr = shard.group.lr(lr, decoupled_lr)
+            own_lr, _ = rates.of(shard.group)
             _held(shard.main, part).add_(values.masked_fill_(skipped, 0), alpha=-own_lr * factor)
 
         self.exchange.transform(read, lambda x, numbers: self._orthogonalized(x), write)

@@ -30,7 +30,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import BufferLayout, StateRange
 from megatron.core.dropout import mixed, round_to_bf16, uniform_of
-from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard
+from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard, StepValues
 from megatron.extensions.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
@@ -321,15 +321,14 @@ class PrecisionAwareAdam:
     def set_step_count(self, updates: int) -> None:
         """Takes up a count of updates: there is no other than that which `step` is given."""
 
-    def step(
-        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
-    ) -> None:
-        """One update of all shards after `updates` earlier ones; where `skip` is 1 nothing changes."""
+    def step(self, values: StepValues) -> None:
+        """One update of all shards."""
+        skip, updates = values.skip, values.updates
         factor = torch.ones_like(updates) if self._factor is None else self._factor
         self._factor, number = None, updates + 1.0
         corrections = [1 - beta**number for beta in (self.config.adam_beta1, self.config.adam_beta2)]
         for shard in self.shards:
-            rate, decay = shard.group.lr(lr, decoupled_lr), shard.group.decay(weight_decay)
+            rate, decay = values.rates.of(shard.group)
             on_device = torch.full_like(updates, rate), torch.full_like(updates, decay)
             scalars = Scalars(on_device[0], on_device[1], factor, number, skip, *corrections)
             for start, stop in chunks(shard.numel, self._chunk or shard.numel):

@@ -88,13 +88,13 @@ class LateUpdates:
     def nbytes(self) -> int:
         return sum(data.nbytes for data in self.other) + sum(shard.grads.nbytes for shard in self.shards)
 
-    def begin(self, update: Update, own: Tensor, result: StepResult, read: bool) -> bool:
+    def begin(self, update: Update, own: Tensor, result: StepResult) -> bool:
         assert self._waiting is None, "the update of the step before is not made"
         if self.shards:
             kept, grads = [shard.grads for shard in self.shards], [shard.device_grads for shard in self.shards]
             torch._foreach_copy_(kept, grads)
         self._waiting = _Waiting(update, result, self.optimizer.grad_norm.start(own))
-        if read:
+        if update.read:
             self.validate()
         return True
 

@@ -83,9 +83,9 @@ class PostValidation:
     def nbytes(self) -> int:
         return self.copies.nbytes
 
-    def begin(self, update: Update, own: Tensor, result: StepResult, read: bool) -> bool:
+    def begin(self, update: Update, own: Tensor, result: StepResult) -> bool:
         assert self._unvalidated is None, "the step before is not validated"
-        ahead = not read and self.likely_to_stand()
+        ahead = not update.read and self.likely_to_stand()
         self._last = result
         if ahead:
             optimizer, skip = self.optimizer, (~torch.isfinite(own).all()).to(torch.float64)

@@ -12,7 +12,8 @@ import torch
 
 from megatron.core.distributed import param_layout
 from megatron.core.distributed.param_layout import ALIGNMENT, HOST_SLOTS, host_slots, place_states, plan_buffers
-from megatron.core.optimizer.optimizer import MAIN_PARAM
+from megatron.core.optimizer.distrib_optimizer import Update
+from megatron.core.optimizer.optimizer import MAIN_PARAM, Rates
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.offload import host_update
@@ -113,11 +114,11 @@ def _skip_a_step(rank: int, world_size: int, flags: str) -> None:
         before, made = held(run), run.optimizer.step_count
         for buffer in run.ddp.buffers:
             buffer.grad_data[rank] = torch.nan
-        assert run.optimizer.step(1e-2, 0.1).skipped and run.optimizer.step_count == made
+        assert run.optimizer.step(Update(Rates(1e-2, 0.1))).skipped and run.optimizer.step_count == made
         assert all(torch.equal(*pair) for pair in zip(held(run), before, strict=True))
         for buffer in run.ddp.buffers:
             buffer.grad_data.fill_(1e-3)
-        assert not run.optimizer.step(1e-2, 0.1).skipped
+        assert not run.optimizer.step(Update(Rates(1e-2, 0.1))).skipped
         assert not any(torch.equal(*pair) for pair in zip(held(run), before, strict=True))
 
 

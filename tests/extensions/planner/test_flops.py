@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.distrib_optimizer import Update
+from megatron.core.optimizer.optimizer import Rates
 from megatron.core.pipeline_parallel.layer_split import multi_token_cost
 from megatron.extensions.planner.flops import flops_per_token, model_flops, orthogonalization_flops
 from megatron.testing.local_run import local_run
@@ -78,7 +80,7 @@ def _flops_of_an_update(rank, world_size, config):
     with local_run(config, rank, world_size) as run:
         train_step(run)
         with FlopCounterMode(display=False) as counter:
-            run.optimizer.step(1e-3, 0.0)
+            run.optimizer.step(Update(Rates(1e-3)))
         return counter.get_total_flops()
 
 
