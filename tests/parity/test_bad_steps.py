@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.optimizer.distrib_optimizer import StepResult, Update
 from megatron.core.registry import NoFacts, Registry
 from megatron.training import train_step as bad_steps
 from megatron.training.config.arguments import parse_args
@@ -122,9 +123,10 @@ def rates(
             plant(kind, run)
         found, inner = [], run.optimizer.step
 
-        def step(lr: float, weight_decay: float, *rest: Any, **more: Any) -> Any:
-            found.append((lr, weight_decay, run.progress.next_step(run.batch_sizes).samples))
-            return inner(lr, weight_decay, *rest, **more)
+        def step(update: Update) -> StepResult:
+            samples = run.progress.next_step(run.batch_sizes).samples
+            found.append((update.rates.lr, update.rates.weight_decay, samples))
+            return inner(update)
 
         run.optimizer.step = step  # type: ignore[method-assign]
         for _ in range(steps):
