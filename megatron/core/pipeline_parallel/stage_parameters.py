@@ -63,9 +63,15 @@ def layer_tensors(config: TransformerConfig, number: int, sequence_parallel: boo
 
 @lru_cache(maxsize=256)
 def _layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[Tensors, ...]:
-    """The tensors of every layer: one model with all layers is built faster than a model for each."""
+    return tuple(_tensors(layer) for layer in built_layers(config, sequence_parallel))
+
+
+@lru_cache(maxsize=2)
+def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[torch.nn.Module, ...]:
+    """Every layer, without memory, for readers that change none of them. One model with all layers is built faster than
+    a model for each."""
     stage = Stage(tuple(range(config.num_layers)), first=False, last=False)
-    return tuple(_tensors(layer) for layer in _built(config, stage, sequence_parallel, ()).decoder.layers)
+    return tuple(_built(config, stage, sequence_parallel, ()).decoder.layers)
 
 
 @lru_cache(maxsize=256)

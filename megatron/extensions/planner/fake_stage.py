@@ -8,7 +8,7 @@ real rank. torch's own "fake" backend would need the default process group, whic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
@@ -34,6 +34,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.parts import linear_format
 from megatron.core.pipeline_parallel.schedules import splits_backward
+from megatron.core.pipeline_parallel.stage_parameters import built_layers
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
@@ -300,15 +301,20 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
     own, model = plain.options(Fp8Flags), batch.model
     key = LayersKey(model, (own.fp8_format, own.fp8_recipe, own.layers(model.num_layers)))
     if key not in known:
-        meta = torch.device("meta")  # which builds a layer ten times as fast as fake tensors do
-        ends: dict[str, Any] = {"layers": range(model.num_layers), "first": False, "last": False}
-        with fake_state(plain) as state:
-            stage = GPTModel(model, plain, state, **ends, initialize=False, device=meta)
         first: dict[Hashable, int] = {}
-        known[key] = tuple(
-            first.setdefault(_kind_of(layer), number) for number, layer in enumerate(stage.decoder.layers)
-        )
+        layers = _layers_of(model, plain)
+        known[key] = tuple(first.setdefault(_kind_of(layer), number) for number, layer in enumerate(layers))
     return known[key]
+
+
+def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Iterable[nn.Module]:
+    """All layers, on the meta device, which builds a layer ten times as fast as fake tensors do."""
+    if not parallel.extension_options:  # which may make layers differ
+        return built_layers(model, False)
+    ends: dict[str, Any] = {"layers": range(model.num_layers), "first": False, "last": False}
+    with fake_state(parallel) as state:
+        stage = GPTModel(model, parallel, state, **ends, initialize=False, device=torch.device("meta"))
+    return stage.decoder.layers
 
 
 @dataclass
