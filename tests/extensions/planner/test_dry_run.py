@@ -18,6 +18,7 @@ import pretrain_gpt
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parts import MLPS
+from megatron.core.pipeline_parallel import stage_parameters
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.mlp import MLP
 from megatron.extensions.planner import fake_stage
@@ -54,7 +55,7 @@ def test_all_problems_at_once() -> None:
         "--kv-channels",
         "  --num-attention-heads 12: must be a multiple of --tensor-model-parallel-size 8; nearest: 8 or 16",
         "  --global-batch-size 64: must be a multiple of --micro-batch-size 3 * data-parallel size 2 = 6; nearest: "
-        "60 or 66",
+        "60 or 66, or use --micro-batch-size 1",
         "  --mock-data: synthetic data has no epochs, so the run needs a length; add --train-iters, "
         "--train-samples or --train-tokens",
     ]
@@ -83,11 +84,14 @@ def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: 
             super().__init__(*args, **options)
             numbers.append(list(options["layers"]))
 
-    monkeypatch.setattr(fake_stage, "GPTModel", CountedModel)
+    for module in (fake_stage, stage_parameters):
+        monkeypatch.setattr(module, "GPTModel", CountedModel)
     flags = f"{TINY} --num-layers 6"
     plans = {}
     for part in ("mlp", "widening"):
         numbers.clear()
+        stage_parameters.built_layers.cache_clear()
+        stage_parameters._layers.cache_clear()
         with pytest.raises(SystemExit) as done:
             pretrain_gpt.main(["--dry-run", "--device", "h100", *flags.split(), "--mlp-module", part])
         assert not done.value.code
