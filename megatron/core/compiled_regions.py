@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron.core.torch_private import raise_recompile_limit
+
 RECOMPILE_LIMIT = 64
 """Variants (shape, stride, dtype, needs a gradient) of one region. Beyond its limit torch runs a region uncompiled."""
 
@@ -30,7 +32,7 @@ def region(function: Region, compiled: bool, static: bool = False) -> Region:
 
 @cache
 def _compiled(function: Region, static: bool) -> Region:
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    raise_recompile_limit(RECOMPILE_LIMIT)
     if static:
         return torch.compile(function, dynamic=False, options={"deterministic": True})  # type: ignore[return-value]
     return torch.compile(function)  # type: ignore[return-value]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron.core.torch_private import FakeTensor
 
 
 def copied_to(values: Tensor, device: torch.device | str) -> Tensor:

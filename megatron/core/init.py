@@ -15,11 +15,11 @@ from math import log
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megatron.core.boxes import boxes_of_flat_range, overlap
 from megatron.core.host_to_device import has_values
 from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.torch_private import in_dispatch_mode, resize_storage
 
 DRAWN = ("normal", "uniform", "log_of_uniform", "inverse_softplus")
 """Kinds of initial values that are random numbers."""
@@ -44,12 +44,12 @@ class Block:
 
 def alloc_storage(tensor: Tensor) -> None:
     """Takes memory for a tensor whose storage was freed; the values are undefined. Its views are valid again."""
-    torch.ops.inductor.resize_storage_bytes_(tensor, tensor.numel() * tensor.itemsize)
+    resize_storage(tensor, tensor.numel() * tensor.itemsize)
 
 
 def free_storage(tensor: Tensor) -> None:
     """Gives back the memory of a tensor that has its storage for itself. Views stay."""
-    torch.ops.inductor.resize_storage_bytes_(tensor, 0)
+    resize_storage(tensor, 0)
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -115,7 +115,7 @@ def _in_threads(
     torch releases the interpreter's lock while it draws. Under a dispatch mode, as with fake tensors, the caller draws:
     modes hold for the thread that entered them.
     """
-    if threads == 1 or is_in_torch_dispatch_mode():
+    if threads == 1 or in_dispatch_mode():
         yield from ((block, draw(block)) for block in blocks)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="initial weights") as pool:

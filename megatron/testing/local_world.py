@@ -27,14 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it on first use: once here instead of once a rank
 import torch.distributed as dist
+
+from megatron.core.torch_private import preload_compiler
 
 
 def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """Returns [fn(rank, world_size, *args) for each rank]. Raises RuntimeError with the first failing rank's
     traceback, or TimeoutError with all stacks. Results must pickle."""
     assert not torch.cuda.is_initialized(), "a process that has touched CUDA cannot fork"
+    preload_compiler()
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
         ranks = [

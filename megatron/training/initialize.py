@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.parts import LINEAR_FORMATS, MICROBATCH_RUNNERS, linear_format
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
+from megatron.core.torch_private import set_group_timeout
 from megatron.training.config.output_files import unwritable
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
@@ -231,7 +231,7 @@ def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -
     p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
     for group in groups:
-        _set_pg_timeout(timedelta(minutes=minutes), group)  # not the messages of gloo, which have p2p's
+        set_group_timeout(timedelta(minutes=minutes), group)  # not the messages of gloo, which have p2p's
 
 
 def shut_down() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.parts import linear_format
+from megatron.core.torch_private import keep_gpu_busy
 from megatron.extensions.diagnosis.trace.pipeline_timeline import covered
 from megatron.extensions.fp8.casts import Scaled, scaled_mm
 from megatron.extensions.fp8.flags import Fp8Flags
@@ -118,7 +119,7 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # cycles, of about 2 GHz
+        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # cycles, of about 2 GHz
         begin.record()
     start = time.perf_counter()
     for _ in range(calls):

@@ -38,10 +38,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core import compiled_regions
+from megatron.core.torch_private import FakeTensorMode, TorchDispatchMode, cudnn_attention
 from megatron.extensions.planner.device_file import DeviceFile, device_names, read_device
 from megatron.extensions.planner.fake_stage import NoValues
 from megatron.training.config.run_config import RunConfig
@@ -138,8 +138,7 @@ def _attention(
 ) -> Tensor:
     """F.scaled_dot_product_attention by cuDNN's kernel: torch's own choice would ask the device."""
     assert attn_mask is None and not dropout_p
-    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return kernel(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
+    return cudnn_attention(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
 
 
 def _properties(device: DeviceFile) -> SimpleNamespace:

@@ -119,7 +119,8 @@ def theirs(family: str, seq: int, compiled: bool) -> Round:
 
 def products(family: str, seq: int, compiled: bool) -> Round:
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron.core.torch_private import TorchDispatchMode
 
     threads()
     aten, calls = torch.ops.aten, []

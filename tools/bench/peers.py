@@ -71,11 +71,11 @@ def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., 
     if style.llama and found != style.parameters:
         raise ValueError(f"{name}'s model has {found} parameters, not {style.parameters}")
     # `to` would make complex rotary tables (torchtitan's) real.
-    tables = [(part, key, x) for part in model.modules() for key, x in part._buffers.items() if x is not None]
+    tables = [(part, key, x) for part in model.modules() for key, x in part.named_buffers(recurse=False)]
     model = model.to(kind).train()
     for part, key, x in tables:
         if x.is_complex():
-            part._buffers[key] = x
+            setattr(part, key, x)
     return model, loss_of
 
 

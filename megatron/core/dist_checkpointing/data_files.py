@@ -20,12 +20,13 @@ from typing import Any, cast
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron.core.dist_checkpointing.integrity import SummedFile, Sums
+from megatron.core.torch_private import storage_info
 
 SMALL = 1 << 20
 """Bytes up to which a tensor is written from a template. Larger ones take longer to write than to pickle."""
@@ -197,7 +198,7 @@ class DataWriter(dcp.FileSystemWriter):
                         written.write(data.detach().cpu(), stream)
                     del data
                     end = stream.tell()
-                    results.append(WriteResult(item.index, end - start, _StorageInfo(name, start, end - start)))
+                    results.append(WriteResult(item.index, end - start, storage_info(name, start, end - start)))
                     start = end
             number += 1
         done: Future[list[WriteResult]] = Future()

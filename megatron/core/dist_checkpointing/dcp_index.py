@@ -14,12 +14,10 @@ from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -36,6 +34,9 @@ from megatron.core.dist_checkpointing.data_files import (
 )
 from megatron.core.dist_checkpointing.pickle_sizes import check_sizes
 from megatron.core.dist_checkpointing.torch_file import check_torch_file
+
+if TYPE_CHECKING:
+    from megatron.core.torch_private import StorageInfo
 
 INDEX = ".metadata"
 
@@ -79,7 +80,8 @@ class IndexReader(dcp.FileSystemReader):
                 stream.seek(info.offset)
                 if (whole := tensor_in(stream.read(info.length), kind, template)) is None:
                     continue
-                tensor = narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
+                box = zip(item.storage_offsets, item.lengths, strict=True)
+                tensor = whole[tuple(slice(offset, offset + length) for offset, length in box)]
                 target = planner.resolve_tensor(item).detach()
                 if target.size() == tensor.size():
                     target.copy_(tensor)
@@ -103,7 +105,7 @@ class IndexReader(dcp.FileSystemReader):
             return self._templates.of(kind)
         return None
 
-    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: IO[bytes], sinfo: StorageInfo) -> IO[bytes]:
         if sinfo.transform_descriptors:
             raise pickle.UnpicklingError(f"{INDEX} says that {sinfo.relative_path} is transformed")
         found = super()._slice_file(file, sinfo)

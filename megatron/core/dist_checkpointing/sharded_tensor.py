@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.param_meta import ParamMeta
+from megatron.core.torch_private import disabled_torch_function, wrapper_tensor
 
 LocalBox = tuple[tuple[int, ...], Tensor]
 """(offset in the global tensor, live data of the box)."""
@@ -39,9 +40,7 @@ class ShardedBoxes(Tensor):
     @staticmethod
     def __new__(cls, global_shape: Sequence[int], boxes: Sequence[LocalBox], writes: bool = True) -> ShardedBoxes:
         like = boxes[0][1] if boxes else torch.empty(0)
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(global_shape), dtype=like.dtype, device=like.device, requires_grad=False
-        )
+        self = wrapper_tensor(cls, global_shape, dtype=like.dtype, device=like.device)
         for offset, data in boxes:
             inside = all(o >= 0 and o + n <= g for o, n, g in zip(offset, data.shape, global_shape, strict=True))
             assert inside, f"box {offset} {tuple(data.shape)} of {tuple(global_shape)}"
@@ -49,7 +48,7 @@ class ShardedBoxes(Tensor):
         self.writes = writes
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.pickle_calls import check_calls
 from megatron.core.dist_checkpointing.pickle_rules import Refused
+from megatron.core.torch_private import archive_reader
 
 ZIP = b"PK\x03\x04"
 PICKLES = 5
@@ -55,7 +56,7 @@ def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
     """The pickle of a zip file; None if it cannot be found. torch's own reader is used, as others may see another one.
     No record is compressed, so that they are not larger than the file."""
     try:
-        reader = torch._C.PyTorchFileReader(file)
+        reader = archive_reader(file)
         records = sum(reader.get_record_size(name) for name in reader.get_all_records())
         if records > size:
             raise Refused(f"it states records of {records:,} bytes, and has {size:,}")

@@ -37,6 +37,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     mark_stale,
     rounding_sum,
 )
+from megatron.core.torch_private import foreach_mul_, foreach_zero_
 
 
 class DistributedDataParallel:
@@ -166,7 +167,7 @@ class DistributedDataParallel:
         are zeroed, as each micro-batch's sum is added to them."""
         of_units = [buffer.grad_data for buffer in self.buffers if buffer.layout.by_unit]
         if zeroed := of_units + [gap for buffer in self.buffers for gap in buffer.grad_gaps]:
-            torch._foreach_zero_(zeroed)
+            foreach_zero_(zeroed)
         for param in self._params_of(self._reduced_whole):
             mark_stale(param, True)
 
@@ -209,7 +210,7 @@ class DistributedDataParallel:
     def scale_grads_(self, factor: Tensor) -> None:
         """Multiplies the gradients that this rank owns by a scalar on the device."""
         if self.buckets:
-            torch._foreach_mul_([bucket.owned_grads for bucket in self.buckets], factor.to(self.main_dtype))
+            foreach_mul_([bucket.owned_grads for bucket in self.buckets], factor.to(self.main_dtype))
 
     def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
         """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them; of some

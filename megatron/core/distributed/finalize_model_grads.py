@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce_
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.torch_private import foreach_copy_
 
 
 def reduce_model_grads(
@@ -73,4 +74,4 @@ def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis) -> None:
     flat = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
     dist.all_reduce(flat, group=axis.group)
     if len(tensors) > 1:
-        torch._foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))
+        foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))

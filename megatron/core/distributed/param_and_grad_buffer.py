@@ -20,6 +20,7 @@ from megatron.core.init import has_storage
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, is_stale, mark_stale
+from megatron.core.torch_private import foreach_add_, foreach_copy_
 
 
 class Bucket:
@@ -277,7 +278,7 @@ def _accumulate(held: Sequence[tuple[Tensor, Tensor]]) -> None:
     joined = torch.cat([grad.reshape(-1) for _, grad in held]).to(main_dtype)
     parts = joined.split([grad.numel() for _, grad in held])
     stale = [is_stale(param) for param, _ in held]
-    for writes, accumulate_ in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
+    for writes, accumulate_ in ((True, foreach_copy_), (False, foreach_add_)):
         which = [number for number, old in enumerate(stale) if old is writes]
         if which:
             mains = [held[number][0].main_grad.view(-1) for number in which]  # type: ignore[attr-defined]

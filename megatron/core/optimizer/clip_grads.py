@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.core.collectives import Pending, start_all_reduce_
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.parallel_state import ParallelState
+from megatron.core.torch_private import foreach_norm
 
 ROW = 4096
 
@@ -61,7 +62,7 @@ class GradNorm:
         if not tensors:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         if self.device.type == "cuda":
-            return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square().sum()
+            return torch.stack(foreach_norm(list(tensors), 2, torch.float64)).square().sum()
         return torch.stack([sum_of_squares(tensor) for tensor in tensors]).sum()
 
 

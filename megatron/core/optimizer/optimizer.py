@@ -23,6 +23,7 @@ from megatron.core.host_to_device import HostCopy
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import OPTIMIZERS
+from megatron.core.torch_private import foreach_mul_
 
 MAIN_PARAM = "main_param"
 """Kind of state of main parameters."""
@@ -180,7 +181,7 @@ class Optimizer:
         """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
         if self.shards:
             grads = [shard.grads for shard in self.shards]
-            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+            foreach_mul_(grads, factor.to(grads[0].dtype))
 
     def set_step_count(self, updates: int) -> None:
         """Takes up a count of updates that a checkpoint was saved with."""

@@ -17,6 +17,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import kernel_for, operation
 from megatron.core.tensor_parallel.embedding import check_ids, local_rows
+from megatron.core.torch_private import is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
 """Logits converted to fp32 at a time. Bounds temporary memory to a few times 64 MiB; on CPU to the size of caches."""
@@ -38,7 +39,7 @@ def vocab_parallel_cross_entropy(
     whole vocabulary, the forward makes the gradient.
     """
     check_ids(labels, vocab_size, "labels")
-    overwrite = not logits.is_leaf and not logits._is_view()
+    overwrite = not logits.is_leaf and not is_view(logits)
     return _VocabParallelCrossEntropy.apply(logits, labels, tp, vocab_size, overwrite, compiled, z_loss_coeff)
 
 

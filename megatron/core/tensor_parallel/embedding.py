@@ -13,6 +13,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import Boundary, TPContext, make_parameter, row_boundary
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_rows_
+from megatron.core.torch_private import assert_async
 
 
 def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
@@ -34,7 +35,7 @@ def check_ids(ids: Tensor, size: int, what: str) -> None:
     if ids.device.type == "cpu" and not 0 <= int(low) <= int(high) < size:
         raise ValueError(f"{message}: found ids from {int(low)} to {int(high)}")
     if ids.is_cuda:
-        torch._assert_async((low >= 0) & (high < size), message)
+        assert_async((low >= 0) & (high < size), message)
 
 
 class EmbeddingFunction(torch.autograd.Function):

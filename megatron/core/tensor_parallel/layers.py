@@ -49,6 +49,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     accumulate_weight_grad,
     saved_without_graph,
 )
+from megatron.core.torch_private import is_hooked
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 def observed(*modules: nn.Module) -> bool:
     """Whether hooks read the inputs or outputs of these modules, forward or backward."""
-    return any(module._forward_hooks or module._backward_hooks for module in modules)
+    return any(map(is_hooked, modules))
 
 
 class RowParallelLinear(ParallelLinear):

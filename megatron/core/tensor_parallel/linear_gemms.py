@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LINEAR_FORMATS, linear_format, operation
 from megatron.core.tensor_parallel.weight_grad import add_product_
+from megatron.core.torch_private import storage_id, version_of
 
 Operand = tuple[Tensor, ...]
 """An activation as a GEMM reads it, in tensors that its `LinearGemms` knows. A sequence-parallel gather gathers them
@@ -161,7 +162,7 @@ class WeightCasts:
     def nbytes(self) -> int:
         """Bytes of the copies that are kept."""
         storages = (part.untyped_storage() for made in (self._kept or {}).values() for part in made)
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
 
     @property
     def keeps(self) -> bool:
@@ -243,7 +244,7 @@ class OutputGradient:
         if pair is not None:
             assert self.gemms.grad_casts is not None
             operands = self.gemms.grad_casts.given_grad(pair, grad.shape[:2])
-        self._made = grad, grad._version, operands, row_sum
+        self._made = grad, version_of(grad), operands, row_sum
 
     def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """`put` in place of a gradient [s, b, ...] that nobody else reads: returns a tensor of NaN of its shape."""
@@ -274,6 +275,6 @@ def gradient_of_output(y: Tensor | None) -> OutputGradient | None:
 
 def _same_values(made: Tensor, version: int, grad: Tensor) -> bool:
     """Whether `grad` is `made`, or a view of all of it, unchanged since."""
-    storages = (x.untyped_storage()._cdata for x in (made, grad))
+    storages = (storage_id(x) for x in (made, grad))
     places = {(storage, x.storage_offset(), x.numel()) for storage, x in zip(storages, (made, grad), strict=True)}
-    return len(places) == 1 and made._version == version
+    return len(places) == 1 and version_of(made) == version

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.dropout import mixed, round_to_bf16, uniform_of
+from megatron.core.torch_private import index_put_impl_
 
 ROUNDED_AT_ONCE = 2**22
 """Elements of a sum in bf16 that are rounded at a time: bounds the memory of temporary tensors."""
@@ -192,6 +193,6 @@ def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
     Indices must be in [0, len(out)). GPUs do not check: `index_put_` would read the largest and the smallest index on
     the host in some versions of torch."""
     if out.is_cuda:  # sorts; index_add_ would race
-        torch.ops.aten._index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
+        index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
     else:
         out.index_add_(0, index, rows.to(out.dtype))

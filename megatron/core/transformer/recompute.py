@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.torch_private import storage_id
 from megatron.core.transformer.activation_store import nothing_saved, packed, unpacked
 
 
@@ -77,11 +78,11 @@ def with_recomputed(
     inputs, alone = tuple(packed(part) for part in _tuple(x)), isinstance(x, Tensor)
     joined = getattr(x, "_make", tuple)
     del x  # its memory may be offloaded
-    dropped = {(y.untyped_storage()._cdata, y.dtype): number for number, y in enumerate(results)}
+    dropped = {(storage_id(y), y.dtype): number for number, y in enumerate(results)}
     kept, left = set[int](), dict[int, Tensor]()
 
     def pack(saved: Tensor) -> Any:
-        number = dropped.get((saved.untyped_storage()._cdata, saved.dtype))
+        number = dropped.get((storage_id(saved), saved.dtype))
         if number is None:
             return packed(saved)
         kept.add(number)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from megatron.core.dist_checkpointing.data_files import DataWriter, item_bytes
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, without_surroundings
 from megatron.core.parallel_state import Axis
+from megatron.core.torch_private import wrapper_tensor
 from megatron.extensions.conversion.formats import Written
 
 FILE_BYTES = 5_000_000_000
@@ -77,7 +78,7 @@ class StreamedTensor(ShardedBoxes):
         make: Callable[[], Tensor] | None = None,
         parts: Mapping[int, Callable[[], Tensor]] | None = None,
     ) -> StreamedTensor:
-        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, requires_grad=False)
+        self = wrapper_tensor(cls, shape, dtype=dtype)
         self.boxes, self.writes = [], True
         if make is not None:
             self.parts, self.part_shape = {(0,) * len(shape): make}, tuple(shape)

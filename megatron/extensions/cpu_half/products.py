@@ -19,6 +19,7 @@ from torch.library import Library, get_kernel
 from megatron.core.dist_checkpointing.storage import ranks_without
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import OPTIMIZERS
+from megatron.core.torch_private import matmul_instructions
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback
 from megatron.training.initialize import Runtime
@@ -41,13 +42,7 @@ _replaced: set[torch.dtype] = set()
 
 def has_products_of(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for products of a 16-bit `dtype`, and torch uses them."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    # oneDNN accepts bf16 on every CPU with AVX-512, and emulates it on those that do not have it.
-    emulated = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulated
+    return torch.backends.mkldnn.is_available() and matmul_instructions(dtype)
 
 
 def multiply_in_fp32(dtype: torch.dtype) -> None:

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch._C._distributed_c10d as c10d
-
 from megatron.core.parallel_state import ParallelState
+from megatron.core.torch_private import flight_records
 from megatron.training.reliability.failure_report import place_in
 from megatron.training.reliability.rank_status import Blame, HangAnalysis, RankStatus, Standing
 
@@ -25,8 +24,6 @@ KEPT = 2000
 
 MALFORMED = (KeyError, OverflowError, TypeError, ValueError)
 """Errors of reading a value of other types than expected."""
-
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 @dataclass(frozen=True)
@@ -71,12 +68,7 @@ def groups_of(state: ParallelState) -> dict[str, Group]:
 
 def traces() -> list[dict[str, Any]]:
     """The records of every backend's recorder; empty if this torch has none."""
-    found = []
-    for name in _DUMPS:
-        if dump := getattr(c10d, name, None):
-            text = dump(True, False)
-            found.append(json.loads(text) if text else {})
-    return found
+    return [json.loads(text) if text else {} for text in flight_records()]
 
 
 def last_entered(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.core.torch_private import dump_memory_history, profiler_options, record_memory_history
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
@@ -34,9 +34,7 @@ class Profiler(Callback):
 
     def on_start(self, run: RunView) -> None:
         if self.options.record_memory_history and run.optimizer.ddp.device.type == "cuda":
-            torch.cuda.memory._record_memory_history()
-            observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
-            observe(lambda *facts: self._write_memory())
+            record_memory_history(self._write_memory)
             self._recording = True
         self._turn(run)
 
@@ -65,7 +63,7 @@ class Profiler(Callback):
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         # A pass that runs in turns with another one has a thread of its own.
-        threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.pass_pair is not None)
+        threads = profiler_options(all_threads=self.config.parallel.pass_pair is not None)
         self._profile = profile(
             activities=activities,
             record_shapes=options.pytorch_profiler_collect_shapes,
@@ -95,7 +93,7 @@ class Profiler(Callback):
         if recording:
             path = f"{self.options.memory_snapshot_path}.rank{self.rank}"
             with told_if_unwritten(f"memory snapshot {path}"):
-                torch.cuda.memory._dump_snapshot(path)
+                dump_memory_history(path)
 
 
 def output_folder(config: RunConfig, name: str) -> Path:

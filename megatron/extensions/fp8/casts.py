@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from megatron.core import torch_private
 from megatron.core.compiled_regions import region
 from megatron.core.parts import operation
 from megatron.extensions.fp8.flags import ALIGNMENT, TILE
@@ -222,7 +223,7 @@ def scaled_mm(
     if by_row and a.values.is_cuda:
         out_dtype = torch.bfloat16
     scale_b = b.scale.t() if by_row else b.scale
-    return torch._scaled_mm(
+    return torch_private.scaled_mm(
         a.values, b.values.t(), a.scale, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accumulation
     )
 
@@ -242,7 +243,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
         y = F.scaled_mm(values, others, scale, ScalingType.BlockWise1x128, of_b, kind, output_dtype=out_dtype)
     else:  # F.scaled_mm takes e4m3 alone, and the older entry no blocks in general
         tiles = b.scale.repeat_interleave(TILE, 0) if b.in_blocks else b.scale
-        y = torch._scaled_mm(values, others, scale, _tiles_as_columns(tiles).t(), out_dtype=out_dtype)
+        y = torch_private.scaled_mm(values, others, scale, _tiles_as_columns(tiles).t(), out_dtype=out_dtype)
     y = y[:rows, : b.values.shape[0]].contiguous()
     return y if bias is None else y.add_(bias)
 

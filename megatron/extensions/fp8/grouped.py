@@ -17,6 +17,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.moe.experts import Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts
+from megatron.core.torch_private import scaled_grouped_mm
 from megatron.extensions.fp8.blockwise import cast_by_blocks
 from megatron.extensions.fp8.casts import (
     E4M3,
@@ -51,7 +52,7 @@ def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch
     if a.values.is_cuda and in_one_kernel:
         experts = b.values.shape[0]
         columns, scales = b.values.transpose(1, 2), (a.scale.view(-1), b.scale.view(experts, -1))
-        y = torch._scaled_grouped_mm(a.values, columns, *scales, offs=segments.ends, out_dtype=torch.bfloat16)
+        y = scaled_grouped_mm(a.values, columns, *scales, offs=segments.ends, out_dtype=torch.bfloat16)
         return segments.clear_spare_(y)
     for out, values, scale, matrix, matrix_scale in zip(
         segments.split(y), segments.split(a.values), segments.split(a.scale), b.values, b.scale, strict=True

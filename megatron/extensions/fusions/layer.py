@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.linear_gemms import OutputGradient, rows_of
 from megatron.core.tensor_parallel.weight_grad import saved_without_graph
+from megatron.core.torch_private import forward_hooks, is_hooked
 from megatron.core.transformer.activations import FusedActivation
 from megatron.core.transformer.block import Stream, added
 from megatron.core.transformer.layer import HiddenDropout, TransformerLayer
@@ -101,8 +102,8 @@ class FusedTransformerLayer(TransformerLayer):
         """Whether a norm adds the update in its kernels. Hooks see the sum, but for those that say that they take a
         stream."""
         norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
-        observed = self._backward_hooks or not all(
-            getattr(hook, "takes_pending", False) for hook in self._forward_hooks.values()
+        observed = is_hooked(self, forward=False) or not all(
+            getattr(hook, "takes_pending", False) for hook in forward_hooks(self)
         )
         return isinstance(norm, FusedLayerNorm) and norm.fuses() and not observed
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core import loops
+from megatron.core.attention import loops
 from megatron.core.attention.tiles import Documents
 from megatron.core.attention.varlen import cumulative_lengths
 from megatron.core.compiled_regions import region

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core import loops
+from megatron.core.attention import loops
 from megatron.core.compiled_regions import region
 from megatron.extensions.linear_attention.gated_delta_rule import decayed, decays, in_chunks, numbers_in_chunks
 

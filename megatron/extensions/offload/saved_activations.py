@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.torch_private import storage_id
 from megatron.core.transformer.activation_store import saving_by, tensors_in, unpacked
 from megatron.extensions.offload.flags import ActivationFlags
 from megatron.extensions.offload.host_update import CopyQueue
@@ -99,9 +100,9 @@ class ActivationOffload:
 
     def begin(self, x: Tensor, shared: Any) -> OffloadedPass:
         """A forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, stay."""
-        stays = {memory_of(tensor) for tensor in tensors_in(shared)}
+        stays = {storage_id(tensor) for tensor in tensors_in(shared)}
         if x.is_leaf:
-            stays.add(memory_of(x))
+            stays.add(storage_id(x))
         return OffloadedPass(self, stays)
 
     def send(self, x: Tensor) -> tuple[HostBuffer, torch.cuda.Event | None]:
@@ -138,7 +139,7 @@ class OffloadedPass:
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Around the forward pass of a part. What the part before it has left on the device is let go of behind it."""
         if offloaded:
-            self.parts.append(part := Part(self.offload, self.stays | {memory_of(tensor) for tensor in parameters}))
+            self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():
                 yield
         else:
@@ -189,7 +190,7 @@ class Part:
 
     def pack(self, x: Tensor) -> Tensor | _View:
         """Placeholder of x in the graph: x itself if it stays."""
-        offload, key = self.offload, memory_of(x)
+        offload, key = self.offload, storage_id(x)
         if x.layout != torch.strided or x.device.type != offload.device.type or x.numel() < offload.smallest:
             return x
         if key in self.stays:
@@ -267,11 +268,6 @@ class _Moved:
         self._wait()  # memory that nobody has read may not be given to others while it is written
         if self.host is not None:
             self.offload.pool.give_back(self.host)
-
-
-def memory_of(x: Tensor) -> int:
-    """Equal for tensors that share memory."""
-    return x.untyped_storage()._cdata
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from threading import Semaphore, Thread
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from megatron.core.collectives import PassPair
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.torch_private import dispatch_modes, pop_mode, push_mode
 
 
 class _Abandoned(BaseException):
@@ -84,15 +84,15 @@ class BatchOverlap(PassPair):
             self._jobs = SimpleQueue()
             Thread(target=_work, args=(self._jobs,), name="batch-overlap", daemon=True).start()
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        modes = _get_current_dispatch_mode_stack()
+        modes = dispatch_modes()
 
         def job() -> None:
             self._may_run[1].acquire()
             if stream is not None:
                 torch.cuda.set_stream(stream)
             for mode in modes:
-                _push_mode(mode)
-            self._pass(1, body, lambda: [_pop_mode() for _ in modes])
+                push_mode(mode)
+            self._pass(1, body, lambda: [pop_mode() for _ in modes])
 
         self._jobs.put(job)
 

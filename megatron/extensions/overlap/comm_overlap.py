@@ -27,6 +27,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
+from megatron.core.torch_private import load_symmetric_memory
 from megatron.extensions.overlap.flags import OverlapFlags
 from megatron.training.hooks import Callback
 from megatron.training.initialize import Runtime
@@ -87,8 +88,7 @@ class SymmetricOverlap:
     @staticmethod
     def operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Returns torch's (all-gather + GEMM, GEMM + reduce-scatter) operations."""
-        import torch.distributed._symmetric_memory  # registers them
-
+        load_symmetric_memory()
         ops = torch.ops.symm_mem
         return ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter
 

@@ -27,6 +27,7 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import BufferLayout, StateRange
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult, Update
 from megatron.core.optimizer.optimizer import MainStates, OptimizerShard
+from megatron.core.torch_private import foreach_copy_
 from megatron.extensions.pipedream_2bw.flags import PREVIOUS
 from megatron.training.hooks import Callback, Meter
 from megatron.training.run import TrainingRun
@@ -92,7 +93,7 @@ class LateUpdates:
         assert self._waiting is None, "the update of the step before is not made"
         if self.shards:
             kept, grads = [shard.grads for shard in self.shards], [shard.device_grads for shard in self.shards]
-            torch._foreach_copy_(kept, grads)
+            foreach_copy_(kept, grads)
         self._waiting = _Waiting(update, result, self.optimizer.grad_norm.start(own))
         if update.read:
             self.validate()

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 from megatron.core import collectives
 from megatron.core.attention import core_attention
@@ -28,6 +27,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.moe import dispatcher, experts
 from megatron.core.tensor_parallel import weight_grad
+from megatron.core.torch_private import cpu_attention, device_constructors
 from megatron.extensions.fp8 import casts
 from megatron.extensions.fp8.casts import Scaled
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel, fits
@@ -234,8 +234,7 @@ def _fused_attention(
     if dropout_p or learned or q.shape[-1] != v.shape[-1]:
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, **options)
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return cpu_attention(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 class _KernelsOfGPUs(TorchFunctionMode):
@@ -248,7 +247,7 @@ class _KernelsOfGPUs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.device is not None and func in _device_constructors() and kwargs.get("device") is None:
+        if self.device is not None and func in device_constructors() and kwargs.get("device") is None:
             kwargs["device"] = self.device
         if func in (F.rms_norm, F.layer_norm):
             statistics = 1 if func is F.rms_norm else 2

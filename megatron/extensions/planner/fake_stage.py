@@ -17,14 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed import distributed_c10d
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core import compiled_regions, loops
+from megatron.core import compiled_regions
+from megatron.core.attention import loops
 from megatron.core.batch import Batch
 from megatron.core.config.layers import RecomputeConfig, Rotation, Span
 from megatron.core.config.model import TransformerConfig
@@ -38,6 +35,14 @@ from megatron.core.pipeline_parallel.stage_parameters import built_layers
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
+from megatron.core.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    fake_work,
+    grouped_mm_overload,
+    known_groups,
+    local_scalar_overload,
+)
 from megatron.core.transformer.activation_store import build_store
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.extensions.fp8.flags import Fp8Flags
@@ -61,7 +66,7 @@ class FakeGroup(dist.ProcessGroup):
 def fake_state(parallel: ModelParallelConfig) -> Iterator[ParallelState]:
     """The first rank's place in the model-parallel part of a layout: what a stage needs to be built and run."""
     groups: list[FakeGroup] = []
-    known = distributed_c10d._world
+    known = known_groups()
 
     def axis(name: str, size: int) -> Axis:
         if size == 1:
@@ -128,8 +133,8 @@ def in_a_layer(batch: MicroBatch) -> MicroBatch:
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._local_scalar_dense.default: lambda x: 0.0 if x.is_floating_point() else 0,
-    torch.ops.aten._grouped_mm.default: lambda x, y, *more, **options: x.new_empty(x.shape[0], y.shape[-1]),
+    local_scalar_overload: lambda x: 0.0 if x.is_floating_point() else 0,
+    grouped_mm_overload: lambda x, y, *more, **options: x.new_empty(x.shape[0], y.shape[-1]),
     torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
@@ -147,7 +152,7 @@ class NoValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            return done(func, args, FakeWork())
+            return done(func, args, fake_work())
         return ANSWERS.get(func, func)(*args, **(kwargs or {}))
 
 

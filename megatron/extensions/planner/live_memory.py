@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.torch_private import TorchDispatchMode, resize_storage_overload, storage_id
 
 
 class LiveMemory(TorchDispatchMode):
@@ -67,23 +68,23 @@ class LiveMemory(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """Memory of a storage that is taken and given back while the storage stays."""
-        self.now -= self.sizes.pop(storage._cdata, 0)
+        self.now -= self.sizes.pop(storage_id(storage), 0)
         if size := storage.nbytes():
-            self._made(storage._cdata, size)
+            self._made(storage_id(storage), size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self._elsewhere:
             return out
-        if func is torch.ops.inductor.resize_storage_bytes_.default:
+        if func is resize_storage_overload:
             self._resized(args[0].untyped_storage())
-        given = {x.untyped_storage()._cdata for x in tensors_of((args, kwargs))}
+        given = {storage_id(x) for x in tensors_of((args, kwargs))}
         if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor(...) has just made
             given = set()
         for x in tensors_of(out):
             storage = x.untyped_storage()
-            key = storage._cdata
+            key = storage_id(storage)
             if key not in self.sizes and key not in given:  # views of what was there before are not made
                 self._made(key, storage.nbytes())
                 weakref.finalize(storage, self._gone, key)

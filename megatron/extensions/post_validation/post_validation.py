@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron.core.collectives import Pending
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, StepResult, Update
 from megatron.core.optimizer.optimizer import OptimizerShard
+from megatron.core.torch_private import foreach_copy_
 
 
 class RollbackCopies:
@@ -37,14 +38,14 @@ class RollbackCopies:
     def take(self, further: Sequence[Tensor] = ()) -> None:
         """Copies the current values, and those of small `further` tensors."""
         if self.tensors:
-            torch._foreach_copy_(self.copies, self.tensors)
+            foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Writes the values of the last `take` back."""
         if self.tensors:
-            torch._foreach_copy_(self.tensors, self.copies)
+            foreach_copy_(self.tensors, self.copies)
         for tensor, copy in self._further:
             tensor.copy_(copy)
 

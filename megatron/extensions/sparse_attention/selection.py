@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core import loops
+from megatron.core.attention import loops
 from megatron.core.attention.tiles import Spans
 from megatron.core.attention.varlen import sinks_grad
 from megatron.core.collectives import all_reduce_

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.profiler import record_function
 
 from megatron.core.collectives import Pending, start_all_gather, start_reduce_scatter
@@ -37,6 +36,7 @@ from megatron.core.distributed.param_layout import BucketLayout, Piece
 from megatron.core.init import alloc_storage, free_storage
 from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, is_stale, mark_stale
+from megatron.core.torch_private import call_after_backward, sequence_number, storage_id
 from megatron.core.transformer.activation_store import tensors_in
 from megatron.core.transformer.recompute import computing_again
 
@@ -342,7 +342,7 @@ class UnitSharding(WholeUnits):
         inputs = [x for x in _differentiable(args) if x.grad_fn is not None]
         at_end = not inputs
         if inputs:
-            last = max(inputs, key=lambda x: x.grad_fn._sequence_nr())  # type: ignore[union-attr]
+            last = max(inputs, key=lambda x: sequence_number(x.grad_fn))
             last.register_hook(lambda grad: self._after_backward(unit))
         begun: list[bool] = []
 
@@ -358,7 +358,7 @@ class UnitSharding(WholeUnits):
         if self.shards_params and getattr(unit.module, "backward_reads_parameters", True):
             self._acquire(unit)
         if at_end:
-            Variable._execution_engine.queue_callback(partial(self._after_backward, unit))
+            call_after_backward(partial(self._after_backward, unit))
 
     def _after_backward(self, unit: Unit) -> None:
         if self.shards_params and getattr(unit.module, "backward_reads_parameters", True):
@@ -395,8 +395,8 @@ class UnitSharding(WholeUnits):
 def _apart_from(unit: Unit, output: Any) -> Any:
     """The output, copied where it is a view of parameters that are about to be dropped."""
     if isinstance(output, Tensor):
-        memory = output.untyped_storage()._cdata
-        return output.clone() if any(memory == b.params.untyped_storage()._cdata for b in unit.buckets) else output
+        memory = storage_id(output)
+        return output.clone() if any(memory == storage_id(b.params) for b in unit.buckets) else output
     if isinstance(output, tuple):
         parts = [_apart_from(unit, part) for part in output]
         return type(output)(*parts) if hasattr(output, "_fields") else tuple(parts)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron.core.torch_private import default_store
 from megatron.extensions.diagnosis.trace.pipeline_timeline import RankTrace, assemble, measured_steps
 from megatron.extensions.diagnosis.trace.recorder import Recorder
 from megatron.extensions.diagnosis.trace.trace_file import Event, Trace, read_trace
@@ -119,9 +119,9 @@ def clocks_apart(rank: int, size: int) -> dict[str, Any]:
         now = time.perf_counter_ns()
         return round(now * RATE) + SHIFT if rank >= 2 else now
 
-    own = measure(_get_default_store(), rank, ["a", "a", "b", "b"], "first", clock)
+    own = measure(default_store(), rank, ["a", "a", "b", "b"], "first", clock)
     true = time.perf_counter_ns()
-    last = measure(_get_default_store(), rank, ["a", "a", "b", "b"], "last", clock)
+    last = measure(default_store(), rank, ["a", "a", "b", "b"], "last", clock)
     alignment = Alignment(own, last)
     error = abs(alignment(round(true * RATE) + SHIFT if rank >= 2 else true) - true)
     return alignment.as_json() | {"error_us": error / 1e3}

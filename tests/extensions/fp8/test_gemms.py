@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core import torch_private
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
@@ -175,7 +176,7 @@ def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append((a, b))
         return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)
 
-    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    monkeypatch.setattr(torch_private, "scaled_mm", noted)
     pairs = list(zip(casts(x, E4M3), casts(w, E4M3), strict=True))
     found = [fp8.scaled_mm(a, b, torch.float32) for a, b in pairs]
     assert all(Exact(fp64(a), fp64(b)).is_near(each) for (a, b), each in zip(pairs, found, strict=True))

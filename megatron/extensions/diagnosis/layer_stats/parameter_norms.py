@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Shard
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
+from megatron.core.torch_private import foreach_norm, foreach_sub_
 
 QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
 """Of the weights after a step, of the gradient before it is clipped, and of the change of the weights."""
@@ -67,7 +68,7 @@ class ParameterSquares:
         assert self._gradients is not None, "before_update has not been called"
         after = [part.shard.read_main(part.start, part.stop) for part in self._parts]
         if after:
-            torch._foreach_sub_(self._before, after)
+            foreach_sub_(self._before, after)
         columns = self._squares(after), self._gradients, self._squares(self._before)
         self._before, self._gradients = [], None
         table = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
@@ -86,7 +87,7 @@ def _squares_of(part: _Part, values: Tensor) -> Tensor:
     """Sums of squares of the pieces of a part: 1-D float64, where the values are."""
     if values.is_cuda:
         views = [values[start:stop] for _, start, stop in part.pieces]
-        return torch.stack(torch._foreach_norm(views, 2, torch.float64)).square()
+        return torch.stack(foreach_norm(views, 2, torch.float64)).square()
     # As `clip_grads.sum_of_squares`, and one pass for all parameters of a bucket.
     dtype = torch.promote_types(values.dtype, torch.float32)
     squares = torch.linalg.vector_norm(values.view(-1, ALIGNMENT), dim=1, dtype=dtype).double().square_()

@@ -28,12 +28,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core.collectives import gather_objects
 from megatron.core.parallel_state import SINGLE_AXES
 from megatron.core.pipeline_parallel.actions import Action, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.torch_private import default_store
 from megatron.extensions.diagnosis.flags import DiagnosisConfig
 from megatron.extensions.diagnosis.profiler import output_folder
 from megatron.extensions.diagnosis.trace.pipeline_timeline import PIPELINE, RankTrace, assemble
@@ -263,7 +263,7 @@ class Tracer(Callback):
         if len(set(identities)) == 1:
             return Offset(time.perf_counter_ns())
         meeting = f"trace/{self._first}/{when}"
-        own = measure(_get_default_store(), launch.rank, identities, meeting)
+        own = measure(default_store(), launch.rank, identities, meeting)
         first = identities.index(identities[launch.rank])
         return gather_objects(own, self.runtime.state.world)[first]
 
@@ -306,7 +306,7 @@ class Tracer(Callback):
         launch = self.runtime.launch
         if launch.world_size == 1:
             return [_unpacked(packed)]
-        store, key = _get_default_store(), f"trace/{self._first}/dump"
+        store, key = default_store(), f"trace/{self._first}/dump"
         if launch.rank:
             store.wait([f"{key}/{launch.rank}/wanted"])
             text = b64encode(packed).decode()

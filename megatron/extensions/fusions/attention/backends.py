@@ -23,6 +23,7 @@ from megatron.core.attention.core_attention import AttentionBackend, FusedAttent
 from megatron.core.attention.tile_kernels import Dropout, Gradients, Kernel, Outputs, Rows, TorchKernel
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Lengths, PackedAttention, Window
+from megatron.core.torch_private import cudnn_attention, cudnn_attention_backward
 from megatron.extensions.fusions.attention.flash_dropout import FlashDropoutKernel
 from megatron.extensions.fusions.attention.flash_kernels import Flash2, by_head, flash_kernel
 
@@ -142,7 +143,7 @@ def _of_samples(x: Tensor, lengths: Lengths, window: Window) -> Tensor:
 def cudnn_forward(qkv: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """q [b, heads, n, d], k [b, groups, m, d] and v [b, groups, m, dv] -> output [b, heads, n, dv] and log-sum-exp
     [b, heads, n, 1] in fp32"""
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(*qkv, None, True, 0.0, causal, False, scale=scale)[:2]
+    return cudnn_attention(*qkv, None, True, 0.0, causal, False, scale=scale)[:2]
 
 
 def cudnn_backward(
@@ -151,9 +152,7 @@ def cudnn_backward(
     """Gradients of q, k and v, from grad [b, heads, n, dv] and what the forward returned."""
     n, m = qkv[0].shape[2], qkv[1].shape[2]
     unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # the random state of dropout, which is off
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, *qkv, *kept, unused, unused, None, None, None, n, m, 0.0, causal, scale=scale
-    )
+    return cudnn_attention_backward(grad, *qkv, *kept, unused, unused, None, None, None, n, m, 0.0, causal, scale=scale)
 
 
 class Flash3Attention(FusedAttention):

@@ -20,6 +20,12 @@ from megatron.core.attention.tile_kernels import (
 )
 from megatron.core.attention.tiles import Tile, halved
 from megatron.core.attention.varlen import Lengths, PackedKernel, Window, cumulative_lengths
+from megatron.core.torch_private import (
+    cpu_attention,
+    cpu_attention_backward,
+    flash_attention_backward,
+    flash_attention_forward,
+)
 
 
 class Flash2:
@@ -31,9 +37,7 @@ class Flash2:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
         sizes = {"window_size_left": window[0], "window_size_right": window[1]}
         causal = window == (-1, 0)
-        return torch.ops.aten._flash_attention_forward(
-            q, k, v, *lengths, 0.0, causal, False, scale=self.scale, **sizes
-        )[:4]
+        return flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=self.scale, **sizes)[:4]
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
@@ -42,7 +46,7 @@ class Flash2:
         if not state:  # the random state of dropout, which is off
             state = [torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)]
         sizes = {"window_size_left": window[0], "window_size_right": window[1]}
-        return torch.ops.aten._flash_attention_backward(
+        return flash_attention_backward(
             grad, *qkv, out, lse, *lengths, 0.0, window == (-1, 0), *state, scale=self.scale, **sizes
         )
 
@@ -88,18 +92,14 @@ class FlashCPUKernel(TorchKernel):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
         causal, mask = self._mask(tile, q)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(by_head, of_one_width(q, k, v)), 0.0, causal, attn_mask=mask, scale=self.scale
-        )
+        out, lse = cpu_attention(*map(by_head, of_one_width(q, k, v)), 0.0, causal, attn_mask=mask, scale=self.scale)
         return out.permute(2, 0, 1, 3)[..., : v.shape[-1]], lse.permute(2, 0, 1)
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
         causal, mask = self._mask(tile, q)
         lse = rows.lse.transpose(0, 1).contiguous().transpose(1, 2)  # in memory [b, n, heads], as the kernel stores it
         operands = *map(by_head, of_one_width(rows.grad, q, k, v, rows.out)), lse
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *operands, 0.0, causal, attn_mask=mask, scale=self.scale
-        )
+        grads = cpu_attention_backward(*operands, 0.0, causal, attn_mask=mask, scale=self.scale)
         dq, dk, dv = (grad.permute(2, 0, 1, 3)[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
         return dq, dk, dv
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
+from megatron.core.torch_private import default_group, known_groups, schema_of
 from megatron.extensions.planner.as_on_gpus import replaced
 from megatron.extensions.planner.live_memory import tensors_of
 from megatron.extensions.planner.rehearsal.matching import Collective, Group, Splits
@@ -69,7 +69,7 @@ class CollectiveLog:
         if name not in self._groups:
             self._groups.clear()
             before: Counter[tuple[int, ...]] = Counter()
-            for each, ranks in distributed_c10d._world.pg_group_ranks.items():
+            for each, ranks in known_groups().pg_group_ranks.items():
                 members = tuple(sorted(ranks))
                 self._groups[each.group_name] = Group(members, before[members])
                 before[members] += 1
@@ -85,7 +85,8 @@ class CollectiveLog:
         """Records an operator if it is a collective."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
-        schema, name = func._schema, func._schema.name.partition("::")[2].replace("_", "")
+        schema = schema_of(func)
+        name = schema.name.partition("::")[2].replace("_", "")
         op = next((op for op in OPS if name.startswith(op.replace("_", ""))), None)
         if op is None:
             return
@@ -123,7 +124,7 @@ class CollectiveLog:
             def call(*args: Any, **kwargs: Any) -> None:
                 given = signature(real).bind(*args, **kwargs).arguments
                 fields = {} if name == "all_gather_object" else {"peer": given.get("src", given.get("dst")) or 0}
-                self.add(name, self.group(given.get("group") or distributed_c10d._get_default_group()), **fields)
+                self.add(name, self.group(given.get("group") or default_group()), **fields)
                 self.answer(real, given)
 
             return call

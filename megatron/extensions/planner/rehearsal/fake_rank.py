@@ -22,14 +22,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing import storage
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.core.torch_private import FakeTensorMode, fake_store
 from megatron.extensions.planner.as_on_gpus import as_on_gpus, replaced
 from megatron.extensions.planner.fake_stage import NoValues, regions_as_kernels
 from megatron.extensions.planner.live_memory import LiveMemory
@@ -308,7 +307,7 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
     set_determinism(config)
     state = ParallelState()
     if size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
         stack.callback(dist.destroy_process_group)
         phases.begin("process groups")
         state = build_groups(config.parallel, lanes=on_gpu)

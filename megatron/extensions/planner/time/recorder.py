@@ -15,8 +15,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron.core.torch_private import (
+    next_sequence_number,
+    running_node,
+    schema_of,
+    sequence_number,
+    storage_id,
+    tree_flatten,
+    tree_unflatten,
+)
 from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.planner.live_memory import LiveMemory, tensors_of
 from megatron.extensions.planner.time.events import Attention, Collective, Event, Move, Product, Wait
@@ -49,10 +57,6 @@ def size_of(x: Tensor) -> int:
 def total_size(values: Any) -> int:
     """Bytes of the tensors among `values`, each once."""
     return sum(map(size_of, {id(x): x for x in tensors_of(values)}.values()))
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 COLLECTIVES = {
@@ -156,17 +160,17 @@ class Recorder(LiveMemory):
 
     def _within_kernel(self) -> bool:
         """Whether what runs is part of a launch, of a compiled region, or of its backward."""
-        node = torch._C._current_autograd_node()
-        within = node is not None and node._sequence_nr() in self._nodes and not computing_again()
+        node = running_node()
+        within = node is not None and sequence_number(node) in self._nodes and not computing_again()
         return self._inside or self._unseen or within
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._overloadpacket.__name__, kwargs or {}
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name in COLLECTIVES:
             return done(func, args, self._collective(name, args))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self._changed is not None:
-            self._changed.update(map(_storage, tensors_of([args[i] for i in _written(func) if i < len(args)])))
+            self._changed.update(map(storage_id, tensors_of([args[i] for i in _written(func) if i < len(args)])))
         elif name not in FREE and not name.startswith("sym_") and not self._within_kernel():
             self._record(name, func, args, kwargs, out)
         return out
@@ -215,7 +219,7 @@ class Recorder(LiveMemory):
     def _element_wise(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         given, made = tensors_of((args, kwargs)), tensors_of(out)
         written = tensors_of([args[i] for i in _written(func) if i < len(args)])
-        if not written and {_storage(x) for x in made} <= {_storage(x) for x in given}:
+        if not written and {storage_id(x) for x in made} <= {storage_id(x) for x in given}:
             return  # views, and operations without tensors
         if name in INDEXED:
             rows = sum(map(size_of, made)) if not written else max((size_of(x) for x in given[1:]), default=0)
@@ -243,7 +247,7 @@ class Recorder(LiveMemory):
             inputs = _Inputs.apply(lambda grads: self.add(Move(read + total_size(grads))), *(leaves[i] for i in places))
             for place, x in zip(places, inputs, strict=True):
                 leaves[place] = x
-        outer, self._changed, first = self._changed, set[int](), torch.autograd._get_sequence_nr()
+        outer, self._changed, first = self._changed, set[int](), next_sequence_number()
         try:
             out = super().run_region(function, tree_unflatten(leaves, tree))
         except Exception:  # a recomputation ends as soon as it has what it is for; the kernel runs whole
@@ -251,11 +255,11 @@ class Recorder(LiveMemory):
                 self.add(again)
             raise
         finally:
-            self._nodes.update(range(first, torch.autograd._get_sequence_nr()))
+            self._nodes.update(range(first, next_sequence_number()))
             changed, self._changed = self._changed, outer
-        known = {_storage(x) for x in given}
-        made = [x for x in tensors_of(out) if _storage(x) not in known]
-        written = [x for x in given if _storage(x) in changed]
+        known = {storage_id(x) for x in given}
+        made = [x for x in tensors_of(out) if storage_id(x) not in known]
+        written = [x for x in given if storage_id(x) in changed]
         self._moves[function, read] = move = Move(read + total_size(made) + total_size(written))
         self.add(move)
         read += total_size([x for x in made if x.is_floating_point()])  # their gradients
@@ -298,7 +302,7 @@ def _sizes(event: Event) -> tuple[Any, ...]:
 
 def done(func: Any, args: Any, work: dist.Work) -> Any:
     """What an operator of c10d returns: its first argument where it has such a result, and `work`."""
-    results = len(func._schema.returns)
+    results = len(schema_of(func).returns)
     return None if results == 0 else work.boxed() if results == 1 else (args[0], work.boxed())
 
 
@@ -309,5 +313,5 @@ def precision_of(x: Tensor) -> str:
 
 def _written(func: Any) -> list[int]:
     """Places of the arguments that an operation writes."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     return [i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
