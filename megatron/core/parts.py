@@ -365,8 +365,8 @@ LOG_FORMATS: Registry[Any, NoFacts] = Registry("--log-format", NoFacts, "config,
 LOG_FORMATS.register("default", "megatron.training.metrics.console:LogLines")
 
 STEP_SEARCHES: Registry[Any, NoFacts] = Registry("step search", NoFacts, "run, verdict")
-"""`search(run, verdict)`: a `megatron.training.hooks.Finding` about a step whose loss or gradient was not finite, or
-None. Called on every rank, before the next update of the weights; it may run the step again."""
+"""`search(run, verdict)`: a `megatron.training.hooks.StepFinding` about a step whose loss or gradient was not finite,
+or None. Called on every rank, before the next update of the weights; it may run the step again."""
 
 STEP_JUDGES: Registry[Any, facts.WhenFacts] = Registry("judge of steps", facts.WhenFacts, "config, device, means")
 """`build(config, device, means)`: a `megatron.core.optimizer.distrib_optimizer.Judge`, which finds spikes on the

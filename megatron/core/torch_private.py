@@ -100,7 +100,7 @@ cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention
 def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
     """Equal for tensors that share memory, and for their storage; fake and meta tensors have one too.
 
-    `StorageImpl`'s address, torch 2.13. When it goes: `id` of a storage that the caller keeps alive.
+    `UntypedStorage._cdata`, torch 2.13. When it goes: `id` of a storage that the caller keeps alive.
     """
     return (memory.untyped_storage() if isinstance(memory, Tensor) else memory)._cdata
 
@@ -185,8 +185,10 @@ device_constructors: Callable[[], set[Any]] = _device._device_constructors
 
 
 def schema_of(operator: Any) -> Any:
-    """Schema of an operator: its name, arguments, returns. `OpOverload._schema`, torch 2.13. When it goes:
-    `torch.library.infer_schema`'s format by the text of the operator."""
+    """Schema of an operator: its name, arguments and returns.
+
+    The `_schema` of an operator, torch 2.13. When it goes: parse the text of the operator.
+    """
     return operator._schema
 
 

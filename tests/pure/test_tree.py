@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -114,3 +117,62 @@ def test_campaigns_exist() -> None:
         start, _, test = name.partition("[")[0].partition("::")
         found = [file for file in files if file.startswith(start)]
         assert found and all(f"def {test}" in (ROOT / file).read_text() for file in found if test), name
+
+
+def trees(*folders: str) -> dict[Path, ast.Module]:
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path: ast.parse(path.read_text()) for path in files}
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """The docstrings of a module, its classes, functions, attributes and variables."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Names that the code of a module defines, imports, reads, or holds as short text, as registries do."""
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield from re.findall(r"\w+", f"{node.name} {node.asname}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in texts:
+            yield from re.findall(r"\w+", node.value)
+
+
+def exists(name: str, packages: dict[str, ast.Module]) -> bool:
+    """Whether a dotted name is a module, or something that the module before it names."""
+    parts = re.split("[.:]", name)
+    found = max((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in packages), default=0)
+    named = set(names_in(packages[".".join(parts[:found])])) if found else set()
+    return found > 0 and named.issuperset(parts[found:])
+
+
+DOTTED = re.compile(r"`(megatron(?:[.:]\w+)+)(?:\(.*?\))?`")
+CAMEL = re.compile(r"`([A-Z][a-z]\w*[A-Z]\w*)(?:\.\w+)*(?:\(.*?\))?`")
+"""A class, or an attribute or call of it. `MyOptimizer` and the like stand for a reader's own."""
+
+
+def missing(text: str, packages: dict[str, ast.Module], known: set[str]) -> list[str]:
+    """Names in backticks that a text cites and that do not exist."""
+    dotted = [name for name in DOTTED.findall(text) if not exists(name, packages)]
+    return dotted + [name for name in CAMEL.findall(text) if name not in known and not name.startswith("My")]
+
+
+def test_names_that_docstrings_cite_exist() -> None:
+    library = trees("megatron")
+    known = {name for tree in (library | trees("tools")).values() for name in names_in(tree)}
+    dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in library}
+    packages = {dotted[path].removesuffix(".__init__"): tree for path, tree in library.items()}
+    texts = {dotted[path]: " ".join(docstrings(tree)) for path, tree in library.items()}
+    wrong = {name: missing(text, packages, known) for name, text in texts.items()}
+    assert {name: cited for name, cited in wrong.items() if cited} == {}
+    planted = "`megatron.core.boxes.Gone`, `GoneAway(x)`, `megatron.gone`, `MyOwn`, `ParamMeta.name`"
+    assert missing(planted, packages, known) == ["megatron.core.boxes.Gone", "megatron.gone", "GoneAway"]

@@ -21,7 +21,7 @@ from megatron.training.run import TrainingRun
 def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamScheduler) -> None:
     """Makes the run's parts those of a phase."""
     started = run.config is not run.plan.base
-    config = run.config = run.config = phase.config
+    config = run.config = phase.config
     run.forward_backward = replace(run.forward_backward, config=config)
     run.pipeline.executor.p2p.shape = hidden_shape(config, run.runtime.state.tp.size)
     for model in run.stages.values():
