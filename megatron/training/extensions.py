@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from megatron.training.config.code_record import standing
@@ -75,7 +75,7 @@ def loaded_extensions() -> tuple[str, ...]:
     return tuple(_LOADED)
 
 
-def load_saved_extensions(payload: Mapping[str, Any], source: Path) -> None:
+def load_saved_extensions(payload: Mapping[str, Any], source: PurePath) -> None:
     """Imports the extensions that the checkpoint `source` was saved under, as `may_load` allows. Raises ValueError."""
     config = payload.get("config")
     section = config.get("extensions") if isinstance(config, Mapping) else None
@@ -87,7 +87,7 @@ def load_saved_extensions(payload: Mapping[str, Any], source: Path) -> None:
     load_extensions(may_load(others, given, source, f"checkpoint {source}"))
 
 
-def may_load(names: Sequence[str], given: Sequence[str], source: Path, shown: str) -> list[str]:
+def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
     """The extensions to import out of those that a file names: code that a run of the user's own has recorded for the
     folder of `source`. An extension out of `given`, which the command line names, stands for one with the same file
     name, or for one whose file is missing. `shown` is the source in messages.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -207,9 +206,9 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     launch.export(os.environ)
     # Pipeline messages have groups of their own for what must not wait for each other.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    if backend == "nccl" and config.checkpoint.save:
+    if backend == "nccl" and (folder := config.checkpoint.save_folder) is not None:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(config.checkpoint.save) / "stacks" / "nccl-rank-"))
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "stacks" / "nccl-rank-"))
     with phases("join the world"):
         dist.init_process_group(
             backend,

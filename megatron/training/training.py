@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 
 from megatron.core.collectives import gather_objects
 from megatron.training.config.code_record import record_named_code
@@ -45,8 +44,9 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             phases = StartupPhases(watchdog.doing, together)
             with phases("start of the ranks"):
                 pass
-            if config.checkpoint.save:  # it is this run's: rank 0 has found so before the ranks met
-                watchdog.stacks.open(Path(config.checkpoint.save) / "stacks", launch.rank)
+            folder = config.checkpoint.save_folder
+            if folder is not None:  # it is this run's: rank 0 has found so before the ranks met
+                watchdog.stacks.open(folder / "stacks", launch.rank)
             runtime = initialize(config, launch, phases, watchdog)
             resources.callback(shut_down)
             run = built = build_run(config, runtime, parts)

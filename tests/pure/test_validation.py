@@ -14,7 +14,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import LINEAR_ATTENTIONS
 from megatron.training.config.arguments import parse_args, read_flags
 from megatron.training.config.flags import Flag, all_flags, spelling_table
-from megatron.training.config.problem import Problem
+from megatron.training.config.problem import NO_STORAGE, Problem
 from megatron.training.config.rules.nearest import NAMED, with_legal_values
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import MOCK_VOCAB_SIZE, notices, resolve, validate
@@ -53,11 +53,16 @@ def test_every_flag_of_a_path_says_whether_it_takes_urls() -> None:
     named = re.compile(r"_(path|paths|dir|file)$|^(save|load|valid|extension|sample_log|eval_tasks|tokenizer_model)$")
     flags = [flag for flag in all_flags() if flag.kind is str and (flag.spec.path or named.search(flag.field))]
     local = [flag for flag in flags if flag.spec.path == "local"]
+    stored = [flag for flag in flags if flag.spec.path == "stored"]
+    assert [flag.field for flag in stored] == ["save", "load"]
     assert {flag.field for flag in flags if flag.spec.path == "url"} == {
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"),
         *(f"{split}_weighted_split_paths" for split in ("train", "valid", "test")),
     }
-    assert len(local) == len(flags) - 8 and {"save", "metrics_file"} < {flag.field for flag in local}
+    assert len(local) == len(flags) - 10 and {"metrics_file", "tensorboard_dir"} < {flag.field for flag in local}
+    for flag in stored:
+        said = f"{flag.name} gs://a/b: is a URL, and no storage is registered for gs://; {NO_STORAGE}"
+        assert said in map(str, read_flags([flag.name, "gs://a/b"]).problems)
     for flag in local:
         if flag.field != "extension":  # imported before anything is validated
             said = (

@@ -49,7 +49,8 @@ class FlagSpec:
     """Takes one value, and may be given several times; the field holds a tuple."""
 
     path: str | None = None
-    """Kind of files that the value names: "local" for a mounted file system, "url" if URLs are legal too."""
+    """Kind of files that the value names: "local" for a mounted file system, "stored" for a path there or
+    in a storage that an extension has registered, "url" if any URL is legal too."""
 
     empty_is_none: bool = False
     """Whether an empty value is the same as no flag, as in Megatron-LM. It is refused for other flags."""

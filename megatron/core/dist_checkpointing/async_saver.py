@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
 from megatron.core.parallel_state import Axis
 
-Cleanup = Callable[[Path, int, Collection[Path]], None]
+Cleanup = Callable[[PurePath, int, Collection[PurePath]], None]
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,11 @@ class CheckpointSaver:
     pause = 2.0
     """Seconds between two attempts."""
 
-    def __init__(self, root: Path, world: Axis, *, background: bool = True, cleanups: Sequence[Cleanup] = ()) -> None:
+    def __init__(
+        self, root: PurePath, world: Axis, *, background: bool = True, cleanups: Sequence[Cleanup] = ()
+    ) -> None:
         self.root, self.background = root, background
-        self.cleanups, self.held = cleanups, list[Path]()
+        self.cleanups, self.held = cleanups, list[PurePath]()
         self.check: Callable[[], None] = lambda: None
         self._own_latest = {latest_text(root)}
         """What the text file of the latest checkpoint has held by this run, or held when it started."""

@@ -14,17 +14,19 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from math import inf, prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.integrity import SummedFile, Sums
 from megatron.core.torch_private import storage_info
 
@@ -38,16 +40,37 @@ Template = tuple[bytes, bytes]
 """Bytes of an archive before and after the tensor's data."""
 
 
-class SummedFiles(FileSystem):
-    """File system for DCP's writers that records the checksum of each file."""
+class StoredFiles(FileSystem):
+    """The file system of DCP's readers: files of a folder in any storage."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "rb" and isinstance(path, PurePath), (mode, path)
+        with storage_of(path).open(path) as stream:
+            yield cast("io.IOBase", stream)
+
+    def init_path(self, path: str | os.PathLike) -> str | os.PathLike:
+        return path
+
+    def concat_path(self, path: str | os.PathLike, suffix: str) -> str | os.PathLike:
+        assert isinstance(path, PurePath), path
+        return path / suffix
+
+
+class SummedFiles(StoredFiles):
+    """The file system of DCP's writers: files of a folder that is not published yet, with the checksum of each.
+
+    DCP writes the index under another name and renames it. As the folder is published whole, it is written under its
+    own name here."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        assert mode == "wb", mode
-        stream = SummedFile(Path(path))
+        assert mode == "wb" and isinstance(path, PurePath), (mode, path)
+        path = path.with_suffix("") if path.suffix == ".tmp" else path
+        stream = SummedFile(path)
         try:
             yield cast("io.IOBase", stream)
         except Exception as error:
@@ -57,12 +80,16 @@ class SummedFiles(FileSystem):
             raise
         finally:
             stream.close()
-        self.sums[Path(path).name] = stream.sums
+        self.sums[path.name] = stream.sums
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        if Path(path).name in self.sums:
-            self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        assert PurePath(new_path).name in self.sums, new_path
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        """The folder was begun."""
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False  # what is there was written by this save
 
 
 class Templates:
@@ -178,6 +205,18 @@ class DataWriter(dcp.FileSystemWriter):
     file_bytes: float = inf
     """Size from which a new file is begun."""
 
+    def __init__(self, folder: PurePath) -> None:
+        # Files are synced when they are closed: DCP would sync them before Python's buffer is flushed. Without copying
+        # ahead DCP makes no CUDA stream; on a thread without a current device it would make one on device 0.
+        super().__init__("", sync_files=False, per_thread_copy_ahead=0)
+        self.path = folder
+
+    def storage_meta(self) -> StorageMeta:
+        """What the index says about itself. The path of another storage than the disk is text, as no program but this
+        one has its type."""
+        path = self.path if isinstance(self.path, Path) else str(self.path)
+        return StorageMeta(checkpoint_id=path, save_id=self.save_id)
+
     def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Any]:
         """Yields the data of the items in order."""
         return map(planner.resolve_data, items)
@@ -188,7 +227,7 @@ class DataWriter(dcp.FileSystemWriter):
         resolved = self.resolved(plan.items, planner)
         while items or not number:
             name = f"{plan.storage_data.prefix}{number}.distcp"
-            with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
                 start = 0
                 while items and start < self.file_bytes:
                     item, data = items.pop(), next(resolved)

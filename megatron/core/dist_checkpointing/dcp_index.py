@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
-from pathlib import Path
+from pathlib import PurePath
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.futures import Future
 from megatron.core.dist_checkpointing.data_files import (
     SMALL,
     Kind,
+    StoredFiles,
     Template,
     Templates,
     archive_bytes,
@@ -51,8 +52,9 @@ class IndexReader(dcp.FileSystemReader):
     """Reads DCP's index once, and unpickles only the types that an index consists of. Each tensor's part of a file is
     checked before torch unpickles it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, folder: PurePath) -> None:
+        super().__init__("")
+        self.path, self.fs = folder, StoredFiles()
         self._index: Metadata | None = None
         self._templates = Templates()
 
@@ -114,13 +116,14 @@ class IndexReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._index is None:
-            data = (Path(self.path) / INDEX).read_bytes()
+            with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "rb") as stream:
+                data = stream.read()
             check_sizes(data)
             index = IndexUnpickler(io.BytesIO(data)).load()
             if not isinstance(index, Metadata):
                 raise pickle.UnpicklingError(f"{INDEX} holds a {type(index).__name__}")
             for info in index.storage_data.values():
-                if Path(info.relative_path).name != info.relative_path:
+                if PurePath(info.relative_path).name != info.relative_path:
                     raise pickle.UnpicklingError(f"{INDEX} names a file of another folder: {info.relative_path!r}")
             index.storage_meta = index.storage_meta or StorageMeta()
             index.storage_meta.load_id = self.load_id

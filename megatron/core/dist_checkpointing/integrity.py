@@ -7,28 +7,29 @@ is read back. It protects against disks, not against people.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from pathlib import PurePath
+from typing import Any, cast
 
 from megatron.core.config.json_text import parse_json
+from megatron.core.dist_checkpointing.file_storage import CHUNK, storage_of
 
 MANIFEST = "manifest.json"
-CHUNK = 1 << 20
 
 Sums = dict[str, dict[str, int]]
 """File name -> {"bytes": size, "crc32": checksum}."""
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that computes the checksum of sequential writes, and is synced to disk when closed."""
+    """A new file that computes the checksum of sequential writes, and is durable when closed."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "w"), CHUNK)
+    def __init__(self, path: PurePath) -> None:
+        super().__init__(cast("io.RawIOBase", storage_of(path).create(path)), CHUNK)
         self.bytes = self.crc32 = 0
         self.failure: OSError | None = None
 
@@ -45,42 +46,35 @@ class SummedFile(io.BufferedWriter):
     def seek(self, *args: Any) -> int:
         raise io.UnsupportedOperation("the checksum is that of bytes written one after another")
 
-    def close(self) -> None:
-        if self.closed:
-            return
-        try:
-            self.flush()
-            os.fsync(self.fileno())
-        finally:
-            super().close()
-
     @property
     def sums(self) -> dict[str, int]:
         return {"bytes": self.bytes, "crc32": self.crc32}
 
 
-def write_summed(path: Path, text: str) -> dict[str, int]:
-    """Writes a file and syncs it to disk. Returns its size and checksum."""
+def write_summed(path: PurePath, text: str) -> dict[str, int]:
+    """Writes a new file in a folder that is not published yet. Returns its size and checksum."""
     with SummedFile(path) as file:
         file.write(text.encode())
     return file.sums
 
 
-def write_manifest(folder: Path, sums: Sums) -> None:
+def write_manifest(folder: PurePath, sums: Sums) -> None:
     """Writes the manifest of a folder. Raises OSError if a file's size is wrong: a faulty disk, or another writer."""
     for name, expected in sums.items():
-        size = (folder / name).stat().st_size
+        size = storage_of(folder).size(folder / name)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / name))
         if size != expected["bytes"]:
             raise OSError(f"{folder / name} has {size} bytes after {expected['bytes']} were written")
     write_summed(folder / MANIFEST, json.dumps({"files": dict(sorted(sums.items()))}, indent=1))
 
 
-def read_manifest(folder: Path) -> Sums:
+def read_manifest(folder: PurePath) -> Sums:
     """Reads the manifest of a folder. Raises ValueError with the reason if it is missing or damaged."""
     try:
-        files = parse_json((folder / MANIFEST).read_text())["files"]
+        files = parse_json(storage_of(folder).read(folder / MANIFEST).decode())["files"]
         for name, entry in files.items():
-            if Path(name).name != name or not all(type(entry[key]) is int for key in ("bytes", "crc32")):
+            if PurePath(name).name != name or not all(type(entry[key]) is int for key in ("bytes", "crc32")):
                 raise TypeError(f"entry {name!r}")
         return files
     except FileNotFoundError:
@@ -92,34 +86,34 @@ def read_manifest(folder: Path) -> Sums:
         raise ValueError(f"{MANIFEST} is damaged: it must be {form}") from None
 
 
-def misfits(folder: Path, sums: Sums) -> list[str]:
+def misfits(folder: PurePath, sums: Sums) -> list[str]:
     """Returns one message for each file that is missing or has another size. Reads none of them."""
     return [f"{name} {misfit}" for name, expected in sums.items() if (misfit := _misfit(folder / name, expected))]
 
 
-def damages(folder: Path, sums: Sums, names: Sequence[str]) -> list[str]:
+def damages(folder: PurePath, sums: Sums, names: Sequence[str]) -> list[str]:
     """Returns one message for each damaged file. Reads a file whole unless its size is wrong already."""
     return [f"{name} {damage}" for name in names if (damage := _damage(folder / name, sums[name]))]
 
 
-def _misfit(path: Path, expected: dict[str, int]) -> str | None:
+def _misfit(path: PurePath, expected: dict[str, int]) -> str | None:
     try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return "is missing"
+        size = storage_of(path).size(path)
     except OSError as error:
         return f"cannot be read: {error}"
+    if size is None:
+        return "is missing"
     return f"has {size} bytes, not {expected['bytes']}" if size != expected["bytes"] else None
 
 
-def _damage(path: Path, expected: dict[str, int]) -> str | None:
+def _damage(path: PurePath, expected: dict[str, int]) -> str | None:
     if misfit := _misfit(path, expected):
         return misfit
     try:
-        crc32, buffer = 0, bytearray(CHUNK)
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                crc32 = zlib.crc32(memoryview(buffer)[:count], crc32)
+        crc32 = 0
+        with storage_of(path).open(path) as file:
+            while data := file.read(CHUNK):
+                crc32 = zlib.crc32(data, crc32)
     except OSError as error:
         return f"cannot be read: {error}"
     return None if crc32 == expected["crc32"] else f"has checksum {crc32:08x}, not {expected['crc32']:08x}"

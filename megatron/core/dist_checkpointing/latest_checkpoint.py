@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from megatron.core.collectives import gather_objects
 from megatron.core.dist_checkpointing.dcp_index import INDEX
+from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
 from megatron.core.dist_checkpointing.path_kind import METADATA, Candidates, candidates, saved_folders
 from megatron.core.dist_checkpointing.storage import Checkpoint, on_first_rank, open_checkpoint, ranks_without
@@ -17,7 +18,7 @@ REMEDY = "name a folder on a file system that all hosts share"
 
 
 def choose_checkpoint(
-    path: Path,
+    path: PurePath,
     world: Axis,
     say: Callable[[str], None] = lambda line: None,
     verified: bool = True,
@@ -54,11 +55,11 @@ def choose_checkpoint(
     return None
 
 
-def _check_seen(path: Path, found: Candidates, world: Axis) -> None:
+def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
     """Raises ValueError, on every rank, if some ranks see checkpoints that others do not: hosts with a disk each. Whole
     copies of the checkpoints on every host are as good as one folder."""
     if found.folders:
-        without = ranks_without(any(folder.exists() for folder in found.folders), world)
+        without = ranks_without(any(storage_of(folder).exists(folder) for folder in found.folders), world)
         if without:
             raise ValueError(
                 f"the checkpoints that rank 0 sees in {path} are not there for {without}; {REMEDY}, or copy them whole "
@@ -71,13 +72,13 @@ def _check_seen(path: Path, found: Candidates, world: Axis) -> None:
         )
 
 
-def verify(folder: Path, world: Axis) -> list[str]:
+def verify(folder: PurePath, world: Axis) -> list[str]:
     """Compares files with the manifest; the ranks share the reading. Returns the problems, the same on all ranks."""
 
     def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
         try:
             sums = read_manifest(folder)
-            needed = {METADATA, INDEX, *(path.name for path in folder.glob("*.distcp"))}
+            needed = {METADATA, INDEX, *(name for name in storage_of(folder).names(folder) if name.endswith(".distcp"))}
             unlisted = ", ".join(sorted(needed - sums.keys()))
             return sums, f"{MANIFEST} does not list {unlisted}" if unlisted else None
         except ValueError as error:

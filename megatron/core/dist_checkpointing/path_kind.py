@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located, resolved, storage_of
 from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.parts import DATA_READERS
 from megatron.core.registry import Registry
@@ -21,6 +22,8 @@ LEASE = ".lease"
 
 TOKENIZER_FOLDER = "tokenizer"
 """Name of the folder beside the checkpoints where a run keeps its tokenizer's files."""
+
+Folder = TypeVar("Folder", bound=PurePath)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ TEXTS = ("text", "url")
 """Values of --data-path other than the prefix of an indexed dataset."""
 
 
-def kind_of(path: str | Path) -> str:
+def kind_of(path: str | PurePath) -> str:
     """The kind of a path, as its name in `PATH_KINDS`."""
     names = sorted(PATH_KINDS, key=lambda name: PATH_KINDS.facts(name).order)
     return next(name for name in names if PATH_KINDS[name](str(path)))
@@ -68,55 +71,75 @@ def _is_dataset(path: str) -> bool:
 
 
 def _is_checkpoint(path: str) -> bool:
-    found = named_folder(Path(path))
-    return found.is_dir() and is_checkpoint(found)
+    return is_checkpoint(named_folder(located(path)))
 
 
 def _has_checkpoints(path: str) -> bool:
-    return os.path.isdir(path) and (os.path.exists(os.path.join(path, LATEST)) or bool(saved_folders(Path(path))))
+    root = located(path)
+    return storage_of(root).exists(root / LATEST) or bool(saved_folders(root))
 
 
 def _is_run(path: str) -> bool:
-    return any(os.path.exists(os.path.join(path, name)) for name in (METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME))
+    root = located(path)
+    return any(storage_of(root).exists(root / name) for name in (METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME))
 
 
 def _is_empty(path: str) -> bool:
     return os.path.isdir(path) and not os.listdir(path)
 
 
+def _is_other_url(path: str) -> bool:
+    return "://" in path and not isinstance(located(path), UrlPath)
+
+
+def _is_folder(path: str) -> bool:
+    root = located(path)
+    return os.path.isdir(root) if isinstance(root, Path) else bool(storage_of(root).names(root))
+
+
+def _is_file(path: str | PurePath) -> bool:
+    file = located(path)
+    return os.path.isfile(file) if isinstance(file, Path) else storage_of(file).size(file) is not None
+
+
+def _is_missing(path: str) -> bool:
+    root = located(path)
+    return not storage_of(root).exists(root)
+
+
 for _order, (_name, _holds, _about, _loaded_as) in enumerate(
     (
-        ("url", lambda path: "://" in path, "is a URL", ""),
+        ("url", _is_other_url, "is a URL", ""),
         ("dataset", _is_dataset, "is an indexed dataset", ""),
         ("checkpoint", _is_checkpoint, "is a checkpoint", "a checkpoint"),
         ("checkpoints", _has_checkpoints, "is a folder of checkpoints", "a folder of checkpoints"),
         ("run", _is_run, "is the folder of a run that has saved no checkpoint", ""),
         ("empty", _is_empty, "is an empty folder", ""),
-        ("folder", os.path.isdir, "is a folder without a model, a run or text", ""),
-        ("missing", lambda path: not os.path.exists(path), "is missing: there is no such file or folder", ""),
+        ("folder", _is_folder, "is a folder without a model, a run or text", ""),
+        ("missing", _is_missing, "is missing: there is no such file or folder", ""),
         ("file", lambda path: True, "is a file of no known kind", ""),
     )
 ):
     PATH_KINDS.register(_name, _holds, about=_about, order=10 * _order, loaded_as=_loaded_as)
 
 
-def reader_of(path: str | Path) -> str | None:
+def reader_of(path: str | PurePath) -> str | None:
     """Name in `DATA_READERS` of what makes an indexed dataset of a path; None if it is one, or nothing does."""
     kind = kind_of(path)
     readers = (name for name in DATA_READERS if name == kind or (kind == "url" and DATA_READERS.facts(name).urls))
     return next(readers, None)
 
 
-def refusal(path: str | Path, remedy: str | None = None) -> str:
+def refusal(path: str | PurePath, remedy: str | None = None) -> str:
     """Why a path is not what a flag or a tool takes, and what to give instead: by default what --load takes."""
-    kind, folder = kind_of(path), Path(path).parent
+    kind, folder = kind_of(path), located(path).parent
     if remedy is None:
         *others, last = filter(None, (PATH_KINDS.facts(name).loaded_as for name in PATH_KINDS))
         remedy = f"give {', '.join(others)} or {last}"
     if convert := PATH_KINDS.facts(kind).convert:
         remedy = f"convert it: {convert.format(path=path)}"
-    elif os.path.isfile(path) and (PATH_KINDS.facts(kind_of(folder)).loaded_as or kind_of(folder) in RUNS):
-        remedy = f"did you mean its folder, {folder if folder.name else folder.resolve()}?"
+    elif _is_file(path) and (PATH_KINDS.facts(kind_of(folder)).loaded_as or kind_of(folder) in RUNS):
+        remedy = f"did you mean its folder, {folder if folder.name else resolved(folder)}?"
     elif kind in TEXTS:
         remedy += "; --data-path and tools/preprocess_data.py take text"
     return f"{path} {PATH_KINDS.facts(kind).about}; {remedy}"
@@ -126,56 +149,58 @@ LATEST = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 
 
-def checkpoint_folder(root: Path, iteration: int) -> Path:
+def checkpoint_folder(root: Folder, iteration: int) -> Folder:
     """Folder of the checkpoint of an iteration."""
     return root / f"iter_{iteration:07d}"
 
 
-def saved_folders(root: Path) -> dict[int, Path]:
+def saved_folders(root: Folder) -> dict[int, Folder]:
     """Maps iteration to folder for every published checkpoint in `root`."""
-    found: dict[int, Path] = {}
-    for folder in sorted(root.glob("iter_*")):  # X before X.old
-        if match := re.fullmatch(r"iter_(\d+)(\.old)?", folder.name):
-            found.setdefault(int(match[1]), folder)
+    found, storage = dict[int, Folder](), storage_of(root)
+    for name in storage.names(root):  # X before X.old
+        if (match := re.fullmatch(r"iter_(\d+)(\.old)?", name)) and storage.finished(root / name):
+            found.setdefault(int(match[1]), root / name)
     return found
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: PurePath) -> bool:
     """Whether a folder is a checkpoint, complete or not, and not one that holds some."""
-    return (path / METADATA).exists() or (path / MANIFEST).exists()
+    return any(storage_of(path).exists(path / name) for name in (METADATA, MANIFEST))
 
 
-def named_folder(path: Path) -> Path:
+def named_folder(path: Folder) -> Folder:
     """The folder that a path means: itself, or, if nothing is there, the checkpoint beside it whose name is in the text
     file `path` with the suffix .txt. Such a file stands for a link on file systems that have none."""
-    if os.path.lexists(path):
+    storage = storage_of(path)
+    if os.path.lexists(path) if isinstance(path, Path) else storage.exists(path):
         return path
     try:
-        name = path.with_name(f"{path.name}.txt").read_text(errors="replace")[:100].strip()
+        name = storage.read(path.with_name(f"{path.name}.txt")).decode(errors="replace")[:100].strip()
     except (OSError, ValueError):
         return path
     return path.with_name(name) if re.fullmatch(r"iter_\d+", name) else path
 
 
-def latest_text(root: Path) -> str:
+def latest_text(root: PurePath) -> str:
     """Content of the text file that names the newest checkpoint in `root`; empty if it cannot be read."""
     try:
-        return (root / LATEST).read_text(errors="replace").strip()
+        return storage_of(root).read(root / LATEST).decode(errors="replace").strip()
     except OSError:
         return ""
 
 
-def read_latest(root: Path) -> int | None:
+def read_latest(root: PurePath) -> int | None:
     """Iteration of the newest complete checkpoint in `root`, from its text file; None without that file. Raises
     ValueError if the file holds no number."""
-    path = root / LATEST
-    if not path.exists():
+    path, storage = root / LATEST, storage_of(root)
+    if not storage.exists(path):
         return None
-    text = path.read_text(errors="replace").strip() if path.is_file() else "something else than a file"
+    is_file = not isinstance(path, Path) or path.is_file()
+    text = storage.read(path).decode(errors="replace").strip() if is_file else "something else than a file"
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise ValueError(
             f"{path} must hold the number of an iteration, not {text[:40]!a}; write the number of one of "
-            f"{sorted(found.name for found in root.glob('iter_*'))} into it, or delete it"
+            f"{[name for name in storage.names(root) if name.startswith('iter_')]} into it, or delete it"
         )
     return int(text)
 
@@ -184,11 +209,11 @@ def read_latest(root: Path) -> int | None:
 class Candidates:
     """Checkpoint folders to try, in order, and remarks about the folder that holds them."""
 
-    folders: tuple[Path, ...]
+    folders: tuple[PurePath, ...]
     remarks: tuple[str, ...] = ()
 
 
-def candidates(path: Path) -> Candidates:
+def candidates(path: PurePath) -> Candidates:
     """Lists the checkpoints that `path` may mean: itself, or, of a folder of checkpoints, the latest and earlier ones.
 
     The latest is the one that the text file names, or the newest where that file is missing or damaged. Raises

@@ -5,8 +5,9 @@
     root/iter_0000100/.metadata, __*.distcp     tensors, as DCP writes them
     root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
-A checkpoint is written into a temporary folder, synced to disk and renamed once complete; then the number in the text
-file is replaced the same way. Whenever the run is killed, the text file names a complete checkpoint.
+A checkpoint becomes visible once it is complete (`file_storage`): on the local disk it is written into a
+temporary folder, synced and renamed. Then the number in the text file is replaced. Whenever the run is killed, the text
+file names a complete checkpoint.
 
 Files may come from untrusted sources. Everything except tensors is JSON, the pickled index of DCP may contain allowed
 names only, and tensors are read with `weights_only`.
@@ -24,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch
@@ -38,15 +39,16 @@ from megatron.core.collectives import gather_objects
 from megatron.core.config.json_text import parse_json
 from megatron.core.dist_checkpointing.data_files import DataWriter, SummedFiles, item_bytes, one_checksum
 from megatron.core.dist_checkpointing.dcp_index import MALFORMED, IndexReader
+from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.pickle_errors import why_refused
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
-from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 
 T = TypeVar("T")
+Folder = TypeVar("Folder", bound=PurePath)
 
 
 class MismatchError(ValueError):
@@ -66,14 +68,14 @@ Writer = type[DataWriter]
 
 
 def save(
-    root: Path,
+    root: Folder,
     iteration: int,
     tensors: StateDict,
     payload: dict[str, Any],
     world: Axis,
     writer: Writer = DataWriter,
     check: Callable[[], None] = lambda: None,
-) -> Path:
+) -> Folder:
     """Saves a checkpoint and makes it the latest. Collective over `world`; returns its folder.
 
     `check` raises OSError if this run must not write to `root` now. The first rank calls it before anything there is
@@ -91,42 +93,37 @@ def save(
     except CheckpointError as error:
         if world.first:
             with suppress(OSError):
-                remove(_scratch(root, iteration))
+                storage_of(root).discard(checkpoint_folder(root, iteration))
         if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
             raise CheckpointError(f"{error}; {_space(root, tensors, world)}") from error.__cause__
         raise
 
 
-def _space(root: Path, tensors: StateDict, world: Axis) -> str:
+def _space(root: PurePath, tensors: StateDict, world: Axis) -> str:
     """Bytes that a checkpoint needs and that are free on the disk. Collective over `world`."""
     boxes = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, ShardedBoxes)}
     items = [item for key, tensor in boxes.items() for item in tensor.__create_write_items__(key, None)]
     needed = sum(gather_objects(sum(map(item_bytes, items)), world))
+    if not isinstance(root, Path):
+        return f"it takes {needed:,} bytes"
     free = on_first_rank(lambda: shutil.disk_usage(root).free, world)
     return f"it takes {needed:,} bytes, and {free:,} bytes are free in {root}"
 
 
-def _scratch(root: Path, iteration: int) -> Path:
-    """Temporary folder of a checkpoint until it is complete."""
-    return checkpoint_folder(root, iteration).with_suffix(".tmp")
-
-
 def _save(
-    root: Path,
+    root: Folder,
     iteration: int,
     tensors: StateDict,
     payload: dict[str, Any],
     world: Axis,
     kind: Writer,
     check: Callable[[], None],
-) -> Path:
-    final = checkpoint_folder(root, iteration)
-    scratch = _scratch(root, iteration)
-    on_first_rank(lambda: _clear(root, scratch), world)
-    # SummedFiles syncs the files: DCP would sync them before Python's buffer is flushed. Without copying ahead DCP
-    # makes no CUDA stream; on a thread without a current device it would make one on device 0.
-    writer = kind(scratch, sync_files=False, per_thread_copy_ahead=0)
-    writer.fs = files = SummedFiles()
+) -> Folder:
+    final, storage = checkpoint_folder(root, iteration), storage_of(root)
+    scratch = storage.scratch(final)
+    on_first_rank(lambda: storage.begin(final), world)
+    writer, files = kind(scratch), SummedFiles()
+    writer.fs = files
     with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"), one_checksum():
         dcp.save(
             _nonempty(tensors),
@@ -139,7 +136,7 @@ def _save(
 
     def publish() -> None:
         check()
-        _publish(root, iteration, scratch, payload, sums)
+        _publish(root, iteration, payload, sums)
 
     on_first_rank(publish, world)
     return final
@@ -169,10 +166,10 @@ class TensorInfo:
 class Checkpoint:
     """An opened checkpoint. Raises ValueError if `folder` holds no complete checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: PurePath) -> None:
         self.folder = folder
         try:
-            self.payload: dict[str, Any] = parse_json((folder / METADATA).read_text())
+            self.payload: dict[str, Any] = parse_json(storage_of(folder).read(folder / METADATA).decode())
             if not isinstance(self.payload, dict):
                 raise TypeError(f"{METADATA} holds a {type(self.payload).__name__}")
             self._reader = IndexReader(folder)
@@ -246,7 +243,7 @@ class Checkpoint:
             raise MismatchError(text, [key for keys in problems.values() for key in keys])
 
 
-def open_checkpoint(folder: Path, world: Axis) -> Checkpoint:
+def open_checkpoint(folder: PurePath, world: Axis) -> Checkpoint:
     """Opens a checkpoint on every rank. A failure on one rank is raised on all."""
     checkpoint, problem = _attempt(lambda: Checkpoint(folder))
     _raise_first(gather_objects(problem, world))
@@ -288,50 +285,14 @@ def _raise_first(problems: list[Problem | None]) -> None:
             raise ValueError(message) if users else CheckpointError(message)
 
 
-def _clear(root: Path, scratch: Path) -> None:
-    """Cleans up after killed saves, and creates the scratch folder."""
-    root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob("iter_*.tmp"):
-        remove(left)
-    for replaced in root.glob("iter_*.old"):
-        if replaced.with_suffix("").exists():
-            remove(replaced)
-        else:
-            replaced.rename(replaced.with_suffix(""))
-    scratch.mkdir()
-
-
-def remove(path: Path) -> None:
-    """Deletes a folder. If it is a link to a folder, such as a checkpoint moved to another disk, deletes only the link.
-
-    Raises OSError.
-    """
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any], sums: Sums) -> None:
-    """Publishes a written checkpoint by a rename, then makes it the latest."""
+def _publish(root: PurePath, iteration: int, payload: dict[str, Any], sums: Sums) -> None:
+    """Publishes a written checkpoint, then makes it the latest."""
+    final, storage = checkpoint_folder(root, iteration), storage_of(root)
+    scratch = storage.scratch(final)
     metadata = write_summed(scratch / METADATA, json.dumps(payload, indent=1))
     write_manifest(scratch, sums | {METADATA: metadata})
-    sync_folder(scratch)
-    final = checkpoint_folder(root, iteration)
-    replaced = final.with_suffix(".old")
-    if final.exists() or final.is_symlink():
-        # A rename cannot replace a folder that is not empty. saved_folders knows the name used in between.
-        with suppress(FileNotFoundError):
-            remove(replaced)
-        final.rename(replaced)
-    scratch.rename(final)
-    sync_folder(root)
-    with suppress(OSError):
-        remove(replaced)
-    beside = root / f"{LATEST}.tmp"
-    write_summed(beside, str(iteration))
-    beside.replace(root / LATEST)
-    sync_folder(root)
+    storage.publish(final)
+    storage.write(root / LATEST, str(iteration).encode())
 
 
 def _nonempty(tensors: StateDict) -> StateDict:

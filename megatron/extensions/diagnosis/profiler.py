@@ -98,4 +98,4 @@ class Profiler(Callback):
 
 def output_folder(config: RunConfig, name: str) -> Path:
     """Folder for profiles or traces: in --tensorboard-dir, else in --save, else in the current folder."""
-    return Path(named_value(config, "tensorboard_dir") or config.checkpoint.save or ".") / name
+    return Path(named_value(config, "tensorboard_dir") or config.checkpoint.save_folder or ".") / name

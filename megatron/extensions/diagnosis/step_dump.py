@@ -84,7 +84,7 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
     text = finding.describe() if finding is not None else nothing
     if not verdict.ends_run:
         return StepFinding(text)
-    if run.config.checkpoint.save is not None:
+    if run.config.checkpoint.save_folder is not None:
         run.saver.wait()
         before = replace(run.progress, iteration=step.iteration - 1, consumed_samples=step.first_sample)
         try:
@@ -106,8 +106,8 @@ def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpointer: Che
     CheckpointError, on every rank, if a rank cannot write.
     """
     config, state, step, world = checkpointer.config, checkpointer.state, saved.step, checkpointer.state.world
-    assert config.checkpoint.save is not None
-    folder = Path(config.checkpoint.save) / "nan" / f"iter_{step.iteration:07d}"
+    assert config.checkpoint.save_folder is not None
+    folder = config.checkpoint.save_folder / "nan" / f"iter_{step.iteration:07d}"
     plan = checkpointer.plan
     own = config if plan is None else plan.at(step.first_sample).config
     on_first_rank(partial(_begin, folder, own, saved), world)

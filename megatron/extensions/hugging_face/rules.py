@@ -27,6 +27,9 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
         yield Problem("--export-hf-interval", wanted, rule, remedy)
+    if wanted is not None and c.checkpoint.save is not None and c.checkpoint.save_folder is None:
+        rule = f"exports checkpoints of a local --save, which {c.checkpoint.save} is not"
+        yield Problem("--export-hf-interval", wanted, rule, "remove the flag, or save to the local disk")
     # What no folder can express, before a run is trained whose exports would all fail.
     if wanted is None or c.model.num_layers < 1:
         return

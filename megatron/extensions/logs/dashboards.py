@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.config.json_text import parse_json
+from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.extensions.logs.flags import LogsConfig
 from megatron.extensions.logs.megatron_format import scalars
 from megatron.training.config.flags import flat_values
@@ -42,8 +43,8 @@ class TensorBoardSink:
     def __init__(self, config: RunConfig, iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = str(config.options(LogsConfig).tensorboard_dir)
-        history = map(parse_json, metrics_file(config).read_text(encoding="utf-8").splitlines())
+        folder, file = str(config.options(LogsConfig).tensorboard_dir), metrics_file(config)
+        history = map(parse_json, storage_of(file).read(file).decode().splitlines())
         self._folder, self._open = folder, SummaryWriter
         self._recent: deque[tuple[float, Record]] = deque(maxlen=MOST_RECENT)
         self._failures, self._retry_at = 0, 0.0
@@ -101,15 +102,15 @@ class WandbSink:
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
-        own, save = config.options(LogsConfig), config.checkpoint.save
+        own, save = config.options(LogsConfig), config.checkpoint.save_folder
         try:
             import wandb
         except ImportError as error:
             raise ValueError(
                 f"--wandb-project {own.wandb_project} needs the wandb package: pip install wandb"
             ) from error
-        folder = own.wandb_save_dir or os.environ.get("WANDB_DIR") or save or tempfile.mkdtemp(prefix="wandb-")
-        beside = metrics_file(config).parent if save or config.logging.metrics_file else Path(folder)
+        folder = str(own.wandb_save_dir or os.environ.get("WANDB_DIR") or save or tempfile.mkdtemp(prefix="wandb-"))
+        beside = Path(metrics_file(config).parent) if save or config.logging.metrics_file else Path(folder)
         id_file = beside / "wandb_run_id.txt"
         try:
             self._run = wandb.init(

@@ -49,7 +49,7 @@ class StopFileFlags:
 
     def folders(self, config: RunConfig) -> list[Path]:
         """Folder of the files."""
-        return [Path(folder) for folder in (config.checkpoint.save, self.trigger_path) if folder]
+        return [Path(folder) for folder in (config.checkpoint.save_folder, self.trigger_path) if folder]
 
 
 def _looks_for_files(config: RunConfig, launch: Launch) -> bool:
@@ -68,10 +68,10 @@ WATCHES.register(
 WATCHES.register(
     "save lease",
     f"{__package__}.save_lease:LeaseWatch",
-    when=lambda config, launch: launch.rank == 0 and config.checkpoint.save is not None,
+    when=lambda config, launch: launch.rank == 0 and config.checkpoint.save_folder is not None,
 )
 CALLBACKS.register(
     "shared folder",
     f"{__package__}.save_folder:SharedFolder",
-    when=lambda config: config.checkpoint.save is not None and not config.training.skip_train,
+    when=lambda config: config.checkpoint.save_folder is not None and not config.training.skip_train,
 )

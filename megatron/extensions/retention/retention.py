@@ -7,13 +7,13 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.core.config.json_text import parse_json
+from megatron.core.dist_checkpointing.file_storage import resolved, storage_of
 from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.path_kind import METADATA, saved_folders
-from megatron.core.dist_checkpointing.storage import remove
 from megatron.extensions.retention.flags import RetentionFlags
 from megatron.training.config.run_config import RunConfig
 
@@ -48,32 +48,34 @@ def best_of(scores: Mapping[int, float | None], newest: int) -> int | None:
     return min(measured)[1] if measured else None
 
 
-def retain(rules: RetentionFlags, root: Path, newest: int, held: Collection[Path]) -> None:
+def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
     """Deletes the checkpoints that no rule keeps, after `newest` is complete. Called on one rank.
 
-    Keeps folders in `held` and anything that is not a complete checkpoint. A folder is hidden by one rename before its
-    files are removed. Raises OSError.
+    Keeps folders in `held` and anything that is not a complete checkpoint. A folder is hidden before its files are
+    removed. Raises OSError.
     """
-    folders = {number: path for number, path in saved_folders(root).items() if (path / MANIFEST).exists()}
+    storage = storage_of(root)
+    folders = {number: path for number, path in saved_folders(root).items() if storage.exists(path / MANIFEST)}
     scores = _scores(folders, newest, rules.save_retain_best)
-    stays = {folder.resolve() for folder in held}
-    kept = [number for number, folder in folders.items() if folder.resolve() in stays]
+    stays = {resolved(folder) for folder in held}
+    kept = [number for number, folder in folders.items() if resolved(folder) in stays]
     for number in to_delete(rules, scores, newest, kept):
-        hidden = folders[number].with_suffix(".tmp")  # the next save removes it if this process dies half-way
-        folders[number].rename(hidden)
-        remove(hidden)
+        storage.withdraw(folders[number])
     if rules.save_retain_best and (best := best_of(scores, newest)) is not None:
         _link(root / BEST, folders[best].name)
 
 
-def cleanup(config: RunConfig) -> Callable[[Path, int, Collection[Path]], None]:
+def cleanup(config: RunConfig) -> Callable[[PurePath, int, Collection[PurePath]], None]:
     """`retain` by the flags of a run."""
     return partial(retain, config.options(RetentionFlags))
 
 
-def _link(link: Path, target: str) -> None:
+def _link(link: PurePath, target: str) -> None:
     """Makes `link` a link to `target` by one rename, unless it is something else than a link. Writes the name to a text
-    file, `link` with the suffix .txt, where the file system has no links. Raises OSError."""
+    file, `link` with the suffix .txt, where the storage has no links. Raises OSError."""
+    if not isinstance(link, Path):
+        storage_of(link).write(link.with_suffix(".txt"), f"{target}\n".encode())
+        return
     if link.exists() and not link.is_symlink():
         return
     beside = link.with_name(f"{link.name}.tmp")
@@ -88,7 +90,7 @@ def _link(link: Path, target: str) -> None:
     os.replace(beside, link)
 
 
-def _scores(folders: Mapping[int, Path], newest: int, metric: str | None) -> dict[int, float | None]:
+def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) -> dict[int, float | None]:
     """The metric of each checkpoint; None where it was not measured, or on other validation data than those of the
     phase of `newest`."""
     payloads = {number: _payload(folder) if metric else {} for number, folder in folders.items()}
@@ -101,10 +103,10 @@ def _scores(folders: Mapping[int, Path], newest: int, metric: str | None) -> dic
     }
 
 
-def _payload(folder: Path) -> dict[str, Any]:
+def _payload(folder: PurePath) -> dict[str, Any]:
     """What a checkpoint holds beside its tensors; empty where that cannot be read."""
     try:
-        found = parse_json((folder / METADATA).read_text())
+        found = parse_json(storage_of(folder).read(folder / METADATA).decode())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

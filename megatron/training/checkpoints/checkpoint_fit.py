@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.dist_checkpointing.file_storage import storage_of
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, MODEL, OPTIMIZER, StateDict, optimizer_key
@@ -30,7 +31,7 @@ PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer
 
 
 def choose_run_checkpoint(
-    path: Path, world: Axis, say: Callable[[str], None] = lambda line: None, verified: bool = True
+    path: PurePath, world: Axis, say: Callable[[str], None] = lambda line: None, verified: bool = True
 ) -> Checkpoint | None:
     """`choose_checkpoint` that also skips a checkpoint whose metadata have values of wrong types."""
     return choose_checkpoint(path, world, say, verified, metadata_problem)
@@ -67,7 +68,8 @@ def check_may_start(options: CheckpointConfig) -> None:
             f"{flag} needs a checkpoint, and --load {options.load} holds no checkpoint (there is no {LATEST} in it): "
             f"correct the path, or drop {flag} to start from scratch"
         )
-    if not options.may_be_missing and not Path(str(options.load)).exists():
+    load = options.load_root
+    if load is not None and not options.may_be_missing and not storage_of(load).exists(load):
         raise ValueError(
             f"--load {options.load} does not exist, and is not the folder of --save; correct the path, or add "
             "--allow-missing-checkpoint to start from scratch"

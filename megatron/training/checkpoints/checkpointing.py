@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import (
     MODEL,
@@ -118,13 +119,14 @@ class Checkpointer:
             payload["model_of_run"] = {name: value for name, value in own.items() if value != there[name]}
         return tensors, payload
 
-    def save(self, progress: Progress) -> Path:
+    def save(self, progress: Progress) -> PurePath:
         """Writes a checkpoint of `progress.iteration` into --save and makes it the latest.
 
         Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
         """
-        assert self.config.checkpoint.save is not None
-        return save(Path(self.config.checkpoint.save), progress.iteration, *self.contents(progress), self.state.world)
+        root = self.config.checkpoint.save_root
+        assert root is not None
+        return save(root, progress.iteration, *self.contents(progress), self.state.world)
 
     def load(
         self, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint, why: str = ""
@@ -261,19 +263,19 @@ def build_saver(config: RunConfig, world: Axis, progress: Progress) -> Checkpoin
     if options.save is None:
         return None
     cleanups = [CHECKPOINT_CLEANUPS[name](config) for name in CHECKPOINT_CLEANUPS.wanted(config)]
-    saver = CheckpointSaver(Path(options.save), world, background=options.async_save, cleanups=cleanups)
-    saver.held += [Path(progress.loaded_from)] if progress.loaded_from else []
+    saver = CheckpointSaver(located(options.save), world, background=options.async_save, cleanups=cleanups)
+    saver.held += [located(progress.loaded_from)] if progress.loaded_from else []
     return saver
 
 
-def load_whole_model(path: Path | str, number_format: str | None = None) -> tuple[GPTModel, RunConfig]:
+def load_whole_model(path: PurePath | str, number_format: str | None = None) -> tuple[GPTModel, RunConfig]:
     """The whole model of a checkpoint in one process, in its own number format or in "fp32", "bf16" and so on."""
     stages, config = load_stages(path, lambda config: ModelParallelConfig(), ParallelState(), "cpu", number_format)
     return stages[0], config
 
 
 def load_stages(
-    path: Path | str,
+    path: PurePath | str,
     layout_of: Callable[[RunConfig], ModelParallelConfig],
     state: ParallelState,
     device: torch.device | str = "cpu",
@@ -287,7 +289,7 @@ def load_stages(
     """
     if (kind := on_first_rank(lambda: kind_of(path), state.world)) in MODEL_LOADERS:
         return MODEL_LOADERS[kind].stages(Path(path), layout_of, state, device, number_format)
-    checkpoint = choose_run_checkpoint(Path(path), state.world)
+    checkpoint = choose_run_checkpoint(located(path), state.world)
     if checkpoint is None:
         raise ValueError(f"--load {refusal(path)}")
     load_saved_extensions(checkpoint.payload, checkpoint.folder)
@@ -330,7 +332,7 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
     options = config.checkpoint
     if options.load is None:
         return None
-    checkpoint = choose_run_checkpoint(Path(options.load), world, say)
+    checkpoint = choose_run_checkpoint(located(options.load), world, say)
     if checkpoint is None:
         check_may_start(options)
     return checkpoint

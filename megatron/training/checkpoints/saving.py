@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Protocol
 
 from megatron.core.dist_checkpointing.async_saver import SaveReport
@@ -28,7 +28,7 @@ class Exporter(Protocol):
     doing: str
     """Its current work, for reports of hangs."""
 
-    def add(self, iteration: int, checkpoint: Path) -> None:
+    def add(self, iteration: int, checkpoint: PurePath) -> None:
         """Takes note of a complete checkpoint. It is not deleted while it is in `held`, the exporter's argument."""
 
     def poll(self, wait: bool = False) -> list[str]:
@@ -61,8 +61,8 @@ class RunSaver:
     def prepare(self) -> None:
         """Allocates staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of
         later iterations, which this run will replace."""
-        save, iteration = self.options.save, self._progress.iteration
-        later = [number for number in saved_folders(Path(save)) if number > iteration] if save else []
+        save, root, iteration = self.options.save, self.options.save_root, self._progress.iteration
+        later = [number for number in saved_folders(root) if number > iteration] if root is not None else []
         if later:
             self._runtime.say(
                 f" --save {save} holds checkpoints of later iterations, up to {max(later)}; this run starts at "
@@ -125,8 +125,10 @@ class RunSaver:
 
     def _export(self, iteration: int) -> None:
         """Hands a complete checkpoint to exporters, on one rank."""
+        root = self.options.save_root
+        assert root is not None
         for exporter in self.exporters if self._runtime.state.world.first else ():
-            exporter.add(iteration, checkpoint_folder(Path(str(self.options.save)), iteration))
+            exporter.add(iteration, checkpoint_folder(root, iteration))
 
     def _say_exported(self, wait: bool = False) -> None:
         for exporter in self.exporters:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron import __version__
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 from megatron.core.parts import MODEL_FLAGS
 from megatron.training.config.commands import Command, asked_command, json_file_of, options, refuse, switches
@@ -219,7 +220,7 @@ def _extensions_in(path: str) -> list[str]:
     return [text for value in found if value for text in texts_of(value)]
 
 
-def save_config(config: RunConfig, path: str | Path) -> None:
+def save_config(config: RunConfig, path: str | PurePath) -> None:
     """Writes a configuration as YAML that `--config` reads back.
 
     Values that follow from others, or from the world, stand in comments, so that the file also serves another layout
@@ -240,9 +241,12 @@ def save_config(config: RunConfig, path: str | Path) -> None:
             if value == flag.default:
                 continue
         lines += _yaml_lines(flag, value)
-    path = Path(path)
+    text, path = "\n".join(lines) + "\n", located(path)
+    if not isinstance(path, Path):
+        storage_of(path).write(path, text.encode())
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def _yaml_lines(flag: Flag, value: Any) -> list[str]:

@@ -16,9 +16,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located
 from megatron.core.fsync import whole_file
 from megatron.training.config.flags import all_flags, value_of
 from megatron.training.config.run_config import RunConfig
@@ -71,7 +72,7 @@ def record_code(run: str | Path, names: Iterable[str]) -> None:
         file.chmod(0o600)
 
 
-def standing(source: str | Path, name: str) -> Standing:
+def standing(source: str | PurePath, name: str) -> Standing:
     """Whether code that the file or folder `source` names may run: "recorded" if the source lies in the folder of a run
     of the user's own, which used this code with the same content; "changed" if the content was another one."""
     source, name = _resolved(source), _whole(name)
@@ -145,5 +146,7 @@ def _whole(name: str) -> str:
     return str(_resolved(name)) if is_path else name
 
 
-def _resolved(path: str | Path) -> Path:
+def _resolved(path: str | PurePath) -> Path:
+    if isinstance(found := located(path) if "://" in str(path) else path, UrlPath):
+        return Path("/", *found.parts)  # a name that no folder has
     return Path(os.path.realpath(os.path.expanduser(path)))

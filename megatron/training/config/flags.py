@@ -82,7 +82,8 @@ class Flag:
     @property
     def metavar(self) -> str:
         """How help shows a value."""
-        return {"local": "PATH", "url": "PATH_OR_URL", None: self.kind.__name__.upper()}[self.spec.path]
+        names = {"local": "PATH", "stored": "PATH", "url": "PATH_OR_URL", None: self.kind.__name__.upper()}
+        return names[self.spec.path]
 
     @property
     def takes_several(self) -> bool:

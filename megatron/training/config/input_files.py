@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.core.config.data import DatasetConfig
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, reader_of, refusal
 from megatron.core.parts import DATA_READERS, MODEL_LOADERS
 from megatron.training.config.flags import dashed
@@ -33,7 +34,7 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
     unusable = unusable_checkpoint(config)
     yield from unusable
     for field in () if unusable else ("finetune", "exit_on_missing_checkpoint"):
-        load = Path(options.load) if options.load and getattr(options, field) else None
+        load = located(options.load) if options.load and getattr(options, field) else None
         if load is not None and saved_metadata(load) is None and kind_of(load) not in MODEL_LOADERS:
             rule, remedy = (
                 f"holds no checkpoint, and {dashed(field)} needs one",

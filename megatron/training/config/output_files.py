@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located, storage_of
 from megatron.core.dist_checkpointing.path_kind import (
     EVENTS,
     LATEST,
@@ -118,22 +119,34 @@ def _kind_of_no_file(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special file"
 
 
+def _unreachable(name: str, root: UrlPath) -> Iterator[Problem]:
+    """The problem of a URL whose storage does not answer."""
+    try:
+        storage_of(root).names(root)
+    except OSError as error:
+        yield Problem(name, str(root), f"cannot be reached: {error}", "correct it, or start that storage")
+
+
 def unwritable(config: RunConfig) -> Iterator[Problem]:
     """Yields a problem for each output path that cannot be written or is a file instead of a folder."""
     for flag in (flag for flag in all_flags() if flag.spec.writes):
         path, folder = value_of(config, flag), flag.spec.writes == "folder"
+        if path and isinstance(url := located(path), UrlPath):
+            yield from _unreachable(flag.name, url)
+            continue
         if path and not folder and Path(path).is_dir():
             yield Problem(flag.name, path, "is a folder", "use a file in it")
         elif path and (why := why_unwritable(Path(path) if folder else Path(path).parent)):
             remedy = f"use a {'folder' if folder else 'file in a folder'} that can be written"
             yield Problem(flag.name, path, why, remedy)
     load, save = config.checkpoint.load, config.checkpoint.save
-    for name in (METRICS_FILE, RUN_CONFIG, EVENTS, LATEST, LEASE) if save else ():
-        if kind := _kind_of_no_file(Path(str(save)) / name):
-            rule = f"has a {kind} {name}, where the run writes a file"
+    root = config.checkpoint.save_folder
+    for path in (root / name for name in (METRICS_FILE, RUN_CONFIG, EVENTS, LATEST, LEASE)) if root is not None else ():
+        if kind := _kind_of_no_file(path):
+            rule = f"has a {kind} {path.name}, where the run writes a file"
             yield Problem("--save", save, rule, f"remove or rename that {kind}")
-    if save and os.path.lexists(kept := Path(save) / TOKENIZER_FOLDER) and not kept.is_dir():
+    if root is not None and os.path.lexists(kept := root / TOKENIZER_FOLDER) and not kept.is_dir():
         rule = f"has a {TOKENIZER_FOLDER} that is no folder, where the run writes one"
         yield Problem("--save", save, rule, "remove or rename it")
-    if load and Path(load).is_file():
+    if load and os.path.isfile(load):
         yield Problem("--load", load, "is a file", "use the folder of the checkpoints, or one checkpoint")

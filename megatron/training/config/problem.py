@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.file_storage import UrlPath, located
 from megatron.training.reliability.launch import tell_last
 from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import CONTROLS, visible, visible_value
@@ -21,6 +22,9 @@ NO_URL = (
     "use such a path, and copy from or to the other storage yourself",
 )
 """Rule and remedy where a URL is given for a path."""
+
+NO_STORAGE = "use a path of a mounted file system, or name by --extension a file that registers one (docs/extending.md)"
+"""Remedy where a URL is given whose scheme no extension has registered."""
 
 
 LONGEST_NAME = 255
@@ -172,9 +176,11 @@ def divides(divisor: int | None, value: int | None) -> bool:
 
 
 def path_rule(kind: str, path: str) -> tuple[str, str] | None:
-    """(rule, remedy) of a path that no file can have, or of a device that never ends, else None. `kind` is "local", or
-    "url" where a URL may stand."""
+    """(rule, remedy) of a path that no file can have, or of a device that never ends, else None. `kind` is that
+    of `FlagSpec.path`."""
     if "://" in path:
+        if kind == "stored" and not isinstance(located(path), UrlPath):
+            return f"is a URL, and no storage is registered for {path.partition('://')[0]}://", NO_STORAGE
         return NO_URL if kind == "local" else None
     if "\0" in path:
         return "has a zero byte, which no path has", "correct the path"

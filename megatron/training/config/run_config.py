@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
@@ -14,6 +15,7 @@ from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.dist_checkpointing.file_storage import located
 from megatron.core.parts import LOG_FORMATS
 
 Point = tuple[int, int]
@@ -139,10 +141,10 @@ class LoggingConfig:
 class CheckpointConfig:
     """Checkpoints: saving and loading."""
 
-    save: str | None = flag(None, path="local", writes="folder")
+    save: str | None = flag(None, path="stored", writes="folder")
     """Folder for checkpoints, metrics and the resolved configuration."""
 
-    load: str | None = flag(None, path="local")
+    load: str | None = flag(None, path="stored")
     """Folder to load the latest checkpoint from; training starts from scratch if it holds none, or if it is --save and
     does not exist yet. Or a Hugging Face folder, of which the model's flags and weights are loaded."""
 
@@ -189,6 +191,22 @@ class CheckpointConfig:
         False, no_effect_without="--load", excludes="--exit-on-missing-checkpoint: it is the opposite"
     )
     """Start from scratch if --load does not exist, also where it is not --save."""
+
+    @property
+    def save_root(self) -> PurePath | None:
+        """--save, in whatever storage it is."""
+        return None if self.save is None else located(self.save)
+
+    @property
+    def save_folder(self) -> Path | None:
+        """--save, for files that only the local disk takes; None if it is in another storage."""
+        root = self.save_root
+        return root if isinstance(root, Path) else None
+
+    @property
+    def load_root(self) -> PurePath | None:
+        """--load, in whatever storage it is."""
+        return None if self.load is None else located(self.load)
 
     @property
     def may_be_missing(self) -> bool:

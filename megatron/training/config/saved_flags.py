@@ -6,10 +6,11 @@ import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.core.config.json_text import parse_json
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import METADATA, TOKENIZER_FOLDER, candidates, kind_of
 from megatron.core.parts import MODEL_LOADERS, PLANS, TOKENIZERS
 from megatron.training.config.flags import (
@@ -59,7 +60,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
     flag = "--use-checkpoint-args" if wanted[0] else "--use-checkpoint-opt_param-scheduler"
     if options.load is None:
         return config, [*notes, f"{flag}: has no effect without --load"]
-    saved = saved_sections(Path(options.load))
+    saved = saved_sections(located(options.load))
     if saved is None and kind_of(options.load) in MODEL_LOADERS and flag == "--use-checkpoint-args":
         return config, notes  # the model's flags are taken from there anyway
     if saved is None:
@@ -77,7 +78,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         ]
         config = with_named(config, changed)
     if wanted[0]:
-        of_run, lines = _saved_tokenizer(config, before, Path(options.load))
+        of_run, lines = _saved_tokenizer(config, before, located(options.load))
         config, notes = with_named(config, of_run), notes + lines
     return config, notes
 
@@ -86,7 +87,7 @@ TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_fi
 """Fields that say which tokenizer a run has; all but the first are paths."""
 
 
-def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: Path) -> tuple[dict[str, str | None], list[str]]:
+def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tuple[dict[str, str | None], list[str]]:
     """Values of the tokenizer's fields as in the checkpoint's run, and a line for each file that is read from where the
     run kept it. Nothing if a flag of the tokenizer is given."""
     if any(getattr(config.tokenizer, field) is not None for field in TOKENIZER_FIELDS):
@@ -99,7 +100,7 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: Path) -> tuple[d
     return values, notes
 
 
-def _moved(values: dict[str, str | None], load: Path) -> Iterator[tuple[str, str, str]]:
+def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str, str, str]]:
     """(field, path, the kept copy) of files that are no longer where the run had them."""
     name = values["tokenizer_type"]
     in_folder = name is not None and name in TOKENIZERS and TOKENIZERS.facts(name).finds_files
@@ -109,7 +110,7 @@ def _moved(values: dict[str, str | None], load: Path) -> Iterator[tuple[str, str
             continue
         for folder in (load / TOKENIZER_FOLDER, load.parent / TOKENIZER_FOLDER):
             kept = folder if in_folder else folder / Path(path).name
-            if kept.exists():
+            if isinstance(kept, Path) and kept.exists():
                 yield field, path, str(kept)
                 break
 
@@ -121,7 +122,7 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
         return config, []
-    before = (saved_sections(Path(load)) or {}).get("model", {}).get("mtp_layer_kind")
+    before = (saved_sections(located(load)) or {}).get("model", {}).get("mtp_layer_kind")
     if before != "last_layer" or model.mtp_layer_kind == before:
         return config, []
     return replace(config, model=replace(model, mtp_layer_kind=before)), [
@@ -138,7 +139,7 @@ def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[Ru
     if load is None or config.checkpoint.finetune or not wanted:
         return config, []
     try:
-        sections = saved_sections(Path(load))
+        sections = saved_sections(located(load))
         if sections is None:
             return config, []
         saved = config_of_sections(sections)
@@ -158,8 +159,8 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
     ValueError as in `saved_metadata`."""
     if options.load is None or options.anew:
         return None
-    load = Path(options.load)
-    return saved_metadata(Path(options.save or load) if kind_of(load) in MODEL_LOADERS else load)
+    load = located(options.load)
+    return saved_metadata(located(options.save or load) if kind_of(load) in MODEL_LOADERS else load)
 
 
 def with_past_batches(config: RunConfig) -> RunConfig:
@@ -181,7 +182,7 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
     return tuple(dict.fromkeys((int(iterations), int(samples)) for iterations, samples in found))
 
 
-def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
+def saved_sections(load: PurePath) -> dict[str, dict[str, Any]] | None:
     """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none.
 
     Flags that its phase had changed are as the run gave them. ValueError as in `saved_metadata`."""
@@ -192,7 +193,7 @@ def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     return sections | {"model": sections["model"] | metadata.get("model_of_run", {})}
 
 
-def saved_metadata(load: Path) -> dict[str, Any] | None:
+def saved_metadata(load: PurePath) -> dict[str, Any] | None:
     """Contents of the latest checkpoint in a folder besides tensors; None if there is none.
 
     One that cannot be read is skipped for the one before it, as when it is loaded. ValueError if none can be, or if
@@ -203,7 +204,7 @@ def saved_metadata(load: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ValueError(f"--load {error}") from None
     for folder in folders:
-        if (folder / METADATA).exists():
+        if storage_of(folder).exists(folder / METADATA):
             try:
                 return _read(folder / METADATA)
             except ValueError as error:
@@ -213,9 +214,9 @@ def saved_metadata(load: Path) -> dict[str, Any] | None:
     return None
 
 
-def _read(metadata: Path) -> dict[str, Any]:
+def _read(metadata: PurePath) -> dict[str, Any]:
     try:
-        values: dict[str, Any] = parse_json(metadata.read_text(encoding="utf-8"))
+        values: dict[str, Any] = parse_json(storage_of(metadata).read(metadata).decode())
         if not all(isinstance(values["config"][name], dict) for name in ("model", "optimizer", "training")):
             raise TypeError
     except (ValueError, KeyError, TypeError):
@@ -224,7 +225,7 @@ def _read(metadata: Path) -> dict[str, Any]:
     return values
 
 
-def check_types(values: dict[str, Any], metadata: Path) -> None:
+def check_types(values: dict[str, Any], metadata: PurePath) -> None:
     """Raises ValueError, which names the file and the entry, if a value of a checkpoint's metadata has a wrong type."""
     if broken := metadata_problem(values):
         raise ValueError(f"{metadata} is damaged: {broken}")

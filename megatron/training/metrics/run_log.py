@@ -39,14 +39,16 @@ class RunLog:
         self._config_file: list[tuple[RunConfig, Path]] = []  # at most one, and its content
         if not runtime.is_main:
             return
-        save = config.checkpoint.save
-        if save:
-            Path(save).mkdir(parents=True, exist_ok=True)
-            if not (config.training.skip_train and saved_folders(Path(save))):  # an evaluation leaves the run as it was
-                save_config(config, Path(save) / RUN_CONFIG)
-                self._config_file.append((config, Path(save) / RUN_CONFIG))
-                resources.callback(self._restore_config)
-            record_event(save, "start", iteration=iteration, world_size=runtime.launch.world_size)
+        save = config.checkpoint.save_root
+        if save is not None:
+            if isinstance(save, Path):
+                save.mkdir(parents=True, exist_ok=True)
+            if not (config.training.skip_train and saved_folders(save)):  # an evaluation leaves the run as it was
+                save_config(config, save / RUN_CONFIG)
+                if isinstance(save, Path):
+                    self._config_file.append((config, save / RUN_CONFIG))
+                    resources.callback(self._restore_config)
+            record_event(config.checkpoint.save, "start", iteration=iteration, world_size=runtime.launch.world_size)
         self._sinks = open_sinks(config, iteration, runtime.watchdog.check_save_folder)
         for sink in self._sinks:
             resources.callback(sink.close)

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from megatron.core.config.json_text import parse_json
+from megatron.core.dist_checkpointing.file_storage import located, storage_of
 from megatron.core.dist_checkpointing.path_kind import METRICS_FILE
 from megatron.core.parts import SINKS
 from megatron.training.config.run_config import RunConfig
@@ -65,16 +66,7 @@ class JsonLinesSink:
         return next(name for name in names if not name.exists())
 
     def _truncate(self, path: Path, iteration: int) -> None:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        if lines[-1].startswith("{"):
-            del lines[-1]  # a kill cut it off: records end with a line break
-        kept, damaged = [], 0
-        for line in filter(str.strip, lines):
-            try:
-                if parse_json(line)["iteration"] <= iteration:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError):
-                damaged += 1
+        kept, damaged = records_until(path.read_text(encoding="utf-8", errors="replace"), iteration)
         if damaged:
             copy = self._free_name(path)
             shutil.copyfile(path, copy)
@@ -87,7 +79,7 @@ class JsonLinesSink:
         os.replace(temporary, path)
 
     def write(self, record: Record) -> None:
-        self._unwritten += (json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n").encode()
+        self._unwritten += _json_line(record)
         self._write_pending()
 
     def _write_pending(self) -> None:
@@ -130,6 +122,56 @@ class JsonLinesSink:
         self._file.close()
 
 
+class StoredLinesSink:
+    """The file of `JsonLinesSink` in another storage than the local disk, which adds each line to it."""
+
+    def __init__(self, path: PurePath, resume_iteration: int) -> None:
+        self._storage, self._path = storage_of(path), path
+        self._unwritten, self._failing = b"", False
+        old = self._storage.read(path) if self._storage.size(path) else b""
+        kept, dropped = records_until(old.decode(errors="replace"), resume_iteration)
+        if old and (dropped or not resume_iteration):
+            names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+            self._storage.write(next(name for name in names if not self._storage.exists(name)), old)
+        self._storage.write(path, "".join(kept if resume_iteration else []).encode())
+
+    def write(self, record: Record) -> None:
+        self._unwritten += _json_line(record)
+        try:
+            self._storage.append(self._path, self._unwritten)
+        except OSError as error:
+            if not self._failing:
+                print(visible(f"cannot write metrics to {self._path} for now: {error}"), file=sys.stderr, flush=True)
+            self._failing = True
+            return
+        self._unwritten, self._failing = b"", False
+
+    def close(self) -> None:
+        if self._unwritten:
+            with suppress(OSError):
+                self._storage.append(self._path, self._unwritten)
+        self._unwritten = b""
+
+
+def records_until(text: str, iteration: int) -> tuple[list[str], int]:
+    """The lines of records up to an iteration, and the number of lines that are no records."""
+    lines = text.split("\n")
+    if lines[-1].startswith("{"):
+        del lines[-1]  # a kill cut it off: records end with a line break
+    kept, damaged = [], 0
+    for line in filter(str.strip, lines):
+        try:
+            if parse_json(line)["iteration"] <= iteration:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            damaged += 1
+    return kept, damaged
+
+
+def _json_line(record: Record) -> bytes:
+    return (json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n").encode()
+
+
 def _json_value(value: Any) -> Any:
     """`value`, or the name of a number that JSON has not: NaN, Infinity or -Infinity. None is what was not measured."""
     if not isinstance(value, float) or math.isfinite(value):
@@ -137,13 +179,14 @@ def _json_value(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def metrics_file(config: RunConfig) -> Path:
+def metrics_file(config: RunConfig) -> PurePath:
     """--metrics-file, or metrics.jsonl in --save."""
-    return Path(config.logging.metrics_file or Path(config.checkpoint.save or ".") / METRICS_FILE)
+    return located(config.logging.metrics_file or (config.checkpoint.save_root or Path()) / METRICS_FILE)
 
 
 def open_sinks(config: RunConfig, iteration: int, check: Callable[[], None] = lambda: None) -> list[Sink]:
     """Opens every sink that the configuration asks for, in a run that starts after `iteration`. Call it on one rank
     only. `check`: as for `JsonLinesSink`."""
-    wanted = SINKS.wanted(config)
-    return [JsonLinesSink(metrics_file(config), iteration, check), *(SINKS[name](config, iteration) for name in wanted)]
+    wanted, file = SINKS.wanted(config), metrics_file(config)
+    lines = JsonLinesSink(file, iteration, check) if isinstance(file, Path) else StoredLinesSink(file, iteration)
+    return [lines, *(SINKS[name](config, iteration) for name in wanted)]

@@ -17,7 +17,8 @@ from types import FrameType
 
 import torch
 
-from megatron.core.dist_checkpointing.path_kind import LATEST, kind_of
+from megatron.core.dist_checkpointing.file_storage import located
+from megatron.core.dist_checkpointing.path_kind import kind_of, latest_text
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.fsync import NO_ROOM
 from megatron.core.parts import MODEL_LOADERS
@@ -148,9 +149,9 @@ def start_again(options: CheckpointConfig, saved: int | None = None) -> str:
     foreign = options.load is not None and kind_of(options.load) in MODEL_LOADERS
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
     said, anew = "start the same command again", options.anew
-    if folder and not anew and (Path(folder) / LATEST).is_file():
+    if folder and not anew and latest_text(located(folder)):
         return f"{said}: it resumes from the latest checkpoint in {flag} {folder}"
-    if options.save and (Path(options.save) / LATEST).is_file():
+    if options.save and latest_text(located(options.save)):
         without = f" and without {'--finetune' if options.finetune else '--reset-iteration'}" if anew else ""
         return f"{said} with --load {options.save}{without}: it resumes from the latest checkpoint there"
     if saved is not None:  # and is not there now: its disk was unmounted, or its folder deleted

@@ -25,6 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.file_storage import located, resolved, storage_of
 from megatron.core.dist_checkpointing.path_kind import EVENTS
 from megatron.core.fsync import whole_file
 from megatron.training.reliability.launch import Launch
@@ -56,7 +57,7 @@ class Outcome:
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
         """Remembers the checkpoint folders and, with `write`, writes that the run is RUNNING."""
         self.folders = {
-            name: str(Path(path).resolve()) if path else "" for name, path in (("save", save), ("load", load))
+            name: str(resolved(located(path))) if path else "" for name, path in (("save", save), ("load", load))
         }
         if write:
             self._write("RUNNING", "")
@@ -129,8 +130,13 @@ def _open_at_once(path: str, mode: int) -> int:
 
 def record_event(save: str | Path | None, event: str, **facts: Any) -> None:
     """Adds a line. Without --save, before its folder exists, and on a full disk it does nothing."""
-    if not save or not Path(save).is_dir():
+    root = located(save) if save else None
+    if root is None or (isinstance(root, Path) and not root.is_dir()):
         return
     line = redacted(json.dumps({"time": round(time.time(), 3), "event": event, **facts}))
-    with suppress(OSError), open(Path(save) / EVENTS, "a", encoding="utf-8", opener=_open_at_once) as file:
+    if not isinstance(root, Path):
+        with suppress(OSError):
+            storage_of(root).append(root / EVENTS, f"{line}\n".encode())
+        return
+    with suppress(OSError), open(root / EVENTS, "a", encoding="utf-8", opener=_open_at_once) as file:
         file.write(line + "\n")

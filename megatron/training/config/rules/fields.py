@@ -31,8 +31,9 @@ REQUIRED = {
 
 
 def _saved_values(config: RunConfig) -> str:
-    saved = Path(config.checkpoint.load or "") / RUN_CONFIG
-    return f", or --config {saved} for what the run there was given" if saved.is_file() else ""
+    load = config.checkpoint.load_root
+    saved = load / RUN_CONFIG if isinstance(load, Path) else None
+    return f", or --config {saved} for what the run there was given" if saved is not None and saved.is_file() else ""
 
 
 def single_values(config: RunConfig) -> Iterator[Problem]:
@@ -51,9 +52,9 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
             broken = next(filter(None, (number_rule(flag, number) for number in values)), None)
             if broken:
                 yield Problem(flag.name, value, *broken)
-        elif flag.spec.path == "local" and value is not None:
-            words = value if flag.takes_several else (value,)
-            yield from (Problem(flag.name, word, *broken) for word in words if (broken := path_rule("local", word)))
+        elif flag.spec.path in ("local", "stored") and value is not None:
+            words, kind = value if flag.takes_several else (value,), flag.spec.path
+            yield from (Problem(flag.name, word, *broken) for word in words if (broken := path_rule(kind, word)))
     if config.optimizer.lr is None and not config.training.skip_train:
         yield Problem("--lr", None, "is required", "add the peak learning rate, for example --lr 3e-4")
 

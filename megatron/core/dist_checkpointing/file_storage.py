@@ -1,0 +1,315 @@
+"""Storage of a run's files: the local disk, and for URLs what extensions register by scheme. No torch.
+
+A path only names a file. `storage_of(path)` does everything with it: lists, reads, writes, publishes, removes. A `Path`
+is on the local disk; `located("s3://bucket/run")` is a path in the storage registered for s3.
+
+A folder is published whole. `begin` prepares it, its files are written below `scratch`, and `publish` makes it visible
+under its final name. On the local disk that is a rename. A store of objects has no rename: the folder holds the object
+`.unfinished` until everything else is written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path, PurePath, PurePosixPath
+from typing import IO, Any, Protocol, cast
+
+from megatron.core.fsync import sync_folder
+from megatron.core.registry import NoFacts, Registry
+
+CHUNK = 1 << 20
+UNFINISHED = ".unfinished"
+"""File in a folder of a store without renames that is being written or removed."""
+
+
+class UrlPath(PurePosixPath):
+    """A path in the storage of a URL's scheme, such as `UrlPath("s3://bucket/run") / "iter_0000100"`."""
+
+    @property
+    def scheme(self) -> str:
+        return self.parts[0].removesuffix(":")
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{'/'.join(self.parts[1:])}"
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is not on the local disk: storage_of(path) opens it")
+
+
+class Storage(Protocol):
+    """Files under the paths of one scheme. A class derives from this one and writes `names` to `remove`.
+
+    The other methods follow from these; a class that can do better overrides them. All methods raise OSError, and may
+    be called from several threads and processes. A folder exists as long as there is a file in it.
+    """
+
+    scheme: str
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
+
+    @abstractmethod
+    def names(self, folder: PurePath) -> list[str]:
+        """Sorted names of the files and folders directly in a folder; none if there is no such folder."""
+        ...
+
+    @abstractmethod
+    def size(self, path: PurePath) -> int | None:
+        """Bytes of a file; None if there is no such file."""
+        ...
+
+    @abstractmethod
+    def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes `start` to `start + length`, or to the end, of a file: fewer if it is shorter. Raises
+        FileNotFoundError."""
+        ...
+
+    @abstractmethod
+    def write(self, path: PurePath, data: bytes) -> None:
+        """Writes a whole file. Readers see the old content or the new one, also after a power cut."""
+        ...
+
+    @abstractmethod
+    def remove(self, path: PurePath) -> None:
+        """Deletes a file, or a folder with everything in it. Raises FileNotFoundError."""
+        ...
+
+    def exists(self, path: PurePath) -> bool:
+        """Whether there is a file or folder."""
+        return self.size(path) is not None or bool(self.names(path))
+
+    def open(self, path: PurePath) -> IO[bytes]:
+        """Opens a file for reading at any position. Raises FileNotFoundError."""
+        return io.BufferedReader(_Ranges(self, path), CHUNK)
+
+    def create(self, path: PurePath) -> IO[bytes]:
+        """A new file to write from front to back; it is complete and durable once closed. Unless overridden, it is kept
+        in memory until then."""
+        return _Upload(self, path)
+
+    def append(self, path: PurePath, data: bytes) -> None:
+        """Adds to the end of a file, which is created if there is none. Unless overridden, writes it again."""
+        self.write(path, (self.read(path) if self.size(path) is not None else b"") + data)
+
+    def scratch(self, final: PurePath) -> PurePath:
+        """Where the files of the folder `final` are written until it is published."""
+        return final
+
+    def begin(self, final: PurePath) -> None:
+        """Prepares a folder to be written. Deletes what killed writers of such folders have left: those beside it whose
+        names are equal up to the first underscore. Unless overridden, a published `final` is deleted first."""
+        for name in self.names(final.parent):
+            beside = final.parent / name
+            if name == final.name or (_kind(beside) == _kind(final) and not self.finished(beside)):
+                self.withdraw(beside)
+        self.write(final / UNFINISHED, b"")
+
+    def publish(self, final: PurePath) -> None:
+        """Makes the folder visible at one moment, complete and durable."""
+        self.remove(final / UNFINISHED)
+
+    def finished(self, final: PurePath) -> bool:
+        """Whether an existing folder is published."""
+        return self.size(final / UNFINISHED) is None
+
+    def discard(self, final: PurePath) -> None:
+        """Deletes what was written since `begin`, if anything; never a published folder."""
+        if not self.finished(final):
+            self.withdraw(final)
+
+    def withdraw(self, final: PurePath) -> None:
+        """Hides a folder at one moment, and deletes it."""
+        self.write(final / UNFINISHED, b"")
+        for name in self.names(final):
+            if name != UNFINISHED:
+                self.remove(final / name)
+        self.remove(final / UNFINISHED)
+
+
+STORAGES: Registry[Callable[[str], Storage], NoFacts] = Registry("storage", NoFacts, "scheme")
+"""Scheme of a URL -> a class derived from `Storage`; one object of it serves all URLs of the scheme in a process."""
+
+
+class LocalStorage(Storage):
+    """Mounted file systems. Publishes by a rename; folders may be links to other disks."""
+
+    def names(self, folder: PurePath) -> list[str]:
+        try:
+            return sorted(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # or a path that no file has
+            return []
+
+    def size(self, path: PurePath) -> int | None:
+        try:
+            return os.stat(path).st_size
+        except FileNotFoundError:
+            return None
+
+    def read(self, path: PurePath, start: int = 0, length: int | None = None) -> bytes:
+        with open(path, "rb") as file:
+            if start:
+                file.seek(start)
+            return file.read(length)
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        beside = path.with_name(f"{path.name}.tmp")
+        with self.create(beside) as file:
+            file.write(data)
+        os.replace(beside, path)
+        sync_folder(Path(path.parent))
+
+    def remove(self, path: PurePath) -> None:
+        """If it is a link to a folder, such as a checkpoint moved to another disk, deletes only the link."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+    def exists(self, path: PurePath) -> bool:
+        return os.path.exists(path)
+
+    def open(self, path: PurePath) -> IO[bytes]:
+        return open(path, "rb")
+
+    def create(self, path: PurePath) -> IO[bytes]:
+        return cast("IO[bytes]", _SyncedFile(path, "w"))
+
+    def append(self, path: PurePath, data: bytes) -> None:
+        with open(path, "ab", buffering=0) as file:
+            file.write(data)
+
+    def scratch(self, final: PurePath) -> PurePath:
+        return final.with_suffix(".tmp")
+
+    def begin(self, final: PurePath) -> None:
+        folder = Path(final.parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_kind(final)}_*.tmp"):
+            self.remove(left)
+        for replaced in folder.glob(f"{_kind(final)}_*.old"):
+            if replaced.with_suffix("").exists():
+                self.remove(replaced)
+            else:
+                replaced.rename(replaced.with_suffix(""))
+        os.mkdir(self.scratch(final))
+
+    def publish(self, final: PurePath) -> None:
+        scratch, replaced = self.scratch(final), final.with_suffix(".old")
+        sync_folder(Path(scratch))
+        if os.path.lexists(final):
+            # A rename cannot replace a folder that is not empty. saved_folders knows the name used in between.
+            with suppress(FileNotFoundError):
+                self.remove(replaced)
+            os.rename(final, replaced)
+        os.rename(scratch, final)
+        sync_folder(Path(final.parent))
+        with suppress(OSError):
+            self.remove(replaced)
+
+    def finished(self, final: PurePath) -> bool:
+        return True  # anything under a final name was renamed to it
+
+    def discard(self, final: PurePath) -> None:
+        with suppress(FileNotFoundError):
+            self.remove(self.scratch(final))
+
+    def withdraw(self, final: PurePath) -> None:
+        hidden = self.scratch(final)  # the next `begin` removes it if this process dies half-way
+        os.rename(final, hidden)
+        self.remove(hidden)
+
+
+LOCAL = LocalStorage("file")
+
+
+def located(path: str | PurePath) -> PurePath:
+    """The path that a flag gives as text: a `UrlPath` if a storage is registered for its scheme, else a `Path`."""
+    if isinstance(path, PurePath):
+        return path
+    scheme, mark, _ = path.partition("://")
+    return UrlPath(path) if mark and scheme in STORAGES else Path(path)
+
+
+def storage_of(path: PurePath) -> Storage:
+    """The storage that a path is in."""
+    return _built(path.scheme) if isinstance(path, UrlPath) else LOCAL
+
+
+def resolved(path: PurePath) -> PurePath:
+    """The path with links followed, which is equal for paths of the same file."""
+    return path.resolve() if isinstance(path, Path) else path
+
+
+@cache
+def _built(scheme: str) -> Storage:
+    return STORAGES[scheme](scheme)
+
+
+def _kind(folder: PurePath) -> str:
+    """Name of a folder up to the first underscore: iter of iter_0000100."""
+    return folder.name.partition("_")[0]
+
+
+class _SyncedFile(io.FileIO):
+    """A file that is synced to disk when closed."""
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+class _Upload(io.BytesIO):
+    """A file in memory, written whole when closed."""
+
+    def __init__(self, storage: Storage, path: PurePath) -> None:
+        super().__init__()
+        self._storage, self._path = storage, path
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self._storage.write(self._path, self.getvalue())
+        finally:
+            super().close()
+
+
+class _Ranges(io.RawIOBase):
+    """A file that reads ranges of a stored one."""
+
+    def __init__(self, storage: Storage, path: PurePath) -> None:
+        size = storage.size(path)
+        if size is None:
+            raise FileNotFoundError(f"there is no {path}")
+        self._storage, self._path = storage, path
+        self._size, self._at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        length = min(len(buffer), max(0, self._size - self._at))
+        data = self._storage.read(self._path, self._at, length) if length else b""
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
