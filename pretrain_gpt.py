@@ -7,6 +7,7 @@ import signal
 import sys
 from contextlib import suppress
 
+from megatron.extensions import load
 from megatron.training.config.arguments import command_line
 from megatron.training.config.output_files import drop_output, open_closed_streams, why_unwritten
 from megatron.training.config.prepare import prepare
@@ -26,6 +27,7 @@ from megatron.training.reliability.visible_text import visible_output
 
 def main(argv: list[str] | None = None) -> int:
     """Parses, validates, and trains. Returns the exit code (`megatron.training.reliability.run_status`)."""
+    load()
     hold_ignored_signals()
     skip_final_collection()
     closed = open_closed_streams()

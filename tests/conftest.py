@@ -17,6 +17,7 @@ import torch
 from megatron.core import parts
 from megatron.core.dist_checkpointing import path_kind
 from megatron.core.registry import Registry
+from megatron.extensions import load
 from megatron.training import extensions, hooks
 from megatron.training.config import commands, flags, foreign_flags, input_files
 from tests.gloo_devices import share_gloo_devices
@@ -29,7 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 EXTENSIONS = Path(extensions.__file__).parents[1] / "extensions"
 
 share_gloo_devices()
-flags.load_built_in()  # before a test could forget what it registers
+load()  # before a test could forget what it registers
 
 # Tests start many programs, and what these import (torch is large) need not be compiled each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -160,7 +161,7 @@ def forget_extensions_at_once() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    flags.load_built_in()
+    load()
     kinds = parts, hooks, path_kind, commands, foreign_flags, input_files
     registries = [part for kind in kinds for part in vars(kind).values() if isinstance(part, Registry)]
     tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]

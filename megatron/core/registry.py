@@ -1,8 +1,9 @@
 """Registries: the named choices of each kind of part, the library's own and those that extensions add. No torch.
 
-A built-in part is registered by where it is, "module:attribute", and imported when it is first used, so that `--help`
-and validation need no torch. Facts that they need before a part is imported, such as whether an activation function is
-gated, are registered with it as `facts`."""
+A registry holds the library's own parts; `megatron.extensions.load`, which entry points call, adds the parts of the
+built-in extensions. They are registered by where they are, "module:attribute", and imported when first used, so that
+`--help` and validation need no torch. Facts that they need before a part is imported, such as whether an activation
+function is gated, are registered with it as `facts`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
 from importlib import import_module
 from inspect import signature
 from typing import Any, Generic, TypeVar, cast, overload
@@ -30,11 +30,6 @@ class _Entry(Generic[F]):
     part: Any
     facts: F
     where: str
-
-
-@cache
-def _load_built_in() -> None:
-    import_module("megatron.extensions").load()
 
 
 def imported(where: Any) -> Any:
@@ -118,19 +113,13 @@ class Registry(Collection[str], Generic[P, F]):
         return self[name](*args)  # type: ignore[operator]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._known
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._known)
-
-    @property
-    def _known(self) -> dict[str, _Entry[F]]:
-        """All entries: built-in extensions register theirs before the first one is looked up."""
-        _load_built_in()
-        return self._entries
+        return len(self._entries)
 
     def __getitem__(self, name: str) -> P:
         """The part. Raises ValueError for a name that nothing has registered."""
@@ -167,7 +156,7 @@ class Registry(Collection[str], Generic[P, F]):
 
     def wanted(self, *args: Any) -> list[str]:
         """The parts that a run wants, for kinds whose facts have a `when`: those of which `when(*args)` is true."""
-        return [name for name, entry in self._known.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
+        return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:
         """The first of `wanted`, for kinds of which a run has one part at most; None for none."""
@@ -178,7 +167,7 @@ class Registry(Collection[str], Generic[P, F]):
         return self._entry(name).where
 
     def _entry(self, name: str) -> _Entry[F]:
-        if name not in self._known:
+        if name not in self._entries:
             near = get_close_matches(name, self._entries, n=1)
             remedy = f"nearest: {near[0]}, or" if near else "choose one of them, or"
             raise ValueError(

@@ -17,6 +17,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from megatron.training.config.flags import FLAG_HOMES
+
 
 @dataclass(frozen=True)
 class BuiltIn:
@@ -148,7 +150,8 @@ which those of a deleted one are distinguished from typing errors.
 
 @cache
 def load() -> None:
-    """Imports `flags.py` of each extension, which registers its flags and where its parts are. Only once. Raises
+    """Imports `flags.py` of each extension, which registers its flags and where its parts are. Only once. Every program
+    calls it before it reads flags or looks up parts: the library itself does not know its extensions. Raises
     ModuleNotFoundError for an extension without its folder, and for one without another that it needs."""
     here, listed = Path(__file__), {extension.name for extension in BUILT_IN}
     for name, needs in ((extension.name, extension.needs) for extension in BUILT_IN):
@@ -162,15 +165,9 @@ def load() -> None:
         raise ModuleNotFoundError(f"{here} lists the extension {name}, which {what}: {remedy}")
     for extension in BUILT_IN:
         import_module(f"{__name__}.{extension.name}.flags")
+    FLAG_HOMES.update(_homes())
 
 
-def home_of(flag: str) -> str | None:
-    """The extension that a flag, or a `--flag=value`, belongs to, whether the extension exists or not; None for one of
-    none."""
-    return _homes().get(flag)
-
-
-@cache
 def _homes() -> dict[str, str]:
     lines = (line.partition(": ") for line in INDEX.read_text(encoding="utf-8").splitlines())
     return {flag: name for name, _, flags in lines for flag in flags.split()}

@@ -12,6 +12,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of, refusal
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.extensions import load
 from megatron.extensions.evaluation.continuation import MOST_TOKENS, CachedGeneration
 from megatron.extensions.evaluation.harness import ParallelLM
 from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, scores_by
@@ -55,6 +56,7 @@ class CheckpointLM(ParallelLM):
         max_batch_size: Any = None,
         **fields: Any,
     ) -> None:
+        load()
         unknown = [name for name in fields if name not in TOKENIZER]
         known = f"use checkpoint, tp, pp, ep, extension or {TOKENIZER}"
         problems = [f"--model_args {name}: is unknown; {known}" for name in unknown]

@@ -24,12 +24,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.extensions import load
 from megatron.testing.parity_rows import chosen, possible_names, print_errors
 from megatron.training.config.problem import checked_texts
 from megatron.training.reliability.visible_text import visible_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    load()
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     args = build_parser().parse_args(arguments[:cut])

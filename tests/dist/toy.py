@@ -21,7 +21,8 @@ from megatron.core.optimizer.optimizer import Rates
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Fused, ParamMeta
 from megatron.core.parts import OPTIMIZERS
-from megatron.training.config.flags import config_of_sections, load_built_in
+from megatron.extensions import load
+from megatron.training.config.flags import config_of_sections
 
 LR, DECAY = 0.01, 0.1
 
@@ -128,7 +129,7 @@ def optimizer_config(**flags) -> OptimizerConfig:
     return config_of_sections({"optimizer": flags}).optimizer
 
 
-load_built_in()
+load()
 KINDS = [name for name in ("adam", "sgd", "muon") if name in OPTIMIZERS]
 """Optimizers; muon where its extension is installed."""
 

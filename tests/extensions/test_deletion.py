@@ -32,6 +32,7 @@ sys.path.insert(0, folder)
 os.chdir(folder)
 
 import megatron
+from megatron.extensions import load
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import command_line, parse_args
@@ -54,6 +55,7 @@ def losses(rank, world_size, flags):
         return [loss.tolist() for loss in run.interval.losses]
 
 
+load()
 assert megatron.__path__ == [f"{folder}/megatron"]
 found = {"help": said("--help", "all"), "refused": {flag: said(*run, flag) for flag in given}}
 Path(answer).write_text(json.dumps(found | {"losses": run_world(4, losses, run)}))

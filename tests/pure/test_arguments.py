@@ -14,7 +14,7 @@ from megatron.core.parts import LINEAR_ATTENTIONS, PIPELINE_SCHEDULES
 from megatron.core.registry import Registry
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
 from megatron.training.config.commands import COMMANDS, options
-from megatron.training.config.flags import all_flags, flat_values, sections, spelling_table
+from megatron.training.config.flags import all_flags, flat_values, home_of, sections, spelling_table
 from megatron.training.config.foreign_flags import FLAG_TABLES
 from megatron.training.config.help import FIRST_RUN, field_docs
 from megatron.training.config.problem import any_text
@@ -72,7 +72,7 @@ def test_surface_is_frozen() -> None:
     """Scripts rely on these names. `python -m tests.pure.test_arguments` accepts a change; say so in CHANGELOG."""
     installed = {None, *(extension.name for extension in extensions.BUILT_IN)}
     lines = GOLDEN.read_text().splitlines(keepends=True)
-    assert surface() == "".join(line for line in lines if extensions.home_of(line.split()[0]) in installed)
+    assert surface() == "".join(line for line in lines if home_of(line.split()[0]) in installed)
     there = [line for line in extensions.INDEX.read_text().splitlines(keepends=True) if line.split(":")[0] in installed]
     assert index() == "".join(there)
 
@@ -327,7 +327,8 @@ def test_a_flag_takes_what_depends_on_it_along_from_a_saved_configuration(tmp_pa
 
 def test_help_is_fast_and_complete() -> None:
     code = (
-        "import sys\nfrom megatron.training.config.arguments import command_line\n"
+        "import sys\nfrom megatron.extensions import load\n"
+        "from megatron.training.config.arguments import command_line\nload()\n"
         "try: command_line(['--help', 'all'])\n"
         "except SystemExit as exit: sys.exit(exit.code or bool({'torch', 'numpy'} & set(sys.modules)))"
     )

@@ -91,10 +91,10 @@ def own_step(family: str, seq: int, compiled: bool) -> Any:
     from megatron.core.batch import Batch
     from megatron.core.config.parallel import ModelParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.extensions import load
     from megatron.extensions.hugging_face.read_config import config_from_hf
-    from megatron.training.config.flags import load_built_in
 
-    load_built_in()
+    load()
     model = GPTModel(config_from_hf(stated(family).to_dict()), ModelParallelConfig(fp32=True, compile=compiled)).train()
     text = torch.randint(SIZES["vocab_size"], (1, seq + 1))
     batch = Batch(text[:, :-1], text[:, 1:], torch.ones(1, seq), torch.arange(1))

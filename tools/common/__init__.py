@@ -18,7 +18,8 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import reader_of, refusal
 from megatron.core.parts import MODEL_LOADERS
-from megatron.training.config.flags import field_table, load_built_in, sections
+from megatron.extensions import load
+from megatron.training.config.flags import field_table, sections
 from megatron.training.config.help import field_docs
 from megatron.training.config.output_files import (
     drop_output,
@@ -288,7 +289,7 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
 
 
 def _exit_code(main: Callable[[], int]) -> int:
-    load_built_in()
+    load()
     try:
         try:
             return main()

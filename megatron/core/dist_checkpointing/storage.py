@@ -193,7 +193,7 @@ class Checkpoint:
         """
         targets = _nonempty(targets)
         self._check(targets, world, ignore)
-        with _failures_as_checkpoint_error(f"cannot load checkpoint {self.folder}"):
+        with _failures_as_checkpoint_error(f"cannot load checkpoint {self.folder}", reads=True):
             dcp.load(
                 dict(targets),
                 storage_reader=self._reader,
@@ -315,9 +315,9 @@ def _few(names: Sequence[object]) -> str:
 
 
 @contextmanager
-def _failures_as_checkpoint_error(what: str) -> Any:
+def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Any:
     """Turns DCP's exception into a CheckpointError with the cause of the first failed rank, or into a ValueError if a
-    file is damaged.
+    file that it `reads` is damaged.
 
     DCP raises a BaseException with the failures of all ranks, on all ranks. Its warning that one process works alone is
     silenced: that is intended.
@@ -329,7 +329,7 @@ def _failures_as_checkpoint_error(what: str) -> Any:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         told = f"{what}: on rank {rank}: {type(cause).__name__}: {why_refused(cause)}"
-        if _is_of_content(cause):
+        if reads and _is_of_content(cause):
             raise ValueError(f"{told.rstrip(': ')}; restore it from a copy, or name another checkpoint") from None
         raise CheckpointError(told) from cause
 

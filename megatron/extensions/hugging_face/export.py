@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.extensions import load
 from megatron.extensions.conversion.convert import Conversion
 from megatron.extensions.conversion.formats import Options
 from megatron.extensions.hugging_face.family_files import add_families, family_to_write
@@ -150,6 +151,7 @@ class HFExporter:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports one checkpoint, in place of an earlier export of it, with the extensions and families of its run. Returns
     the exit code."""
+    load()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("checkpoint", "output"):
         parser.add_argument(name, type=Path)

@@ -182,7 +182,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
             hf |= pattern_from_hf(hf)
         problems = list(_problems(hf, family))
         config = None if problems else _config(hf, family)
-        problems += [] if config is None else _out_of_bounds(config)
+        problems += [] if config is None else [*_out_of_bounds(config), *_of_single_layers(hf, family, config)]
         if config is not None and config.position_embedding_type == "rope" and config.rotary_dim == 1:
             problems = [f"1 of {config.head_dim} channels of a head is rotated, and two rotate together"]
     except KeyError as error:
@@ -205,6 +205,22 @@ def _out_of_bounds(config: TransformerConfig) -> list[str]:
     return broken or [f"{each.flag} {each.value} {each.rule}" for each in expert_groups(config)]
 
 
+def _of_single_layers(hf: Mapping[str, Any], family: Family, config: TransformerConfig) -> Iterator[str]:
+    """Settings of single layers, which some classes write beside the keys that they follow from, must be those that the
+    family's own keys give."""
+    given = hf.get(LAYER_BY_LAYER) or {}
+    if not isinstance(given, Mapping) or not all(isinstance(own, Mapping) for own in given.values()):
+        yield f"{LAYER_BY_LAYER} = {str(given)[:80]} must be settings by layer"
+        return
+    read = {
+        number: {key: getattr(config.of_layer(int(number)), family.keys.get(key, key), None) for key in own}
+        for number, own in given.items()
+        if str(number).isdecimal() and int(number) < config.num_layers
+    }
+    if read != given:
+        yield f"{LAYER_BY_LAYER} = {str(given)[:80]}, supported: none, as it changes settings of layers"
+
+
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
     for key, legal in (*family.only.items(), *family.values.items()):
         if hf[key] not in legal:
@@ -216,8 +232,6 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
         if method not in family.quantized:
             known = f"; {' and '.join(family.quantized)} is" if family.quantized else ""
             yield f"quantization_config is given; weights quantized by {method} are not supported{known}"
-    if hf.get(LAYER_BY_LAYER):
-        yield f"{LAYER_BY_LAYER} = {str(hf[LAYER_BY_LAYER])[:80]}, supported: none, as it changes settings of layers"
     if "attention_types" in family.defaults and "attention_layers" in hf and not _is_derived("attention_layers", hf):
         yield "attention_layers differs from attention_types"
     for key, other in family.equal.items():

@@ -44,7 +44,7 @@ class LogsConfig:
         None,
         path="local",
         writes="file",
-        no_effect_without="--eval-iters",
+        no_effect_without="--eval-iters above 0",
         excludes="--fim-data: the tokens of documents change their places",
     )
     """File for the loss of each document in evaluations, one JSON object per line, the highest first."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import added_after, build_tokenizer
+from megatron.extensions import load
 from megatron.extensions.datasets.indexed_writer import best_dtype
 from megatron.extensions.text_data.fast_tokenizer import stand_in_for
 from megatron.extensions.text_data.formats import Chunk, Reading, is_blank, texts_of
@@ -120,6 +121,7 @@ def _start_worker(job: Job) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    load()
     job.prepare()
     _encoder = Encoder(job)
 

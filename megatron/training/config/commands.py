@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NoReturn
 
 from megatron.core.registry import Registry
-from megatron.training.config.flags import TooLargeError, load_built_in, parse_int
+from megatron.training.config.flags import TooLargeError, parse_int
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
@@ -125,7 +125,6 @@ COMMANDS: Registry[Callable[[GivenOptions, int | None], Command | None], Command
 
 def options() -> dict[str, Option]:
     """Every option by its spelling."""
-    load_built_in()
     of_commands = {name: option for each in COMMANDS for name, option in COMMANDS.facts(each).options.items()}
     return {
         "--config": Option("YAML file of flags; may be given more than once, later files win.", "FILE"),

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache
-from importlib import import_module
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -376,27 +375,19 @@ def _fields_in_order(cls: type) -> list[Field]:
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type]:
     """Attribute of `RunConfig`, or title of an extension's flags -> its dataclass."""
-    load_built_in()
     hints = get_type_hints(RunConfig)
     own = {field.name: hints[field.name] for field in fields(RunConfig) if "flag" not in field.metadata}
     return own | {title: section.cls for title, section in EXTENSION_SECTIONS.items()}
 
 
-@cache
-def _built_in() -> Any:
-    return import_module("megatron.extensions")
+FLAG_HOMES: dict[str, str] = {}
+"""Flag, or `--flag=value` -> the built-in extension that it belongs to, installed or not. `megatron.extensions.load`
+fills it."""
 
 
 def home_of(spelling: str) -> str | None:
-    """The built-in extension that a flag is of, whether it is installed or not; None for flags of none."""
-    home: str | None = _built_in().home_of(spelling)
-    return home
-
-
-def load_built_in() -> None:
-    """Registers the flags and parts of the built-in extensions, which the trunk knows by the list in
-    `megatron.extensions` alone."""
-    _built_in().load()
+    """The built-in extension that a flag belongs to, whether it is installed or not; None for any other flag."""
+    return FLAG_HOMES.get(spelling)
 
 
 def _kind(hint: Any) -> Any:

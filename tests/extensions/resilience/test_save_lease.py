@@ -257,7 +257,8 @@ def run_that_deletes(what: str, tmp_path: Path, code: int) -> str:
 
 
 def test_a_run_whose_folder_is_deleted_saves_all_it_has_again(tmp_path: Path) -> None:
-    save, text = tmp_path / "save", run_that_deletes("shutil.rmtree(path)", tmp_path, 0)
+    # At once, so that the run never sees the folder without its lease.
+    save, text = tmp_path / "save", run_that_deletes("shutil.rmtree(path.rename(path.with_name('gone')))", tmp_path, 0)
     assert text.count(f"--save {save} is gone") == 1 and "cannot write metrics to" in text
     assert read_latest(save) == 6 and [record["iteration"] for record in read_records(save / "metrics.jsonl")] == [
         *range(3, 7)
